@@ -112,7 +112,9 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
         labels=batch["labels"][None],
         label_positions=batch["label_positions"],
         padding_mask=batch["padding"][None] if args.num_experts else None,  # excluded from the routers' counts
-        packed_seq_params=packed_seq_params(torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, args.transformer_impl),
+        packed_seq_params=packed_seq_params(
+            torch.from_numpy(pack.cu_seqlens), pack.max_seqlen, args.transformer_impl, pack.shared_prompts
+        ),
         kept_token_ids=None if kept is None else kept[batch["own_labels"]],
         rope_positions=batch.get("rope_positions"),  # of vision-language models, as the images
         images=pack.images,

@@ -68,11 +68,11 @@ def lognormal_lengths(count: int, median: float, mean: float, longest: int) -> l
     return np.random.default_rng(0).permutation(lengths).tolist()
 
 
-def rollout(args, length: int | Sequence[int] | None = None) -> RolloutBatch:
+def rollout(args, length: int | Sequence[int] | None = None, prompt: int = 1) -> RolloutBatch:
     """Make up completions for two updates, with rollout log-probabilities and with advantages equal to the rewards.
 
     The lengths vary widely, or each completion has ``length`` tokens together with its prompt, or the next of
-    ``length``, which both updates have. With --environment a
+    ``length``, which both updates have; the prompt then has ``prompt`` tokens. With --environment a
     completion has up to four turns, of which some are samples of their own with --on-rewritten-history split, and one
     of eight has failed. With a replayed --top-k every token has its own
     number of kept tokens, and every fourth completion has the whole vocabulary.
@@ -86,8 +86,9 @@ def rollout(args, length: int | Sequence[int] | None = None) -> RolloutBatch:
     longest = [(args.max_prompt_length, args.max_completion_length)] * n
     if length is not None:
         lengths = [length] * n if isinstance(length, int) else [*length, *length]
-        longest = [(1, own - 1) for own in lengths]
-    prompts = [tokens(2, prompt) for prompt, _ in longest]
+        longest = [(prompt, own - prompt) for own in lengths]
+    of_groups = [tokens(2, longest[first][0]) for first in range(0, n, args.num_generations)]
+    prompts = [of_groups[i // args.num_generations] for i in range(n)]
     completions = [tokens(1, completion) for _, completion in longest]
     reasons = [FinishReason.STOP if i % 3 else FinishReason.LENGTH for i in range(n)]
     masks = [[1] * len(completion) for completion in completions]
@@ -218,15 +219,15 @@ def share(args, batch: RolloutBatch, updates: list[np.ndarray]) -> RolloutBatch:
     return with_tokens_of(batch, Trainer.computes(parts, batch, lambda _: updates))
 
 
-def size_flags(completions: int, tokens: int) -> list[str]:
-    """Return the flags of a run with one update of ``completions``, each of ``tokens`` with its prompt of one token."""
-    size = ["--max-prompt-length", "1", "--max-completion-length", str(tokens - 1), "--beta", "0"]
+def size_flags(completions: int, tokens: int, prompt: int = 1) -> list[str]:
+    """Return the flags of a run with one update of ``completions``, each of ``tokens`` with the ``prompt``'s."""
+    size = ["--max-prompt-length", str(prompt), "--max-completion-length", str(tokens - prompt), "--beta", "0"]
     return [*size, "--global-batch-size", str(completions), "--num-generations", "2", "--steps-per-generation", "1"]
 
 
-def one_update(args, lengths: int | Sequence[int]) -> tuple[RolloutBatch, np.ndarray]:
+def one_update(args, lengths: int | Sequence[int], prompt: int = 1) -> tuple[RolloutBatch, np.ndarray]:
     """Return a rollout as this rank has it for the first update, and the completions of that update."""
-    batch = rollout(args, lengths)
+    batch = rollout(args, lengths, prompt)
     chosen = divide_rollout(batch.num_completions, 2, False, LOSSES.get(args.loss_type), args.seed)[0]
     return share(args, batch, [chosen]), chosen
 

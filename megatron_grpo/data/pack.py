@@ -10,6 +10,9 @@ Under context parallelism each of the `Pack.cp_size` ranks that share a pack hol
 in a `Pack` of its own: its tokens and their labels, in its order. Each label belongs to one rank (`Pack.own_labels`).
 Values of labels are on every rank, for all labels in the order of the whole pack, because losses read whole
 completions.
+
+With shared prompts the completions of a group (`RolloutBatch.group_ids`) in a pack have one copy of their prompt: see
+`SharedPrompts`.
 """
 
 from dataclasses import dataclass
@@ -25,6 +28,18 @@ from megatron_grpo.vision.pack_images import PackImages
 Bool = npt.NDArray[np.bool_]
 
 IGNORED_LABEL = -100  # torch's ignore_index: the position predicts no token in the loss
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrompts:
+    """The keys that the sequences of a pack attend to, where several of them go on from one prompt.
+
+    Such a prompt is a sequence of the pack, without its last token. The sequence of each completion begins with that
+    token, which predicts the completion's first.
+    """
+
+    keys: Int64  # [k], positions in the pack: for each sequence in turn, its prompt's tokens and its own
+    cu_keys: Int32  # [s + 1], where the keys of each sequence begin
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +68,7 @@ class Pack:
     # Of a vision-language model: M-RoPE's positions [3, tokens of all context ranks], and the images.
     rope_positions: Int64 | None = None
     images: PackImages | None = None
+    shared_prompts: SharedPrompts | None = None  # None: each sequence attends to its own tokens
 
     @property
     def num_labels(self) -> int:
@@ -78,6 +94,7 @@ def pack_completions(
     total_length: int | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
+    share_prompts: bool = False,
 ) -> Pack:
     """Lay completions end to end as one micro-batch, with the labels shifted to where they are predicted.
 
@@ -90,6 +107,8 @@ def pack_completions(
         pad_multiple: each context rank's T is rounded up to a multiple of it.
         total_length: T of all context ranks together instead, a multiple of what `pad_multiple` asks for.
         cp_size, cp_rank: number of context-parallel ranks that hold the pack, and which rank's part to return.
+        share_prompts: whether the completions of a group have one copy of their prompt; needs cp_size 1, and
+            completions of one sequence each.
 
     Raises:
         ValueError: `total_length` is too small or no such multiple, or this rank does not hold the tokens.
@@ -99,8 +118,13 @@ def pack_completions(
     chosen = np.asarray(indices, dtype=np.int64)
     if not batch.held[chosen].all():
         raise ValueError(f"this rank does not hold the tokens of completions {chosen[~batch.held[chosen]].tolist()}")
-    flat = batch.token_positions(chosen)
-    real, owner = batch.sequences(chosen)
+    prompt = None
+    if share_prompts:
+        chosen = chosen[_group_by_group(batch.group_ids[chosen])]
+        flat, real, owner, prompt = _with_shared_prompts(batch, chosen)
+    else:
+        flat = batch.token_positions(chosen)
+        real, owner = batch.sequences(chosen)
     lengths = padded_lengths(real, cp_size)
     starts = offsets(lengths)[:-1]
     at = np.arange(len(flat)) + np.repeat(starts - offsets(real)[:-1], real)  # where the real tokens go
@@ -121,6 +145,11 @@ def pack_completions(
     label_source[at[in_loss] - 1] = flat[in_loss]
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
+    shared_prompts = None
+    if prompt is not None and (prompt >= 0).any():
+        before = np.where(prompt >= 0, real[prompt], 0)  # tokens of the prompt, of each sequence
+        position_ids[:used] += np.repeat(before, real)
+        shared_prompts = _shared_prompts(cu_seqlens, prompt)
 
     labelled = label_source >= 0
     token_index, number = label_source[labelled], owner[sequence[labelled]]
@@ -155,6 +184,7 @@ def pack_completions(
         of_tokens=_token_values(batch, source),
         rope_positions=rope_positions,
         images=_images(batch, chosen, source),
+        shared_prompts=shared_prompts,
     )
     for name, values in pack.of_labels.items():
         if FIELDS[name].complete and np.isnan(values).any():
@@ -164,6 +194,54 @@ def pack_completions(
                 f"{samples}: the pass that computes it missed them or the model gives NaN; check the weights loaded"
             )
     return pack
+
+
+def shared_tokens(prompt_lengths: npt.NDArray[np.integer], group_ids: Int64) -> Int64:
+    """Return the first tokens that shared prompts spare all completions but the first of their group, [n - groups]."""
+    spared = np.delete(prompt_lengths, np.unique(group_ids, return_index=True)[1])
+    return spared.astype(np.int64) - 1
+
+
+def _group_by_group(group_ids: Int64) -> Int64:
+    """Return the order that brings the members of each group together, groups and members as they come."""
+    _, first, group = np.unique(group_ids, return_index=True, return_inverse=True)
+    return np.argsort(first[group], kind="stable")
+
+
+def _with_shared_prompts(batch: RolloutBatch, chosen: Int64) -> tuple[Int64, Int64, Int64, Int64]:
+    """Return the sequences of a pack with shared prompts, each prompt before its completions.
+
+    (positions of their tokens in the flat arrays, lengths [s], positions in ``chosen`` of their completions [s],
+    numbers of the sequences of their prompts [s]; -1: none). ``chosen``: the members of a group are neighbours.
+    """
+    new = np.diff(batch.group_ids[chosen], prepend=batch.group_ids[chosen[:1]] - 1) != 0
+    first, group = np.flatnonzero(new), np.cumsum(new) - 1
+    shared = (batch.prompt_lengths[chosen[first]] - 1) * (np.diff(np.append(first, len(chosen))) > 1)  # [groups]
+    begins, left_out = batch.cu_seqlens[chosen], shared[group]
+    for i in range(len(chosen)):
+        own, common = (batch.tokens[at : at + left_out[i] + 1] for at in (begins[i], begins[first[group[i]]]))
+        if left_out[i] and not np.array_equal(own, common):
+            raise GrpoError(
+                f"--share-prompts: samples {batch.sample_ids[chosen[first[group[i]]]]} and "
+                f"{batch.sample_ids[chosen[i]]} are of one group and begin with different prompts: leave the flag out"
+            )
+    at = first[shared > 0]  # a prompt comes before these
+    number = np.full(len(first), -1)
+    number[shared > 0] = at + np.arange(len(at))
+    starts = np.insert(begins + left_out, at, begins[at])
+    lengths = np.insert(batch.held_lengths[chosen] - left_out, at, shared[shared > 0])
+    flat = np.arange(lengths.sum()) + np.repeat(starts - offsets(lengths)[:-1], lengths)
+    return flat, lengths, np.insert(np.arange(len(chosen)), at, at), np.insert(number[group], at, -1)
+
+
+def _shared_prompts(cu_seqlens: Int64, prompt: Int64) -> SharedPrompts:
+    """Return the keys of sequences at ``cu_seqlens`` that go on from those with the numbers ``prompt`` (-1: none)."""
+    prompt = np.append(prompt, np.full(len(cu_seqlens) - 1 - len(prompt), -1))  # the padding has none
+    lengths = np.diff(cu_seqlens)
+    parts = np.stack([prompt, np.arange(len(prompt))], 1).ravel()  # each sequence's prompt, then itself
+    begins, counts = cu_seqlens[:-1][parts], np.where(parts >= 0, lengths[parts], 0)
+    keys = np.arange(counts.sum()) + np.repeat(begins - offsets(counts)[:-1], counts)
+    return SharedPrompts(keys, offsets(counts)[::2].astype(np.int32))
 
 
 def _images(batch: RolloutBatch, chosen: Int64, source: Int64) -> PackImages | None:

@@ -10,6 +10,7 @@ never its result: see `megatron_grpo.algorithm.weighting`.
 import heapq
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,7 @@ def schedule(
     microbatch_multiple: int = 1,
     attention_coefficient: float = 0.0,
     together: npt.ArrayLike | None = None,
+    shared: npt.ArrayLike | None = None,
 ) -> Schedule:
     """Divide n completions over data-parallel ranks and micro-batches, balanced by work = length + c length^2.
 
@@ -90,6 +92,8 @@ def schedule(
         attention_coefficient: c >= 0, from the function of this name; 0 balances the numbers of tokens.
         together: [n], what a micro-batch computes once for all completions with the same value: the rows whose images
             the vision tower encodes.
+        shared: [n], the first tokens that completions with the same value of `together` have in common, and that a
+            micro-batch computes once; None: 0. If single completions are distributed, they count for each.
 
     Returns:
         [rank][micro-batch] -> list of completion indices, ascending.
@@ -101,7 +105,12 @@ def schedule(
     sizes = np.asarray(lengths, dtype=np.int64)
     work = (sizes + attention_coefficient * sizes**2).tolist()
     if max_tokens is not None:
-        found = _budget_packs({1: sizes.tolist()}, work, dp_size, max_tokens, microbatch_multiple, _numbered(together))
+        common = np.zeros_like(sizes) if shared is None else np.asarray(shared, dtype=np.int64)
+        work_of_common = (common + attention_coefficient * common**2).tolist()
+        groups = _numbered(together)
+        found = _budget_packs(
+            {1: sizes.tolist()}, work, dp_size, max_tokens, microbatch_multiple, groups, common.tolist(), work_of_common
+        )
         packs = [pack for _, pack in found]
     elif micro_batch_size is not None:
         packs = _fixed_packs(work, dp_size, micro_batch_size, microbatch_multiple)
@@ -190,8 +199,13 @@ def _budget_packs(
     max_tokens: int,
     multiple: int,
     groups: list[int] | None,
+    common: list[int] | None = None,
+    work_of_common: list[float] | None = None,
 ) -> Packs:
-    """Return the packs of all ranks; ``sizes`` are the padded lengths [n] by degree, for ascending degrees."""
+    """Return the packs of all ranks; ``sizes`` are the padded lengths [n] by degree, for ascending degrees.
+
+    ``common`` [n] are the tokens that a piece of a group has once, ``work_of_common`` [n] their work; None: none.
+    """
     n, widest = len(work), max(sizes)
     dp_size, limit = ranks // widest, widest * max_tokens
     most = n // dp_size // multiple * multiple
@@ -215,9 +229,10 @@ def _budget_packs(
         )
     if groups is None:
         return found
-    pieces = _first_fit(sizes[1], groups, max_tokens)
-    of_pieces = {c: [sum(own[i] for i in piece) for piece in pieces] for c, own in sizes.items()}
-    work_of_pieces = [sum(work[i] for i in piece) for piece in pieces]
+    common, work_of_common = common or [0] * n, work_of_common or [0.0] * n
+    pieces = _first_fit(sizes[1], groups, max_tokens, common)
+    of_pieces = {c: [_of_piece(own, common, piece) for piece in pieces] for c, own in sizes.items()}
+    work_of_pieces = [_of_piece(work, work_of_common, piece) for piece in pieces]
     few = sum(degree for degree, _ in found) // ranks * 5 // 4
     of_packs = _fewest(of_pieces, work_of_pieces, ranks, max_tokens, multiple, few)
     if of_packs is None:
@@ -284,22 +299,28 @@ def _round_robin(costs: Sequence[float], bins: int, degrees: Sequence[int] | Non
     return dealt
 
 
-def _first_fit(sizes: list[int], groups: list[int], room: int) -> list[list[int]]:
+def _of_piece(sizes: Sequence[float], common: Sequence[float], piece: list[int]) -> Any:
+    """Return the size of the items of a piece together, which have ``common`` of their first one once."""
+    return sum(sizes[i] for i in piece) - (len(piece) - 1) * common[piece[0]]
+
+
+def _first_fit(sizes: list[int], groups: list[int], room: int, common: list[int]) -> list[list[int]]:
     """Divide the items of each group into pieces of at most `room`: longest first, each into the first with room.
 
-    At most one piece of a group is filled by half or less. A longer item is a piece of its own.
+    A piece has the ``common`` tokens of its items once. Without any, at most one piece of a group is filled by half or
+    less. A longer item is a piece of its own.
     """
     pieces: dict[int, list[list[int]]] = {}
     left: dict[int, list[int]] = {}
     for item in _descending(sizes):
         own, rooms = pieces.setdefault(groups[item], []), left.setdefault(groups[item], [])
-        found = next((number for number, size in enumerate(rooms) if size >= sizes[item]), None)
+        found = next((number for number, size in enumerate(rooms) if size >= sizes[item] - common[item]), None)
         if found is None:
             own.append([item])
             rooms.append(room - sizes[item])
         else:
             own[found].append(item)
-            rooms[found] -= sizes[item]
+            rooms[found] -= sizes[item] - common[item]
     return [piece for own in pieces.values() for piece in own]
 
 

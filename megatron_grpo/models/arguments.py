@@ -4,6 +4,8 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, POSITIVE, POSITIVE_SHARE, FlagRow, count_to
 from megatron_grpo.utils.rules import divides, flag, needs
@@ -159,3 +161,35 @@ def check_cuda_graphs(args: Namespace) -> None:
     for dest, reason in _UNRECORDED:
         if getattr(args, dest):
             raise GrpoError(f"--cuda-graphs with {flag(dest)}: {reason}")
+
+
+_OF_TOKENS = "it counts tokens, of which a shared prompt has fewer: leave one of them out"
+# What --share-prompts excludes: (attribute, reason and cure).
+_UNSHARED = (
+    ("cuda_graphs", "packs with shared prompts have not been recorded yet: leave one of them out"),
+    ("multi_latent_attention", "latent attention knows the positions of whole sequences only: leave the flag out"),
+    ("mtp_num_layers", "multi-token prediction needs whole sequences: leave the flag out"),
+    ("attn_logit_softcapping", "the mask of soft-capped attention knows whole sequences only: leave the flag out"),
+    ("moe_aux_loss_coeff", _OF_TOKENS),
+    ("moe_z_loss_coeff", _OF_TOKENS),
+    ("moe_router_enable_expert_bias", _OF_TOKENS),
+)
+
+
+def check_share_prompts(args: Namespace) -> None:
+    """Refuse --share-prompts where a pack needs whole sequences."""
+    if not args.share_prompts:
+        return
+    if args.transformer_impl != "local":
+        raise GrpoError("--share-prompts needs --transformer-impl local, whose attention has keys of other sequences")
+    if not args.max_tokens_per_microbatch:
+        raise GrpoError("--share-prompts needs --max-tokens-per-microbatch, which puts a group into one micro-batch")
+    if args.context_parallel_size > 1:
+        raise GrpoError("--share-prompts needs --context-parallel-size 1: ranks divide whole sequences")
+    if args.on_rewritten_history == "split":
+        raise GrpoError("--share-prompts with --on-rewritten-history split: an episode has several prompts")
+    if args.router_replay_mode != "disabled":
+        raise GrpoError("--share-prompts with --router-replay-mode: experts are replayed for whole sequences only")
+    for dest, reason in _UNSHARED:
+        if np.any(getattr(args, dest)):
+            raise GrpoError(f"--share-prompts with {flag(dest)}: {reason}")

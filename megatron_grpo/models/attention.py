@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import (
 from megatron.core.utils import divide
 
 from megatron_grpo.models.attention_kernels import Attention, Blocks, FlashAttention4, Kernel, Varlen
+from megatron_grpo.models.shared_prompts import SharedKeys, SharedPack
 from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
@@ -106,7 +107,9 @@ class PackedAttention(MegatronModule):
         if self.softcap is not None:
             mask_mod = visible_keys(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, query.device)
             return soft_capped_attention(query, key, value, mask_mod, scale, self.softcap).flatten(1)
-        if not query.is_cuda:
+        if isinstance(packed_seq_params, SharedPack):
+            kernel = SharedKeys(self._kernel_of_shared(packed_seq_params, query.is_cuda, scale), packed_seq_params.keys)
+        elif not query.is_cuda:
             kernel = blocks(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, scale)
         elif cp_size == 1:
             cu, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
@@ -117,6 +120,13 @@ class PackedAttention(MegatronModule):
             kernel = self.gpu_kernel(*segmented, self.left, scale)
             key, value = key.index_select(0, keys), value.index_select(0, keys)
         return attend(query, key, value, self.sinks(query), kernel).flatten(1)
+
+    def _kernel_of_shared(self, pack: SharedPack, on_gpu: bool, scale: float) -> Kernel:
+        """Return the kernel for sequences of queries with more keys than queries: their ends are aligned."""
+        if on_gpu:
+            longest = pack.max_seqlen_q, pack.max_seqlen_kv
+            return self.gpu_kernel(pack.cu_seqlens_q, pack.cu_keys, *longest, self.left, scale)
+        return blocks(tuple(pack.cu_keys_on_host.tolist()), 1, 0, self.left, scale, _offsets_on_host(pack))
 
     def sinks(self, query: torch.Tensor) -> torch.Tensor | None:
         """Return the sink logit of each head, ``[heads]``, in the dtype of ``query``; None without sinks."""
@@ -167,8 +177,18 @@ def _gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
 
 # The results are cached because the layers of a micro-batch share them; layers with and without a window differ.
 @lru_cache(maxsize=8)
-def blocks(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, scale: float) -> Blocks:
-    """Build the CPU kernel for a rank's queries and the gathered keys; ``left`` is as in `Varlen`."""
+def blocks(
+    cu_seqlens: tuple[int, ...],
+    cp_size: int,
+    cp_rank: int,
+    left: int,
+    scale: float,
+    cu_queries: tuple[int, ...] | None = None,
+) -> Blocks:
+    """Build the CPU kernel for a rank's queries and the gathered keys; ``left`` is as in `Varlen`.
+
+    With ``cu_queries`` the queries of a sequence are those of its last tokens.
+    """
     cu = np.array(cu_seqlens)
     lengths = np.diff(cu)
     size = lengths.max() if left < 0 else min(max(left, 1), lengths.max())
@@ -176,7 +196,11 @@ def blocks(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, s
     first = np.cumsum(counts) - counts  # first block of each sequence
     slots = np.repeat(first * size - cu[:-1], lengths) + np.arange(cu[-1])
     later = np.setdiff1d(np.arange(counts.sum()), first) if left else np.arange(0)
-    indices = slots[zigzag(cu, cp_size, cp_rank)], slots[_gathered_positions(cu, cp_size)], later
+    queries = zigzag(cu, cp_size, cp_rank)
+    if cu_queries is not None:
+        ends = np.array(cu_queries[1:])
+        queries = np.arange(ends[-1]) + np.repeat(cu[1:] - ends, np.diff(cu_queries))
+    indices = slots[queries], slots[_gathered_positions(cu, cp_size)], later
     return Blocks(*map(torch.from_numpy, indices), int(counts.sum()), int(size), scale)
 
 

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megatron_grpo.data.batch import RolloutBatch
-from megatron_grpo.data.pack import Pack, pack_completions
+from megatron_grpo.data.pack import Pack, pack_completions, shared_tokens
 from megatron_grpo.data.schedule import Schedule, attention_coefficient, hybrid_schedule, schedule
 from megatron_grpo.data.share import spread
 from megatron_grpo.models import router_replay
@@ -75,13 +75,15 @@ def assignment(
     lengths = batch.lengths[completions]
     samples = _samples(batch, completions)
     max_tokens = max_tokens or args.max_tokens_per_microbatch
+    share_prompts = _shares_prompts(args, max_tokens)
+    together = batch.image_keys[completions] if args.vision_config else None
     dp_size = parallel_state.get_data_parallel_world_size()
     cp_size = parallel_state.get_context_parallel_world_size()
     how = {
         "max_tokens": max_tokens,
         "microbatch_multiple": args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
         "attention_coefficient": _attention_coefficient(args),
-        "together": batch.image_keys[completions] if args.vision_config else None,
+        "together": batch.group_ids[completions] if share_prompts else together,
     }
     ranks: Schedule
     if args.hybrid_context_parallel and max_tokens:
@@ -90,9 +92,15 @@ def assignment(
         # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal
         # in every parallel configuration.
         padded = padded_lengths(lengths, cp_size, samples) if max_tokens else lengths
+        how["shared"] = batch.prompt_lengths[completions] - 1 if share_prompts else None
         groups = schedule(padded, dp_size, None if max_tokens else args.micro_batch_size, **how)
         degrees, ranks = [cp_size] * len(groups[0]), [group for group in groups for _ in range(cp_size)]
     return degrees, [[completions[pack] for pack in rank] for rank in ranks]
+
+
+def _shares_prompts(args, max_tokens: int | None) -> bool:
+    """Return whether packs have a prompt once: only with a token budget are the completions of a group together."""
+    return bool(args.share_prompts and max_tokens)
 
 
 def _samples(batch: RolloutBatch, completions: np.ndarray) -> np.ndarray | None:
@@ -125,12 +133,13 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
     tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags.
     """
     degrees, ranks = assignment(args, batch, completions, max_tokens)
+    share_prompts = _shares_prompts(args, max_tokens or args.max_tokens_per_microbatch)
     pad_multiple = token_multiple(args) * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     of_rank = None  # tokens of a rank
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # needs equally many tokens on each rank
         unit = pad_multiple * sequence_multiple(max(degrees)) // max(degrees)
         of_rank = unit * max(
-            -(-int(padded_lengths(batch.lengths[pack], degree, _samples(batch, pack)).sum()) // (degree * unit))
+            -(-(_padded(batch, pack, degree) - share_prompts * _saved(batch, pack)) // (degree * unit))
             for rank in ranks
             for degree, pack in zip(degrees, rank, strict=True)
         )
@@ -142,9 +151,17 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
         return of_rank and of_rank * degree
 
     return [
-        pack_completions(batch, pack, pad_multiple, total_length(degree, pack), degree, cp_rank % degree)
+        pack_completions(batch, pack, pad_multiple, total_length(degree, pack), degree, cp_rank % degree, share_prompts)
         for degree, pack in zip(degrees, ranks[_own_place()], strict=True)
     ]
+
+
+def _padded(batch: RolloutBatch, pack: np.ndarray, degree: int) -> int:
+    return int(padded_lengths(batch.lengths[pack], degree, _samples(batch, pack)).sum())
+
+
+def _saved(batch: RolloutBatch, pack: np.ndarray) -> int:
+    return int(shared_tokens(batch.prompt_lengths[pack], batch.group_ids[pack]).sum())
 
 
 def _attention_coefficient(args) -> float:

@@ -6,12 +6,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-from megatron_grpo.data.pack import IGNORED_LABEL
+from megatron_grpo.data.pack import IGNORED_LABEL, SharedPrompts
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
 from megatron_grpo.models.layer_graphs import LayerGraphs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
 from megatron_grpo.models.rope import frequencies, set_attention_factor
+from megatron_grpo.models.shared_prompts import SharedPack, angles_of_tokens
 from megatron_grpo.models.softcap import soft_cap
 from megatron_grpo.models.two_ropes import TwoRopes
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
@@ -29,6 +30,7 @@ class PolicyModel(GPTModel):
     final_logit_softcapping: float | None = None
     vision: VisionTower | None  # on the first stage of a vision-language model
     _images: PackImages | None = None
+    _angles_of_positions = False  # whether a token's angles are at its position in `position_ids`
 
     def forward(
         self,
@@ -50,14 +52,18 @@ class PolicyModel(GPTModel):
         self._kept_token_ids, self._images, self._entropy_gradient = kept_token_ids, images, entropy_gradient
         if self.config.mrope_section:
             self.rotary_pos_emb.positions = rope_positions
+        shared = isinstance(kwargs.get("packed_seq_params"), SharedPack)
+        self._angles_of_positions = shared and rope_positions is None  # M-RoPE has those of tokens already
         return super().forward(*args, **kwargs)
 
-    def _preprocess(self, *args, padding_mask=None, **kwargs):
+    def _preprocess(self, input_ids, position_ids, *args, padding_mask=None, **kwargs):
         """Extend megatron-core's method by scaled embeddings, by images, and by the padding mask on every stage.
 
         megatron-core returns this rank's slice of the mask on the first stage only.
         """
-        hidden_states, *out = super()._preprocess(*args, padding_mask=None, **kwargs)
+        hidden_states, *out = super()._preprocess(input_ids, position_ids, *args, padding_mask=None, **kwargs)
+        if self._angles_of_positions:
+            out[0] = angles_of_tokens(out[0], position_ids)
         if self.embedding_scale is not None and self.pre_process:
             # A tensor in the weights' dtype, because transformers and the engine round the factor to it.
             hidden_states = hidden_states * hidden_states.new_full((), self.embedding_scale)
@@ -214,17 +220,25 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
     return model
 
 
-def packed_seq_params(cu_seqlens: torch.Tensor, max_seqlen: int, transformer_impl: str) -> PackedSeqParams:
+def packed_seq_params(
+    cu_seqlens: torch.Tensor, max_seqlen: int, transformer_impl: str, shared: SharedPrompts | None = None
+) -> PackedSeqParams:
     """Build megatron-core's description of a pack from ``cu_seqlens`` (int32 ``[n + 1]``, on the host)."""
     on_device = to_device(cu_seqlens, device())
     # megatron-core's unfused rope reads the padded offsets as numbers in every layer; on the host this needs no sync.
     for_rope = on_device if transformer_impl == "transformer_engine" else cu_seqlens
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=on_device,
-        cu_seqlens_kv=on_device,
-        cu_seqlens_q_padded=for_rope,
-        cu_seqlens_kv_padded=for_rope,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen,
-    )
+    pack = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": on_device,
+        "cu_seqlens_kv": on_device,
+        "cu_seqlens_q_padded": for_rope,
+        "cu_seqlens_kv_padded": for_rope,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_kv": max_seqlen,
+    }
+    if shared is None:
+        return PackedSeqParams(**pack)
+    keys, cu_keys = torch.from_numpy(shared.keys), torch.from_numpy(shared.cu_keys)
+    pack["max_seqlen_kv"] = int(cu_keys.diff().max())
+    on_device = to_device(keys, device()), to_device(cu_keys, device())
+    return SharedPack(**pack, keys=on_device[0], cu_keys=on_device[1], cu_keys_on_host=cu_keys)

@@ -67,7 +67,7 @@ def teacher_args(args: Namespace) -> Namespace:
     own, directory = _without_training(args), args.teacher_load_hf
     # Its log-probabilities are targets: quantization would only add noise. A reference quantizes as the policy does,
     # so that the KL of equal weights is 0.
-    own.load_hf, own.fp8_format = directory, None
+    own.load_hf, own.fp8_format, own.share_prompts = directory, None, False
     vars(own).update(default_architecture())
     config = hf.read_config(directory)
     merge_architecture(own, families.for_hf_config(config).args_from_hf(config), f"{directory}/config.json")
@@ -109,6 +109,7 @@ def _set_parallel_configuration(own: Namespace, args: Namespace, prefix: str) ->
     own.expert_tensor_parallel_size = getattr(args, f"{prefix}_expert_tensor_parallel_size")  # None: TP
     vars(own).update(_WITHOUT_POLICY_PIPELINE)
     own.hybrid_context_parallel &= own.context_parallel_size > 1
+    own.share_prompts &= own.context_parallel_size == 1
     if not own.num_experts:
         own.expert_model_parallel_size, own.expert_tensor_parallel_size = 1, None
     own.sequence_parallel = own.tensor_model_parallel_size > 1

@@ -53,6 +53,12 @@ BATCH_AND_DURATION: tuple[FlagRow, ...] = (
     ("--micro-batch-size", COUNT, 1, "completions in a micro-batch of one data-parallel rank"),
     ("--max-tokens-per-microbatch", COUNT, None, "token budget of a packed micro-batch; replaces --micro-batch-size"),
     (
+        "--share-prompts",
+        bool,
+        False,
+        "compute a prompt once for the completions of its group that lie in one micro-batch",
+    ),
+    (
         "--cuda-graphs",
         bool,
         False,

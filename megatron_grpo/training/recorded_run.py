@@ -37,7 +37,7 @@ UNRELATED = (
 )
 # The same of single flags.
 UNRELATED_FLAGS = """
-    micro_batch_size max_tokens_per_microbatch logprobs_max_tokens_per_microbatch ref_micro_batch_size
+    micro_batch_size max_tokens_per_microbatch share_prompts logprobs_max_tokens_per_microbatch ref_micro_batch_size
     train_iters num_epochs exit_interval exit_duration_in_mins exit_signal_handler exit_grace_seconds
     rollout_engine vllm_mode vllm_server_base_url vllm_server_api_key vllm_server_timeout
     sglang_server_base_url sglang_server_api_key sglang_server_timeout weight_sync_method weight_sync_dir

@@ -23,6 +23,7 @@ from megatron_grpo.checkpointing.background import BackgroundSaves
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.batch import Bool, FinishReason, Int64, RolloutBatch
+from megatron_grpo.data.pack import shared_tokens
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.data.share import mean_in_loss, of_completions, with_tokens_of
@@ -67,6 +68,15 @@ from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 
 Divide = Callable[[int], list[np.ndarray]]  # from their number to the completions of each update
+
+
+def text_flops(args: argparse.Namespace, flops: ModelFlops, batch: RolloutBatch, completions: Int64) -> float:
+    """Return the TFLOP of an update with these completions, images apart; --share-prompts computes a prompt once."""
+    found = flops.update(batch.lengths[completions], batch.response_lengths[completions])
+    if args.share_prompts:
+        shared = shared_tokens(batch.prompt_lengths[completions], batch.group_ids[completions])
+        found -= flops.update(shared, np.zeros_like(shared))
+    return found
 
 
 @dataclass
@@ -490,7 +500,7 @@ class Trainer:
 
     def flops_of(self, batch: RolloutBatch, completions: Int64) -> float:
         """Return the TFLOP of an update with these completions; images that several share are encoded once."""
-        found = self.flops.update(batch.lengths[completions], batch.response_lengths[completions])
+        found = text_flops(self.args, self.flops, batch, completions)
         if batch.visual_index is not None:
             keys = np.unique(batch.image_keys[completions])
             assert self.images is not None

@@ -12,7 +12,7 @@ from megatron_grpo.algorithm.arguments import check_advantages, check_importance
 from megatron_grpo.data.arguments import check_data, check_pass_rates
 from megatron_grpo.estimate.throughput import stage_costs
 from megatron_grpo.lora.arguments import check_lora
-from megatron_grpo.models.arguments import check_cuda_graphs, check_model
+from megatron_grpo.models.arguments import check_cuda_graphs, check_model, check_share_prompts
 from megatron_grpo.models.attention_kernels import flash_attention_4
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.fp8_training import check_fp8
@@ -49,6 +49,7 @@ def validate_args(args: Namespace, world_size: int) -> None:
     check_family(args)
     check_parallelism(args, stage_costs)
     check_cuda_graphs(args)
+    check_share_prompts(args)
     check_fp8(args)
     families.for_args(args).hf_from_args(args)  # raises for an architecture that the family does not support
     check_lengths(args)

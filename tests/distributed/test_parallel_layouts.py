@@ -24,6 +24,7 @@ import check_parallel
 import made_up
 
 BUDGET = "--max-tokens-per-microbatch 70"
+SHARED = f"{BUDGET} --share-prompts"
 # The longest of the made-up sequences has 32 tokens: degrees 1 and 2 at CP2, and 1, 2 and 4 at CP4.
 HYBRID = {cp: f"--hybrid-context-parallel --max-tokens-per-microbatch {32 // cp + 1}" for cp in (2, 4)}
 # A factor of each token that depends on all tokens of its completion.
@@ -89,6 +90,10 @@ LAYOUTS = {
         f"CP2 DP2: {HYBRID[2]} --use-distributed-optimizer",
         f"PP2 CP2: {HYBRID[2]}",
         f"PP2 VPP2 CP2: {HYBRID[2]} --recompute-granularity full",
+        f"TP1: {SHARED} --recompute-granularity full",
+        f"DP2 LOSSES: {SHARED}",
+        f"TP2 SP: {SHARED}",
+        f"PP2 VPP2: {SHARED}",
     ],
     "moe": [
         "TP1: --micro-batch-size 1",
@@ -110,6 +115,7 @@ LAYOUTS = {
         f"CP2 EP2: {HYBRID[2]}",
         f"PP2 CP2 EP2: {HYBRID[2]} --moe-token-dispatcher-type allgather",
         f"CP4 EP2: {HYBRID[4]} --moe-grouped-gemm",
+        f"TP2 SP EP2: {SHARED} --moe-token-dispatcher-type allgather",
     ],
     "balanced": ["TP1", "TP2 SP", "CP2 EP2", "PP2 VPP2", "EP2: --moe-token-dispatcher-type allgather"],
     "latent": [
@@ -151,6 +157,7 @@ LAYOUTS = {
         f"CP2 EP2: {BUDGET} --moe-grouped-gemm --moe-layer-recompute",
         f"PP2 VPP2: {BUDGET}",
         f"CP4 EP2: {HYBRID[4]}",
+        f"EP2: {SHARED} --moe-grouped-gemm",
     ],
 }
 # Every pair of dimensions in one of the models, packs and micro-batches of a fixed size.
@@ -166,6 +173,8 @@ PAIRWISE = {
         f"PP2 CP2: {BUDGET} --use-distributed-optimizer",
         "TP2 DP2: --micro-batch-size 1",
         f"CP4: {HYBRID[4]}",
+        f"DP2 LOSSES: {SHARED}",
+        f"TP2 SP: {SHARED}",
     ],
     "moe": [
         LAYOUTS["moe"][0],
@@ -180,7 +189,7 @@ PAIRWISE = {
     "adapters": [LAYOUTS["adapters"][number] for number in (0, 1, 4)],
     "dora": LAYOUTS["dora"][:2],
     "fp8_base": LAYOUTS["fp8_base"][:2],
-    "gpt_oss": [LAYOUTS["gpt_oss"][0], LAYOUTS["gpt_oss"][1], LAYOUTS["gpt_oss"][3]],
+    "gpt_oss": [LAYOUTS["gpt_oss"][number] for number in (0, 1, 3, 6)],
 }
 SLOW = [pytest.param(model, marks=pytest.mark.slow) for model in ("balanced", "dora", "fp8_base")]
 SHARES = ["pairwise", pytest.param("the others", marks=pytest.mark.slow)]

@@ -6,10 +6,12 @@
         "CP2: --max-tokens-per-microbatch 16384 --hybrid-context-parallel"
 
 Flags are those of pretrain_grpo.py; the weights are random. Every completion has --tokens tokens, or with --median and
---mean a length of a lognormal distribution of which --tokens is the longest. --layouts (as in tools/check_parallel.py)
-are measured one after the other in the same launch. The first update of --updates is left out of the median. With
---kernels N one more update is profiled: the N kinds of kernels with the largest time are listed. Prints a Markdown
-table of rank 0; TFLOP/s are those of the model's matrix products on each rank (`ModelFlops`), without padding.
+--mean a length of a lognormal distribution of which --tokens is the longest. With --prompt the --num-generations
+completions of a group have a prompt of so many tokens, which --share-prompts computes once. --layouts (as in
+tools/check_parallel.py) are measured one after the other in the same launch. The first update of --updates is left out
+of the median. With --kernels N one more update is profiled: the N kinds of kernels with the largest time are listed.
+Prints a Markdown table of rank 0; TFLOP/s are those of the model's matrix products on each rank (`text_flops`), without
+padding.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.training.trainer import text_flops
 from megatron_grpo.utils.cpu_backend import device
 
 
@@ -57,7 +60,7 @@ def measured(flags: list[str], lengths: int | list[int], options: argparse.Names
     initialize_distributed(args)
     trainer = made_up.trainer(args)
     rows, seconds = [], []
-    batch, chosen = made_up.one_update(args, lengths)
+    batch, chosen = made_up.one_update(args, lengths, options.prompt)
 
     def update() -> None:
         rows.append(pretrain_grpo.update(args, trainer, batch, chosen))
@@ -71,7 +74,7 @@ def measured(flags: list[str], lengths: int | list[int], options: argparse.Names
             print_rank_0(f"update {number + 1}: {seconds[-1]:.3f} s")
     peak, middle = torch.tensor(made_up.peak_memory() / 1024, device=device()), median(seconds[1:])
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    flops = ModelFlops(args).update(batch.lengths[chosen], batch.response_lengths[chosen])
+    flops = text_flops(args, ModelFlops(args), batch, chosen)
     degrees = Counter(forward.assignment(args, batch, chosen)[0])
     packs = ", ".join(f"{number} of CP{degree}" for degree, number in sorted(degrees.items()))
     made_up.release(trainer)
@@ -89,6 +92,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=512, metavar="N", help="tokens of a completion and its prompt [512]"
     )
+    parser.add_argument("--prompt", type=int, default=1, metavar="N", help="of these, tokens of the prompt [1]")
     parser.add_argument("--median", type=float, metavar="TOKENS", help="median of lognormal lengths")
     parser.add_argument("--mean", type=float, metavar="TOKENS", help="their mean before the cut at --tokens")
     parser.add_argument("--layouts", nargs="+", metavar="LAYOUT", help='such as "CP2: FLAGS" [that of the other flags]')
@@ -99,7 +103,7 @@ def main() -> None:
         parser.error("--kernels needs a GPU")
     if (options.median is None) != (options.mean is None) or (options.median and options.mean <= options.median):
         parser.error("--median and --mean go together, and the mean is the larger one")
-    size = made_up.size_flags(options.completions, options.tokens)
+    size = made_up.size_flags(options.completions, options.tokens, options.prompt)
     lengths = options.tokens
     if options.median:
         lengths = made_up.lognormal_lengths(options.completions, options.median, options.mean, options.tokens)
