@@ -4,8 +4,6 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, POSITIVE, POSITIVE_SHARE, FlagRow, count_to
 from megatron_grpo.utils.rules import divides, flag, needs
@@ -191,5 +189,6 @@ def check_share_prompts(args: Namespace) -> None:
     if args.router_replay_mode != "disabled":
         raise GrpoError("--share-prompts with --router-replay-mode: experts are replayed for whole sequences only")
     for dest, reason in _UNSHARED:
-        if np.any(getattr(args, dest)):
+        values = getattr(args, dest)
+        if any(values) if isinstance(values, list) else values:
             raise GrpoError(f"--share-prompts with {flag(dest)}: {reason}")

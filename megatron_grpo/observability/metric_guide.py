@@ -69,7 +69,8 @@ METRICS = {
     "eval/pass_at_<k>": "fraction of held-out prompts with a correct one among k sampled completions, k = 1, 2, 4 ...",
     "tokens/update": "prompt and completion tokens that this update trained on",
     "tokens/rollout": "completion tokens of the rollout, in the row of its first update",
-    "flops/update": "TFLOP of the model's forward and backward passes in this update, all devices, no recomputation",
+    "flops/update": "TFLOP of the model's forward and backward passes in this update, all devices, no recomputation; "
+    "--share-prompts counts a prompt once",
     "tokens/total": "sum of tokens/update since the start of the run",
     "consumed/prompts": "training prompts used since the start of the run",
     "consumed/left_out": "rows that were drawn and then skipped (streamed data only), since the start of the run",

@@ -77,6 +77,7 @@ def test_what_is_missing_is_named(dest):
 
 
 PP2 = "--pipeline-model-parallel-size 2"
+SHARED = "--share-prompts --max-tokens-per-microbatch 4096"
 HYBRID = "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 4096"
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
 
@@ -275,6 +276,13 @@ REFUSED = {
     "--cp-comm-type p2p": "--cp-comm-type needs --context-parallel-size 2 or more",
     "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local only all_gather exists",
     "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
+    "--share-prompts": "--share-prompts needs --max-tokens-per-microbatch",
+    f"{SHARED} --transformer-impl transformer_engine --dry-run": "--share-prompts needs --transformer-impl local",
+    f"{SHARED} --context-parallel-size 2": "--share-prompts needs --context-parallel-size 1",
+    f"{SHARED} --attn-logit-softcapping 50": "--share-prompts with --attn-logit-softcapping",
+    f"{SHARED} --mtp-num-layers 1": "--share-prompts with --mtp-num-layers",
+    f"{SHARED} {MOE} --router-replay-mode R2": "--share-prompts with --router-replay-mode",
+    f"{SHARED} {MOE} --moe-aux-loss-coeff 1e-2": "--share-prompts with --moe-aux-loss-coeff: it counts tokens",
     "--hybrid-context-parallel --max-tokens-per-microbatch 4096": "--context-parallel-size (1) must be 2, 4, 8",
     "--hybrid-context-parallel --context-parallel-size 2": "needs --max-tokens-per-microbatch, the token budget of a",
     f"{HYBRID} --transformer-impl transformer_engine --dry-run": "--hybrid-context-parallel needs --transformer-impl",
