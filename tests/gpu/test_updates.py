@@ -34,10 +34,10 @@ def check(*layouts: str, flags=()) -> None:
 
 
 def test_one_gpu():
-    """Packs of another size, the distributed optimizer, recomputation."""
+    """Packs of another size, the distributed optimizer, recomputation, shared prompts."""
     more = "TP1: --use-distributed-optimizer --max-tokens-per-microbatch 1024"
     recompute = "TP1: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    check("TP1", more, recompute)
+    check("TP1", more, recompute, "TP1: --max-tokens-per-microbatch 1024 --share-prompts")
 
 
 def test_flash_attention_4():
@@ -45,7 +45,14 @@ def test_flash_attention_4():
     flash = "TP1: --attention-backend flash"
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     packs = "--max-tokens-per-microbatch 512"
-    check(f"TP1: {packs}", flash, f"{flash} {packs}", f"{flash} {recompute}", f"{flash} {packs} --cuda-graphs")
+    check(
+        f"TP1: {packs}",
+        flash,
+        f"{flash} {packs}",
+        f"{flash} {recompute}",
+        f"{flash} {packs} --cuda-graphs",
+        f"{flash} {packs} --share-prompts",
+    )
 
 
 def test_cuda_graphs():
@@ -67,6 +74,7 @@ def test_two_gpus():
         "TP1",
         "TP2",
         "TP2 SP",
+        "TP2 SP: --max-tokens-per-microbatch 1024 --share-prompts",
         "PP2",
         "CP2",
         "CP2: --attention-backend flash",
