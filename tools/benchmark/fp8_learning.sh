@@ -9,7 +9,8 @@
 #   fp8_rollout     the trainer's and the engine's linear layers in FP8, without rollout importance weights
 #
 # All variants start from the same warmed-up model of 2.4 M parameters, which is made on the CPU (half a minute) in
-# fp8_learning_inputs beside RUN_DIR when it is missing. Variants may run side by side, each with its CUDA_VISIBLE_DEVICES.
+# fp8_learning_inputs beside RUN_DIR when it is missing. Once it is there, variants may run at the same time, on one GPU or several
+# (CUDA_VISIBLE_DEVICES).
 #
 # Afterwards: python tools/benchmark/learning_table.py RUN_DIR [RUN_DIR ...]
 set -euo pipefail
@@ -44,7 +45,8 @@ DATA_ARGS=(
 )
 ROLLOUT_ARGS=(
     --num-generations 8 --max-completion-length 5 --mismatch-sample-rate 1
-    --vllm-max-num-seqs 1024 --vllm-gpu-memory-utilization 0.2 --vllm-enforce-eager
+    --vllm-max-num-seqs 1024 --vllm-gpu-memory-utilization 0.1 --vllm-enforce-eager
+    --vllm-engine-kwargs '{"kv_cache_memory_bytes": 268435456}'  # a fixed size, so that runs may share a GPU
 )
 GRPO_ARGS=(
     --reward-funcs exact_match --loss-type dapo --beta 0
