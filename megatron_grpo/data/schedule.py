@@ -9,7 +9,9 @@ never its result: see `megatron_grpo.algorithm.weighting`.
 
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,7 +79,7 @@ def schedule(
       microbatch_multiple, a schedule always exists.
     * Budget with `together`: completions with equal values are divided into the fewest packs that first fit finds, and
       such pieces are then distributed as one completion each. If that takes more than 5/4 of the micro-batches that
-      single completions take, or leaves one empty, single completions are distributed instead.
+      single completions take, or leaves one empty, single completions are distributed instead (see `shared`).
     * Both: the totals of the ranks differ by no more than the micro-batches do. Since no division has a maximum below
       the mean, maxima exceed the optimal ones by no more than these differences.
 
@@ -93,7 +95,8 @@ def schedule(
         together: [n], what a micro-batch computes once for all completions with the same value: the rows whose images
             the vision tower encodes.
         shared: [n], the first tokens that completions with the same value of `together` have in common, and that a
-            micro-batch computes once; None: 0. If single completions are distributed, they count for each.
+            micro-batch computes once; None: 0. Of the divisions into whole groups, halves, quarters and so on, and
+            single completions, that with the least work on the slowest rank is taken.
 
     Returns:
         [rank][micro-batch] -> list of completion indices, ascending.
@@ -105,18 +108,18 @@ def schedule(
     sizes = np.asarray(lengths, dtype=np.int64)
     work = (sizes + attention_coefficient * sizes**2).tolist()
     if max_tokens is not None:
-        common = np.zeros_like(sizes) if shared is None else np.asarray(shared, dtype=np.int64)
-        work_of_common = (common + attention_coefficient * common**2).tolist()
-        groups = _numbered(together)
-        found = _budget_packs(
-            {1: sizes.tolist()}, work, dp_size, max_tokens, microbatch_multiple, groups, common.tolist(), work_of_common
-        )
-        packs = [pack for _, pack in found]
+        completions = _Completions({1: sizes.tolist()}, work, _numbered(together))
+        if shared is not None:
+            common = np.asarray(shared, dtype=np.int64)
+            of_common = common + attention_coefficient * common**2
+            completions = replace(completions, common=common.tolist(), work_of_common=of_common.tolist())
+        packs = [pack for _, pack in _budget_packs(completions, dp_size, max_tokens, microbatch_multiple)]
+        ranks = _round_robin([completions.work_of(pack) for pack in packs], dp_size)
     elif micro_batch_size is not None:
         packs = _fixed_packs(work, dp_size, micro_batch_size, microbatch_multiple)
+        ranks = _round_robin([sum(work[i] for i in pack) for pack in packs], dp_size)
     else:
         raise ValueError("schedule needs micro_batch_size or max_tokens")
-    ranks = _round_robin([sum(work[i] for i in pack) for pack in packs], dp_size)
     return [[sorted(packs[pack]) for pack in rank] for rank in ranks]
 
 
@@ -166,7 +169,7 @@ def hybrid_schedule(
     degrees = [2**power for power in range(cp_size.bit_length())]
     sizes = {degree: padded_lengths(length, degree, samples).tolist() for degree in degrees}
     ranks = dp_size * cp_size
-    packs = _budget_packs(sizes, work, ranks, max_tokens, microbatch_multiple, _numbered(together))
+    packs = _budget_packs(_Completions(sizes, work, _numbered(together)), ranks, max_tokens, microbatch_multiple)
     of_packs = [degree for degree, _ in packs]
     dealt = _round_robin([sum(work[i] for i in pack) / degree for degree, pack in packs], ranks, of_packs)
     schedule_ = [[sorted(packs[number][1]) for number in rank] for rank in dealt]
@@ -192,20 +195,41 @@ def _fixed_packs(work: list[float], dp_size: int, micro_batch_size: int, multipl
 Packs = list[tuple[int, list[int]]]  # (degree, completions)
 
 
-def _budget_packs(
-    sizes: Mapping[int, list[int]],
-    work: list[float],
-    ranks: int,
-    max_tokens: int,
-    multiple: int,
-    groups: list[int] | None,
-    common: list[int] | None = None,
-    work_of_common: list[float] | None = None,
-) -> Packs:
-    """Return the packs of all ranks; ``sizes`` are the padded lengths [n] by degree, for ascending degrees.
+@dataclass(frozen=True)
+class _Completions:
+    """n completions, [n] each: padded lengths by degree (ascending), work, and groups that micro-batches keep together.
 
-    ``common`` [n] are the tokens that a piece of a group has once, ``work_of_common`` [n] their work; None: none.
+    A micro-batch has the first ``common`` tokens of a group, and their work, once; None: nothing is shared.
     """
+
+    sizes: Mapping[int, list[int]]
+    work: list[float]
+    groups: list[int] | None = None
+    common: list[int] | None = None
+    work_of_common: list[float] | None = None
+
+    def size_of(self, pack: list[int], degree: int) -> int:
+        """Return the tokens of a pack."""
+        return sum(self.sizes[degree][i] for i in pack) - sum(self._spared(pack, self.common))
+
+    def work_of(self, pack: list[int]) -> float:
+        """Return the work of a pack."""
+        return sum(self.work[i] for i in pack) - sum(self._spared(pack, self.work_of_common))
+
+    def _spared(self, pack: list[int], values: Sequence[float] | None) -> Iterator[Any]:
+        """Yield the ``values`` of all but the first of each group in the pack."""
+        if values is None or self.groups is None:
+            return
+        seen = set()
+        for i in pack:
+            if self.groups[i] in seen:
+                yield values[i]
+            seen.add(self.groups[i])
+
+
+def _budget_packs(completions: _Completions, ranks: int, max_tokens: int, multiple: int) -> Packs:
+    """Return the packs of all ranks."""
+    sizes, work, groups = completions.sizes, completions.work, completions.groups
     n, widest = len(work), max(sizes)
     dp_size, limit = ranks // widest, widest * max_tokens
     most = n // dp_size // multiple * multiple
@@ -229,15 +253,30 @@ def _budget_packs(
         )
     if groups is None:
         return found
-    common, work_of_common = common or [0] * n, work_of_common or [0.0] * n
-    pieces = _first_fit(sizes[1], groups, max_tokens, common)
-    of_pieces = {c: [_of_piece(own, common, piece) for piece in pieces] for c, own in sizes.items()}
-    work_of_pieces = [_of_piece(work, work_of_common, piece) for piece in pieces]
-    few = sum(degree for degree, _ in found) // ranks * 5 // 4
-    of_packs = _fewest(of_pieces, work_of_pieces, ranks, max_tokens, multiple, few)
-    if of_packs is None:
-        return found
-    return [(degree, [i for piece in pack for i in pieces[piece]]) for degree, pack in of_packs]
+    members = max(Counter(groups).values())
+    if completions.common is None:
+        few = sum(degree for degree, _ in found) // ranks * 5 // 4
+        return _packs_of_pieces(completions, members, ranks, max_tokens, multiple, few) or found
+    divisions = [found]
+    while members > 1:  # large pieces share more, small ones divide evenly
+        divisions.append(_packs_of_pieces(completions, members, ranks, max_tokens, multiple) or found)
+        members //= 2
+
+    def slowest(packs: Packs) -> float:
+        costs = [completions.work_of(pack) for _, pack in packs]
+        return max(sum(costs[i] for i in rank) for rank in _round_robin(costs, ranks))
+
+    return min(divisions, key=slowest)
+
+
+def _packs_of_pieces(
+    completions: _Completions, members: int, ranks: int, max_tokens: int, multiple: int, most: int | None = None
+) -> Packs | None:
+    """Return packs of pieces of the groups, each of at most ``members`` completions; None as in `_fewest`."""
+    pieces = _first_fit(completions, max_tokens, members)
+    sizes = {degree: [completions.size_of(piece, degree) for piece in pieces] for degree in completions.sizes}
+    packs = _fewest(sizes, list(map(completions.work_of, pieces)), ranks, max_tokens, multiple, most)
+    return packs and [(degree, [i for piece in pack for i in pieces[piece]]) for degree, pack in packs]
 
 
 def _fewest(
@@ -299,28 +338,22 @@ def _round_robin(costs: Sequence[float], bins: int, degrees: Sequence[int] | Non
     return dealt
 
 
-def _of_piece(sizes: Sequence[float], common: Sequence[float], piece: list[int]) -> Any:
-    """Return the size of the items of a piece together, which have ``common`` of their first one once."""
-    return sum(sizes[i] for i in piece) - (len(piece) - 1) * common[piece[0]]
+def _first_fit(completions: _Completions, room: int, members: int) -> list[list[int]]:
+    """Divide each group into pieces of at most ``room`` tokens and so many members, where nothing is padded for ranks.
 
-
-def _first_fit(sizes: list[int], groups: list[int], room: int, common: list[int]) -> list[list[int]]:
-    """Divide the items of each group into pieces of at most `room`: longest first, each into the first with room.
-
-    A piece has the ``common`` tokens of its items once. Without any, at most one piece of a group is filled by half or
-    less. A longer item is a piece of its own.
+    Longest first, each into the first piece with room. With nothing shared and no limit of members, at most one piece
+    of a group is filled by half or less. A longer completion is a piece of its own.
     """
+    assert completions.groups is not None
     pieces: dict[int, list[list[int]]] = {}
-    left: dict[int, list[int]] = {}
-    for item in _descending(sizes):
-        own, rooms = pieces.setdefault(groups[item], []), left.setdefault(groups[item], [])
-        found = next((number for number, size in enumerate(rooms) if size >= sizes[item] - common[item]), None)
-        if found is None:
+    for item in _descending(completions.sizes[1]):
+        own = pieces.setdefault(completions.groups[item], [])
+        fits = (p for p in own if len(p) < members and completions.size_of([*p, item], 1) <= room)
+        piece = next(fits, None)
+        if piece is None:
             own.append([item])
-            rooms.append(room - sizes[item])
         else:
-            own[found].append(item)
-            rooms[found] -= sizes[item] - common[item]
+            piece.append(item)
     return [piece for own in pieces.values() for piece in own]
 
 

@@ -94,7 +94,7 @@ def test_prompts_of_a_group_that_differ_are_refused():
 @settings(deadline=None)
 @given(batch=batches(), dp_size=st.integers(1, 2), more=st.integers(0, 20))
 def test_micro_batches_keep_the_budget_that_shared_prompts_fill(batch, dp_size, more):
-    if batch.num_completions < dp_size:
+    if batch.num_completions % dp_size:
         return
     budget = int(batch.lengths.max()) + more
     prompts = batch.prompt_lengths - 1
@@ -112,3 +112,20 @@ def test_a_group_fills_one_micro_batch():
     packs = schedule(lengths, 1, max_tokens=200, together=groups, shared=np.full(16, 100))
     assert sorted(packs[0]) == [list(range(8)), list(range(8, 16))]
     assert len(schedule(lengths, 1, max_tokens=200)[0]) == 16
+
+
+def test_few_groups_are_divided_over_many_ranks():
+    """Two groups of eight on four ranks: a half of a group each, of 100 + 4 * 11 tokens."""
+    lengths, groups, prompts = np.full(16, 111), np.arange(16) // 8, np.full(16, 100)
+    ranks = schedule(lengths, 4, max_tokens=200, together=groups, shared=prompts)
+    assert [len(rank) for rank in ranks] == [1] * 4
+    packs = sorted(rank[0] for rank in ranks)
+    assert [len(pack) for pack in packs] == [4] * 4 and [set(groups[pack]) for pack in packs] == [{0}, {0}, {1}, {1}]
+
+
+def test_short_prompts_do_not_unbalance_the_ranks():
+    """Three groups of eight on two ranks: whole groups would be 2 to 1."""
+    lengths, groups = np.full(24, 110), np.arange(24) // 8
+    ranks = schedule(lengths, 2, max_tokens=2000, together=groups, shared=np.full(24, 10))
+    sizes = [sum(100 * len(pack) + 10 * len(set(groups[pack])) for pack in rank) for rank in ranks]
+    assert max(sizes) < 1.05 * min(sizes)
