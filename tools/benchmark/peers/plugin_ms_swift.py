@@ -1,6 +1,6 @@
-"""ms-swift's plug-in for the benchmark: a reward that differs between completions of a random model, and its chat template.
+"""ms-swift's plug-in for the benchmark: a reward that differs between completions of a random model, and a template.
 
-The template renders what the model's own chat template renders. `--template_backend jinja`, which reads that one, writes
+The template renders what the model's chat template renders. `--template_backend jinja`, which reads that one, writes
 the ids of a completion into the training sample as text: `[17, 4, ...]`, about seven tokens for each.
 """
 
