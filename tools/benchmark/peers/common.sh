@@ -6,6 +6,8 @@
 #   ENVS    folder of the peers' virtual environments, runs/peers_envs by default: one is made at the first run.
 #           PYTHON replaces it, on a machine without network
 #
+# Runs that start side by side find the inputs there after: PYTHON=python3 bash tools/benchmark/peers/common.sh equal RUN_DIR
+#
 # Afterwards: python tools/benchmark/peers/table.py RUN_DIR
 set -euo pipefail
 export LENGTHS=${1:?equal or long_tail}
@@ -15,7 +17,7 @@ cd "$here/../../.."
 GPUS=${GPUS:-1} inputs=$run/inputs peer=$(basename "$0" .sh)
 out=$run/$LENGTHS/$peer
 case $LENGTHS in
-    equal) completion=512 micro_batch=16 engine_share=0.35 ;;
+    equal) completion=512 micro_batch=16 engine_share=0.45 ;;  # the cache holds 512 completions on a GPU of 79 GiB
     long_tail) completion=8192 micro_batch=4 engine_share=0.6 ;;
     *) echo "$peer.sh: the first argument is equal or long_tail, not $LENGTHS" >&2; exit 1 ;;
 esac

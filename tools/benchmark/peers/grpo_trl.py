@@ -30,6 +30,7 @@ def parse() -> argparse.Namespace:
     add("--engine-share", type=float, default=0.35, metavar="X", help="share of the GPU's memory for vLLM [0.35]")
     add("--updates", type=int, default=10, metavar="N", help="updates [10]")
     add("--no-hub-kernels", action="store_true", help="attention by torch, on a machine that cannot reach the Hub")
+    add("--liger", action="store_true", help="layers of the package liger-kernel, beside --no-hub-kernels")
     return parser.parse_args()
 
 
@@ -79,6 +80,7 @@ def main() -> None:
         gradient_accumulation_steps=own.batch_size // own.micro_batch_size,
         gradient_checkpointing=False,
         ddp_find_unused_parameters=False,
+        use_liger_kernel=own.liger,
         bf16=gpu,
         use_cpu=not gpu,
         use_vllm=gpu,

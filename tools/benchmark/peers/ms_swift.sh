@@ -3,13 +3,13 @@
 #
 # Pages: swift.readthedocs.io/en/latest/Megatron-SWIFT/Quick-start.html ("Training Tips": throughput by packing, data parallelism
 # and less recomputation) and examples/megatron/grpo/dense_colocate.sh of its repository, less the offloads and the
-# recomputation that this shape does not need.
+# recomputation that this shape does not need. --torch_dtype: with a float32 checkpoint ms-swift sets --fp16 beside --bf16 and trains in float16.
 source "$(dirname "$0")/common.sh"
 export NPROC_PER_NODE=$GPUS USE_HF=1
 "${torchrun[@]}" -m swift.cli._megatron.rlhf --rlhf_type grpo \
-    --model "$inputs/model" --model_type qwen3 --template qwen3 --template_backend jinja --tuner_type full \
+    --model "$inputs/model" --model_type qwen3 --template roles --tuner_type full --torch_dtype bfloat16 \
     --dataset "$inputs/messages.jsonl" --split_dataset_ratio 0 --load_from_cache_file false --dataset_num_proc 1 \
-    --external_plugins tools/benchmark/peers/reward_ms_swift.py --reward_funcs even_tokens \
+    --external_plugins tools/benchmark/peers/plugin_ms_swift.py --reward_funcs even_tokens \
     --train_iters $updates --global_batch_size $batch --steps_per_generation 1 --num_generations $generations \
     --micro_batch_size $micro_batch --padding_free true --attention_backend auto --recompute_granularity none \
     --max_length $prompt --max_completion_length $completion --temperature 1.0 \
