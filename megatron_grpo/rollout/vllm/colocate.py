@@ -74,8 +74,10 @@ class VllmColocate(TakesTurns):
             hf_config["head_dtype"] = "float32"  # as models/head.py; also for soft cap and temperature in vLLM
         _import_vllm()
         directory = str(_config_directory(args, hf_config))
+        before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         with _preserve_random_state(), _rank_of_role(), _private_shared_memory():
             self._llm = _build(args, directory)
+        self._allocated = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
         self._engine = self._llm.llm_engine
         _collect_log_probs(self._engine)
         self._speculates = args.vllm_speculative_config is not None
@@ -361,7 +363,7 @@ class VllmColocate(TakesTurns):
 
     def device_bytes(self) -> tuple[int, int]:
         if not self._sleep_level or not torch.cuda.is_available():
-            return 0, 0  # vLLM then allocates from torch like the trainer
+            return self._allocated, 0  # from torch, like the trainer
         from vllm.device_allocator.cumem import CuMemAllocator
 
         blocks = CuMemAllocator.get_instance().pointer_to_data.values()
