@@ -262,7 +262,8 @@ def act(sample):
     return {
         "none": lambda: None, "true": lambda: True, "raise": lambda: 1 / 0, "text": lambda: "1.0",
         "inf": lambda: float("inf"), "nan": lambda: float("nan"), "huge": lambda: 1e39, "int": lambda: 10**400,
-        "list": lambda: [1.0], "die": lambda: os._exit(3), "exit": lambda: sys.exit(3), "print": lambda: print("hello") or 1.0,
+        "list": lambda: [1.0], "die": lambda: os._exit(3), "exit": lambda: sys.exit(3),
+        "print": lambda: print("hello") or 1.0,
         "input": lambda: float(len(sys.stdin.read())), "slow": lambda: time.sleep(0.4) or 1.0,
         "fork": lambda: 1.0 if os.fork() else 2.0, "forkraise": lambda: 1.0 if os.fork() else 1 / 0,
         "pid": lambda: float(os.getpid()), "torch": lambda: float("torch" in sys.modules),
