@@ -3,6 +3,7 @@
 A tracker has ``log_row``, ``log_table``, ``flush`` and ``close``. W&B and SwanLab are optional packages.
 """
 
+import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +43,7 @@ class TensorBoard:
     def __init__(self, args: Namespace, start_iteration: int):
         from torch.utils.tensorboard import SummaryWriter
 
+        _hide_tracebacks_of_tensorboards_threads()
         try:
             self.writer = SummaryWriter(args.tensorboard_dir, purge_step=start_iteration + 1)
         except OSError as error:
@@ -66,6 +68,17 @@ class TensorBoard:
     def close(self) -> None:
         """Close the writer."""
         self.writer.close()
+
+
+def _hide_tracebacks_of_tensorboards_threads() -> None:
+    """Print no traceback of TensorBoard's writer threads: the next call of the writer raises their error."""
+    hook = threading.excepthook
+
+    def hook_of_others(error: threading.ExceptHookArgs) -> None:
+        if not type(error.thread).__module__.startswith("tensorboard."):
+            hook(error)
+
+    threading.excepthook = hook_of_others
 
 
 # Characters with a meaning in Markdown or HTML, such as a table's | or the < of <think>.

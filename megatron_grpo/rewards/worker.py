@@ -21,7 +21,7 @@ from megatron_grpo.rewards.registry import RewardFunction, Sample, get_rewards, 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.process_tree import supervise
 
-_FLOAT32_MAX = 3.4028234e38
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 Report = Callable[[list[Any]], None]
 
 
@@ -87,8 +87,11 @@ def value_report(value: Any) -> list[Any]:
     """Return the report of a call that returned ``value`` for one completion."""
     if value is None:
         return ["value", None]
-    number = _finite(value)
-    return ["value", number] if number is not None else ["failed", f"returned {value!r:.80}, not a finite number", ""]
+    number = _number(value)
+    if abs(number) <= _FLOAT32_MAX:
+        return ["value", number]
+    fault = f"beyond float32's range (±{_FLOAT32_MAX:.2g})" if math.isfinite(number) else "not a finite number"
+    return ["failed", f"returned {value!r:.80}, {fault}", ""]
 
 
 def group_report(values: Any, size: int) -> list[Any]:
@@ -118,13 +121,14 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _finite(value: Any) -> float | None:
-    """Return any number that float32 can hold as a float (numpy and torch scalars, too), else None."""
+def _number(value: Any) -> float:
+    """Return any number as a float (numpy and torch scalars, too), else NaN."""
     try:
-        number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if abs(number) <= _FLOAT32_MAX else None
+        return math.nan if isinstance(value, str | bytes) else float(value)
+    except OverflowError:  # an int beyond float64's range
+        return sys.float_info.max
+    except (TypeError, ValueError):
+        return math.nan
 
 
 if __name__ == "__main__":

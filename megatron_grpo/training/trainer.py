@@ -205,9 +205,12 @@ class Trainer:
     def _collect(self, plan: RolloutPlan, needs: Needs) -> RolloutBatch:
         if plan.recorded is not None:
             return self._collect_recorded(plan.recorded, needs)
-        if self.engine.streams:
-            with self.timers("rollout"):
-                return self._collect_from_stream(plan, needs)
+        batch = (self._collect_from_stream if self.engine.streams else self._collect_rollout)(plan, needs)
+        check_episodes(batch)
+        self._record(plan)
+        return batch
+
+    def _collect_rollout(self, plan: RolloutPlan, needs: Needs) -> RolloutBatch:
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
         show = self.logger.rollout_progress(self.engine.num_replicas)
 
@@ -233,13 +236,21 @@ class Trainer:
             print(f"[rank {dist.get_rank()}] {line}", flush=True)
         if self.scorer is not None:
             print_first_failures(self.scorer.failures, self.failed_rewards, dist.get_rank())
-        check_episodes(batch)
+        return batch
+
+    def _record(self, plan: RolloutPlan) -> None:
+        """Write the record of a training batch into the ledger, if there is one."""
         if plan.recording is not None:
             with self.timers("ledger"):
                 metrics = self.sampling_metrics | self.sync_metrics
                 sampler = self.sampler.state_dict()
                 plan.recording.close(sampler, metrics, self.reward_failures, plan.sampling.num_kept, self.partial)
-        return batch
+        elif self.engine.streams and not plan.prompts and self.ledger is not None:
+            with self.timers("ledger"):
+                started, taken, num_kept = self.engine.position(), self.engine.taken, plan.sampling.num_kept
+                if taken is not None:
+                    rest = started["sampler"], self.sampling_metrics, self.reward_failures, num_kept, started["stream"]
+                    self.ledger.record(BatchRecord(self.rollouts - 1, taken, *rest))
 
     def _collect_recorded(self, record: BatchRecord, needs: Needs) -> RolloutBatch:
         """Return a batch of the ledger; the sampler and the unfinished groups are then as the batch left them."""
@@ -279,19 +290,13 @@ class Trainer:
         return computes
 
     def _collect_from_stream(self, plan: RolloutPlan, needs: Needs) -> RolloutBatch:
-        if plan.prompts:
-            batch, self.reward_failures = self.engine.generate(plan, needs)
-            return batch
-        batch, self.reward_failures, metrics = self.engine.take(needs)
-        check_episodes(batch)
-        staleness = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
-        self.sampling_metrics = metrics | staleness
-        if self.ledger is not None:
-            with self.timers("ledger"):
-                started, taken, num_kept = self.engine.position(), self.engine.taken, plan.sampling.num_kept
-                if taken is not None:
-                    rest = started["sampler"], self.sampling_metrics, self.reward_failures, num_kept, started["stream"]
-                    self.ledger.record(BatchRecord(self.rollouts - 1, taken, *rest))
+        with self.timers("rollout"):
+            if plan.prompts:
+                batch, self.reward_failures = self.engine.generate(plan, needs)
+                return batch
+            batch, self.reward_failures, metrics = self.engine.take(needs)
+            staleness = staleness_metrics(batch, self.synced_iteration, self.args.updates_per_rollout)
+            self.sampling_metrics = metrics | staleness
         return batch
 
     # ---- the engine

@@ -76,17 +76,23 @@ def test_a_run(engine, tiny_models, tmp_path):
 @pytest.mark.parametrize(
     "engine",
     slow_except(
-        ["--rollout-engine megatron"], ["--rollout-engine megatron", "--rollout-ranks 1 --vllm-max-num-seqs 16"]
+        ["--rollout-engine megatron"],
+        [
+            "--rollout-engine megatron",
+            "--rollout-ranks 1 --vllm-max-num-seqs 16",
+            "--rollout-ranks 1 --vllm-max-num-seqs 16 --val-before-train --valid-data-path DATA",
+        ],
     ),
 )
 def test_a_rollout_without_an_episode_ends_the_run(engine, tiny_models, tmp_path):
     """Started again, the run generates the episodes anew: it uses no failed ones of the ledger."""
+    engine = engine.replace("DATA", str(tmp_path / "train.jsonl"))
     flags = f"{engine} --environment down --ledger".split() + [tmp_path / "ledger"]
     output, rows = run_echo(2, tiny_models["qwen3"], tmp_path, *flags, check=False)
     assert " episodes: raised OSError: nobody answers" in output and not rows
     assert "error: every episode of the rollout failed" in output.strip().splitlines()[-1]
     _, rows = run_echo(2, tiny_models["qwen3"], tmp_path, *flags, env={"ECHO_WORKS": "1"})
-    assert [row["environment/failed"] for row in rows] == [0, 0]
+    assert [row["environment/failed"] for row in rows if row["iteration"]] == [0, 0]
 
 
 @pytest.mark.parametrize("kind", slow_except(["vllm"], ["vllm", "sglang"]))

@@ -261,8 +261,9 @@ def act(sample):
         raise ValueError("no tool \ud800")
     return {
         "none": lambda: None, "true": lambda: True, "raise": lambda: 1 / 0, "text": lambda: "1.0",
-        "inf": lambda: float("inf"), "nan": lambda: float("nan"), "huge": lambda: 1e39, "list": lambda: [1.0],
-        "die": lambda: os._exit(3), "exit": lambda: sys.exit(3), "print": lambda: print("hello") or 1.0,
+        "inf": lambda: float("inf"), "nan": lambda: float("nan"), "huge": lambda: 1e39, "int": lambda: 10**400,
+        "list": lambda: [1.0], "die": lambda: os._exit(3), "exit": lambda: sys.exit(3),
+        "print": lambda: print("hello") or 1.0,
         "input": lambda: float(len(sys.stdin.read())), "slow": lambda: time.sleep(0.4) or 1.0,
         "fork": lambda: 1.0 if os.fork() else 2.0, "forkraise": lambda: 1.0 if os.fork() else 1 / 0,
         "pid": lambda: float(os.getpid()), "torch": lambda: float("torch" in sys.modules),
@@ -362,7 +363,8 @@ FAULTS = {
     "text": "returned '1.0', not a finite number",
     "inf": "returned inf, not a finite number",
     "nan": "returned nan, not a finite number",
-    "huge": "returned 1e+39, not a finite number",
+    "huge": "returned 1e+39, beyond float32's range (±3.4e+38)",
+    "int": f"returned 1{'0' * 79}, beyond float32's range (±3.4e+38)",
     "list": "returned [1.0], not a finite number",
     "die": "ended its process (exit status 3)",
     "exit": "raised SystemExit: 3",
