@@ -87,8 +87,9 @@ def rollout(args, length: int | Sequence[int] | None = None, prompt: int = 1) ->
     if length is not None:
         lengths = [length] * n if isinstance(length, int) else [*length, *length]
         longest = [(prompt, own - prompt) for own in lengths]
-    of_groups = [tokens(2, longest[first][0]) for first in range(0, n, args.num_generations)]
-    prompts = [of_groups[i // args.num_generations] for i in range(n)]
+    same = 1 if args.environment else args.num_generations  # each episode may begin in its own way
+    of_groups = [tokens(2, longest[first][0]) for first in range(0, n, same)]
+    prompts = [of_groups[i // same] for i in range(n)]
     completions = [tokens(1, completion) for _, completion in longest]
     reasons = [FinishReason.STOP if i % 3 else FinishReason.LENGTH for i in range(n)]
     masks = [[1] * len(completion) for completion in completions]

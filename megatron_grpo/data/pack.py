@@ -113,7 +113,7 @@ def pack_completions(
     Raises:
         ValueError: `total_length` is too small or no such multiple, or this rank does not hold the tokens.
         GrpoError: log-probabilities under the old policy or the reference are NaN for a token in the loss: the
-            pass that should have computed them did not reach it, or gave NaN.
+            pass that should have computed them did not reach it, or gave NaN. Or prompts to share differ.
     """
     chosen = np.asarray(indices, dtype=np.int64)
     if not batch.held[chosen].all():

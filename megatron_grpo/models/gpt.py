@@ -30,7 +30,6 @@ class PolicyModel(GPTModel):
     final_logit_softcapping: float | None = None
     vision: VisionTower | None  # on the first stage of a vision-language model
     _images: PackImages | None = None
-    _angles_of_positions = False  # whether a token's angles are at its position in `position_ids`
 
     def forward(
         self,
@@ -52,8 +51,6 @@ class PolicyModel(GPTModel):
         self._kept_token_ids, self._images, self._entropy_gradient = kept_token_ids, images, entropy_gradient
         if self.config.mrope_section:
             self.rotary_pos_emb.positions = rope_positions
-        shared = isinstance(kwargs.get("packed_seq_params"), SharedPack)
-        self._angles_of_positions = shared and rope_positions is None  # M-RoPE has those of tokens already
         return super().forward(*args, **kwargs)
 
     def _preprocess(self, input_ids, position_ids, *args, padding_mask=None, **kwargs):
@@ -62,7 +59,8 @@ class PolicyModel(GPTModel):
         megatron-core returns this rank's slice of the mask on the first stage only.
         """
         hidden_states, *out = super()._preprocess(input_ids, position_ids, *args, padding_mask=None, **kwargs)
-        if self._angles_of_positions:
+        of_tokens = getattr(self.rotary_pos_emb, "positions", None) is not None  # of M-RoPE
+        if isinstance(kwargs.get("packed_seq_params"), SharedPack) and not of_tokens:
             out[0] = angles_of_tokens(out[0], position_ids)
         if self.embedding_scale is not None and self.pre_process:
             # A tensor in the weights' dtype, because transformers and the engine round the factor to it.
