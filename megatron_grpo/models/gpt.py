@@ -59,8 +59,8 @@ class PolicyModel(GPTModel):
         megatron-core returns this rank's slice of the mask on the first stage only.
         """
         hidden_states, *out = super()._preprocess(input_ids, position_ids, *args, padding_mask=None, **kwargs)
-        of_tokens = getattr(self.rotary_pos_emb, "positions", None) is not None  # of M-RoPE
-        if isinstance(kwargs.get("packed_seq_params"), SharedPack) and not of_tokens:
+        shared = isinstance(kwargs.get("packed_seq_params"), SharedPack)
+        if shared and getattr(self.rotary_pos_emb, "positions", None) is None:  # M-RoPE's are of tokens already
             out[0] = angles_of_tokens(out[0], position_ids)
         if self.embedding_scale is not None and self.pre_process:
             # A tensor in the weights' dtype, because transformers and the engine round the factor to it.
