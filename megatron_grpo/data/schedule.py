@@ -79,7 +79,8 @@ def schedule(
       microbatch_multiple, a schedule always exists.
     * Budget with `together`: completions with equal values are divided into the fewest packs that first fit finds, and
       such pieces are then distributed as one completion each. If that takes more than 5/4 of the micro-batches that
-      single completions take, or leaves one empty, single completions are distributed instead (see `shared`).
+      single completions take, or leaves one empty, single completions are distributed instead. `shared` has another
+      rule.
     * Both: the totals of the ranks differ by no more than the micro-batches do. Since no division has a maximum below
       the mean, maxima exceed the optimal ones by no more than these differences.
 

@@ -126,7 +126,7 @@ class PackedAttention(MegatronModule):
         if on_gpu:
             longest = pack.max_seqlen_q, pack.max_seqlen_kv
             return self.gpu_kernel(pack.cu_seqlens_q, pack.cu_keys, *longest, self.left, scale)
-        return blocks(tuple(pack.cu_keys_on_host.tolist()), 1, 0, self.left, scale, _offsets_on_host(pack))
+        return blocks(tuple(pack.cu_keys.tolist()), 1, 0, self.left, scale, _offsets_on_host(pack))
 
     def sinks(self, query: torch.Tensor) -> torch.Tensor | None:
         """Return the sink logit of each head, ``[heads]``, in the dtype of ``query``; None without sinks."""

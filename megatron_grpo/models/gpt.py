@@ -238,5 +238,4 @@ def packed_seq_params(
         return PackedSeqParams(**pack)
     keys, cu_keys = torch.from_numpy(shared.keys), torch.from_numpy(shared.cu_keys)
     pack["max_seqlen_kv"] = int(cu_keys.diff().max())
-    on_device = to_device(keys, device()), to_device(cu_keys, device())
-    return SharedPack(**pack, keys=on_device[0], cu_keys=on_device[1], cu_keys_on_host=cu_keys)
+    return SharedPack(**pack, keys=to_device(keys, device()), cu_keys=to_device(cu_keys, device()))

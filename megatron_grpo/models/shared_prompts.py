@@ -19,8 +19,7 @@ class SharedPack(PackedSeqParams):
     """A pack with shared prompts; ``max_seqlen_kv`` is the largest number of keys that a sequence has."""
 
     keys: torch.Tensor | None = None  # int64 [k], the position in the pack of every key of the sequences in turn
-    cu_keys: torch.Tensor | None = None  # int32 [s + 1], where the keys of each sequence begin; on the device
-    cu_keys_on_host: torch.Tensor | None = None
+    cu_keys: torch.Tensor | None = None  # int32 [s + 1], where the keys of each sequence begin
 
 
 @dataclass(frozen=True)
