@@ -13,6 +13,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -22,8 +23,16 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 
-from megatron_grpo.models.attention_kernels import Attention, Blocks, FlashAttention4, Kernel, Varlen
-from megatron_grpo.models.shared_prompts import SharedKeys, SharedPack
+from megatron_grpo.models.attention_kernels import (
+    Attention,
+    Blocks,
+    FlashAttention4,
+    Kernel,
+    KeyCopies,
+    SharedKeys,
+    Varlen,
+)
+from megatron_grpo.models.shared_prompts import SharedPack
 from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
@@ -99,10 +108,8 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None, "every batch is packed"
         cp_size, cp_rank = place_in_pack(len(query), packed_seq_params.cu_seqlens_q_padded, self.cp_group)
         if cp_size > 1:
-            both = tensor_parallel.gather_from_sequence_parallel_region(
-                torch.cat([key, value], -1), tensor_parallel_output_grad=True, group=sharing_ranks(cp_size)
-            )
-            key, value = both.split([key.shape[-1], value.shape[-1]], -1)
+            group = sharing_ranks(cp_size)
+            key, value = (gather_from_sequence_parallel_region(x, group=group) for x in (key, value))
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         if self.softcap is not None:
             mask_mod = visible_keys(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, query.device)
@@ -116,9 +123,8 @@ class PackedAttention(MegatronModule):
             kernel = self.gpu_kernel(cu, cu, longest, longest, self.left, scale)
         else:
             cu_seqlens = _offsets_on_host(packed_seq_params)
-            segmented, keys = segments(cu_seqlens, cp_size, cp_rank, query.device, self.left)
-            kernel = self.gpu_kernel(*segmented, self.left, scale)
-            key, value = key.index_select(0, keys), value.index_select(0, keys)
+            segmented, copies = segments(cu_seqlens, cp_size, cp_rank, query.device, self.left)
+            kernel = SharedKeys(self.gpu_kernel(*segmented, self.left, scale), copies)
         return attend(query, key, value, self.sinks(query), kernel).flatten(1)
 
     def _kernel_of_shared(self, pack: SharedPack, on_gpu: bool, scale: float) -> Kernel:
@@ -207,8 +213,8 @@ def blocks(
 @lru_cache(maxsize=8)
 def segments(
     cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device, left: int
-) -> tuple[tuple[torch.Tensor, torch.Tensor, int, int], torch.Tensor]:
-    """Return the segments of `Varlen` under context parallelism, and the indices of the gathered keys, int64.
+) -> tuple[tuple[torch.Tensor, torch.Tensor, int, int], KeyCopies]:
+    """Return the segments of `Varlen` under context parallelism, and their keys among the gathered ones.
 
     Each of a rank's two chunks of a sequence is a segment of queries. Its keys are those up to the chunk's end that at
     least one query sees. Without a window a rank uses 1 + 1 / (2 cp) times the keys of the pack.
@@ -224,7 +230,7 @@ def segments(
     keys = np.argsort(_gathered_positions(cu, cp_size))[positions]
     arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
     cu_queries, cu_keys, keys = (to_device(torch.from_numpy(x), device) for x in arrays)
-    return (cu_queries, cu_keys, int(chunk.max()), int(key_counts.max())), keys
+    return (cu_queries, cu_keys, int(chunk.max()), int(key_counts.max())), KeyCopies(keys, int(cu[-1]))
 
 
 @lru_cache(maxsize=8)

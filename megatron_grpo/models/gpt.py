@@ -7,6 +7,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_grpo.data.pack import IGNORED_LABEL, SharedPrompts
+from megatron_grpo.models.attention_kernels import KeyCopies
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
 from megatron_grpo.models.layer_graphs import LayerGraphs
@@ -238,4 +239,5 @@ def packed_seq_params(
         return PackedSeqParams(**pack)
     keys, cu_keys = torch.from_numpy(shared.keys), torch.from_numpy(shared.cu_keys)
     pack["max_seqlen_kv"] = int(cu_keys.diff().max())
-    return SharedPack(**pack, keys=to_device(keys, device()), cu_keys=to_device(cu_keys, device()))
+    copies = KeyCopies(to_device(keys, device()), int(cu_seqlens[-1]))
+    return SharedPack(**pack, keys=copies, cu_keys=to_device(cu_keys, device()))

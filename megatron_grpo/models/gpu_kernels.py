@@ -1,7 +1,8 @@
 """Triton kernels of the ``local`` layers, where what torch compiles reads and writes the same memory several times.
 
 All of them are limited by memory bandwidth, and read each input and write each output once: `HeadsOfPack` (norms and
-rotations of queries and keys), the gradient of `RootMeanSquareNorm`, and `swiglu_gradient`. Sums are in float32.
+rotations of queries and keys), the gradient of `RootMeanSquareNorm`, `swiglu_gradient`, and `sum_rows`. Sums are in
+float32.
 """
 
 import torch
@@ -210,3 +211,23 @@ def _swiglu_gradient(x, grad, out, size, block: tl.constexpr):
     gate = tl.sigmoid(first)
     tl.store(out + at, upstream * second * gate * (1 + first * (1 - gate)), inside)
     tl.store(out + at + size, upstream * first * gate, inside)
+
+
+def sum_rows(x: torch.Tensor, order: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+    """Return ``[t, ...]``: row i is the sum of the rows order[begins[i]:begins[i + 1]] of ``x`` ``[k, ...]``."""
+    x, rows, size = x.contiguous(), len(begins) - 1, x[0].numel()
+    out = x.new_empty(rows, *x.shape[1:])
+    if out.numel():
+        _sum_rows[(rows, triton.cdiv(size, 1024))](x, order, begins, out, size, 1024)
+    return out
+
+
+@triton.jit
+def _sum_rows(x, order, begins, out, size, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < size
+    total = tl.zeros([block], tl.float32)
+    for number in range(tl.load(begins + row), tl.load(begins + row + 1)):
+        total += tl.load(x + tl.load(order + number) * size + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * size + column, total, inside)

@@ -14,6 +14,7 @@ from launch import torchrun
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention, visible_keys
+from megatron_grpo.models.attention_kernels import KeyCopies
 from megatron_grpo.models.gpu_kernels import HeadsOfPack, RootMeanSquareNorm, swiglu_gradient
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.rope import cosines_and_sines, rotate_pack
@@ -251,3 +252,14 @@ def test_gradient_of_swiglu(size):
     first, second = double.chunk(2, -1)
     (want,) = torch.autograd.grad(torch.nn.functional.silu(first) * second, double, upstream.double())
     assert relative(swiglu_gradient(upstream, x), want) < 4e-3
+
+
+@pytest.mark.parametrize("heads", [(8, 128), (3, 40), (20, 192)], ids=str)
+def test_gradients_of_shared_keys(heads):
+    """Sums in bf16 of gradients of copies: keys that no segment sees, that one sees, and that hundreds see."""
+    rows = torch.cat([torch.randint(0, 500, (3000,)), torch.full((300,), 7), torch.arange(600, 700)]).cuda()
+    gradients = torch.randn(len(rows), *heads, device="cuda", dtype=torch.bfloat16)
+    want = torch.zeros(900, *heads, device="cuda", dtype=torch.float64).index_add_(0, rows, gradients.double())
+    got = KeyCopies(rows, 900).sum(gradients)
+    assert got.dtype == torch.bfloat16 and relative(got, want) < 4e-3
+    assert not got[700:].any()

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.models.attention import PackedAttention, _gathered_positions, attend, segments
-from megatron_grpo.models.attention_kernels import Varlen
+from megatron_grpo.models.attention_kernels import SharedKeys, Varlen
 from megatron_grpo.utils.errors import GrpoError
 
 GROUPS = ProcessGroupCollection(tp=Alone(), cp=Alone())
@@ -280,11 +280,11 @@ def test_gpu_layout(flash_on_cpu, cp_size, chunks, shape):
         sink = {"vanilla": None, "off-by-one": torch.zeros_like(sink), "learnable": sink}[case.softmax]
         out = torch.zeros(len(q), case.heads, case.value_size, dtype=q.dtype)
         for rank, own in enumerate(gathered.chunk(cp_size)):
-            segmented, keys = segments(cu, cp_size, rank, torch.device("cpu"), left)
-            kernel = Varlen(*segmented, left, scale)
+            segmented, copies = segments(cu, cp_size, rank, torch.device("cpu"), left)
+            kernel = SharedKeys(Varlen(*segmented, left, scale), copies)
             if left < 0:
-                assert len(keys) <= len(q) * (1 + 1 / (2 * cp_size))
-            part = attend(q[own], k[gathered][keys], v[gathered][keys], sink, kernel)
+                assert len(copies.rows) <= len(q) * (1 + 1 / (2 * cp_size))
+            part = attend(q[own], k[gathered], v[gathered], sink, kernel)
             out = out.index_copy(0, own, part)
         return out.flatten(1)
 
