@@ -265,7 +265,8 @@ def on_gpu() -> None:
     groups = ProcessGroupCollection(tp=Alone(), cp=Alone())
     if world > 1:
         dist.init_process_group("nccl", device_id=device)
-        groups.cp = dist.group.WORLD
+        parallel_state.initialize_model_parallel(context_parallel_size=world)
+        groups.cp = parallel_state.get_context_parallel_group()
     worst = 0.0
     for (name, case), kind in itertools.product(GPU_CASES.items(), (PackedAttention, FlashPackedAttention)):
         if world > 1 and any(length % (2 * world) for length in case.lengths):

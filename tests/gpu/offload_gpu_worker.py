@@ -57,14 +57,14 @@ def run(args, kind: type[Offloader] | None) -> list[torch.Tensor]:
             leave_and_return(weights, state)
         pretrain_grpo.update(args, trainer, batch, completions)
     if kind is not None:
-        check_part(trainer)
+        check_part(args, trainer)
     held = [*weight_tensors(trainer.model), *optimizer_tensors(trainer.optimizer)]
     held = [tensor.detach().cpu().clone() for tensor in held]
     made_up.release(trainer)
     return held
 
 
-def check_part(trainer) -> None:
+def check_part(args, trainer) -> None:
     """Offload so much that half of the optimizer state's bytes become free; the last tensor frees too much.
 
     Transformer Engine's optimizer has tensors in memory that torch's allocator shares with others: all may have to go.
@@ -78,7 +78,7 @@ def check_part(trainer) -> None:
     part = state.to_host(wanted).copied
     if device().type == "cuda":
         enough = whole // 2 <= part <= whole and free_bytes() >= wanted
-        most = whole if trainer.args.use_precision_aware_optimizer else 0.6 * whole + largest
+        most = whole if args.use_precision_aware_optimizer else 0.6 * whole + largest
         assert enough and part <= most, (part, whole, largest, free_bytes(), wanted)
     state.to_device()
 
