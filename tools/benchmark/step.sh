@@ -11,6 +11,7 @@
 #           its checkpoint and 150 GiB of host memory
 #           a folder with a published config.json: two updates of 128 completions of 512 tokens
 #   NPROC   GPUs, 1 by default. DRY_RUN=1 prints the memory of each and runs nothing. SCRIPT replaces pretrain_grpo.py.
+#   MEDIAN, MEAN   lengths of completions are drawn (lognormal, at most --max-completion-length): tools/benchmark/long_tail.py
 #
 # Afterwards: python tools/benchmark/step_table.py RUN_DIR
 set -euo pipefail
@@ -18,6 +19,10 @@ impl=${1:?local or transformer_engine} run=${2:?folder for the results}; shift 2
 cd "$(dirname "$0")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 NPROC=${NPROC:-1}
+if [[ -n ${MEDIAN:-} ]]; then
+    SCRIPT=tools/benchmark/long_tail.py
+    set -- --median "$MEDIAN" --mean "${MEAN:?the mean length, with MEDIAN}" "$@"
+fi
 
 inputs=$(dirname "$run")/step_inputs  # the runs of a folder share them
 mkdir -p "$run"

@@ -51,6 +51,7 @@ OTHERS += (
     "--hf-to-hf --merge-lora --adapter --hf --data".split()
 )  # of tools/checkpoint/convert.py and tools/check_export.py
 OTHERS += "--completions --tokens --kernels --prompt --median --mean".split()  # of tools/benchmark/update.py
+OTHERS += ["--warm-up"]  # of tools/benchmark/step_table.py
 OTHERS += ["--merge-only", "--repeat"]  # of tools/benchmark/lora_sync.py
 OTHERS += ["--capture-range"]  # of nsys
 OTHERS += ["--extra-index-url"]  # of pip
