@@ -154,7 +154,7 @@ class VllmColocate(TakesTurns):
                 experts = None
                 if self._moe_layers is not None:
                     experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
-                request_id = int(output.request_id.rpartition("-")[2])
+                request_id = _number(output.request_id)
                 under_way = self._under_way.pop(request_id)
                 self._check_prompt(under_way.request, output.prompt_token_ids)
                 versions = under_way.versions(len(ids), self._version)
@@ -194,7 +194,7 @@ class VllmColocate(TakesTurns):
         for state in self._states():
             ids = list(state.detokenizer.output_token_ids)
             log_probs, kept = _log_probs(state.logprobs_processor.logprobs, len(ids))
-            number = self._number(state)
+            number = _number(state.external_req_id)
             under_way = self._under_way[number]
             versions = under_way.versions(len(ids), self._version)
             log_probs = None if log_probs is None else list(log_probs)
@@ -211,11 +211,6 @@ class VllmColocate(TakesTurns):
     def _states(self) -> list:
         """Return vLLM's states of all requests."""
         return list(self._engine.output_processor.request_states.values())
-
-    @staticmethod
-    def _number(state) -> int:
-        """Return the id of our request of a state of vLLM's."""
-        return int(state.external_req_id.rpartition("-")[2])
 
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
@@ -255,7 +250,7 @@ class VllmColocate(TakesTurns):
             self._drop_prefix_cache()
         not_begun = []
         for state in self._states():
-            under_way, tokens = self._under_way[self._number(state)], len(state.detokenizer.output_token_ids)
+            under_way, tokens = self._under_way[_number(state.external_req_id)], len(state.detokenizer.output_token_ids)
             under_way.seams.append((tokens, self._version))
             if not tokens:
                 not_begun.append(under_way.request)
@@ -399,6 +394,11 @@ class _UnderWay:
         for end, before in self.seams:
             found += [before] * (end - len(found))
         return found + [version] * (tokens - len(found))
+
+
+def _number(engine_id: str) -> int:
+    """Return the id of our request from its id in vLLM."""
+    return int(engine_id.rpartition("-")[2])
 
 
 def _import_vllm() -> None:
