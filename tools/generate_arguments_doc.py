@@ -24,7 +24,7 @@ from megatron_grpo.training.command_line import TABLE, table_of
 from megatron_grpo.utils.batch_sizes import FORMULAS
 from megatron_grpo.utils.core_flags import DEFAULTS
 from megatron_grpo.utils.core_names import EXCLUDED, SWITCHED_OFF_BY
-from tools.generated import main
+from tools.generated import write_or_check
 
 DOCUMENT = REPO / "docs" / "arguments.md"
 
@@ -109,5 +109,9 @@ def flag_table() -> str:
     return json.dumps(table, ensure_ascii=False)[:-1] + f', "flags": [\n{rows}\n]}}\n'
 
 
+def main() -> None:
+    write_or_check(__file__, __doc__, lambda: {DOCUMENT: document(), TABLE: flag_table()})
+
+
 if __name__ == "__main__":
-    main(__file__, __doc__, lambda: {DOCUMENT: document(), TABLE: flag_table()})
+    main()

@@ -12,7 +12,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from megatron_grpo.observability.metric_guide import METRICS, TITLES, heading, remedy
-from tools.generated import main
+from tools.generated import write_or_check
 
 DOCUMENT = REPO / "docs" / "metrics.md"
 
@@ -77,5 +77,9 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def main() -> None:
+    write_or_check(__file__, __doc__, lambda: {DOCUMENT: document()})
+
+
 if __name__ == "__main__":
-    main(__file__, __doc__, lambda: {DOCUMENT: document()})
+    main()

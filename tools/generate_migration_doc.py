@@ -13,7 +13,7 @@ sys.path.insert(0, str(REPO))
 
 from megatron_grpo.migration.rows import Row, System
 from megatron_grpo.migration.table import SYSTEMS
-from tools.generated import main
+from tools.generated import write_or_check
 
 FOLDER = REPO / "docs" / "migration"
 
@@ -97,5 +97,9 @@ def _change(row: Row) -> str:
     return " ".join(words).replace("|", "\\|").replace("*", "\\*")
 
 
+def main() -> None:
+    write_or_check(__file__, __doc__, lambda: {file_of(system): document(system) for system in SYSTEMS.values()})
+
+
 if __name__ == "__main__":
-    main(__file__, __doc__, lambda: {file_of(system): document(system) for system in SYSTEMS.values()})
+    main()

@@ -27,7 +27,7 @@ from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.validation import validate_args
-from tools.generated import main
+from tools.generated import write_or_check
 
 DOCUMENT = REPO / "docs" / "model_sizes.md"
 QWEN3 = (
@@ -221,5 +221,9 @@ def shell(command: str) -> str:
     return "    " + " \\\n        ".join(lines)
 
 
+def main() -> None:
+    write_or_check(__file__, __doc__, lambda: {DOCUMENT: document()})
+
+
 if __name__ == "__main__":
-    main(__file__, __doc__, lambda: {DOCUMENT: document()})
+    main()

@@ -14,7 +14,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from tools.generated import main
+from tools.generated import write_or_check
 
 DOCUMENT = REPO / "docs" / "plugin_reference.md"
 
@@ -148,5 +148,9 @@ def _methods(node: ast.ClassDef) -> str:
     return "".join(parts)
 
 
+def main() -> None:
+    write_or_check(__file__, __doc__, lambda: {DOCUMENT: document()})
+
+
 if __name__ == "__main__":
-    main(__file__, __doc__, lambda: {DOCUMENT: document()})
+    main()

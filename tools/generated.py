@@ -8,7 +8,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 
 
-def main(tool: str, description: str, make: Callable[[], Mapping[Path, str]]) -> None:
+def write_or_check(tool: str, description: str, make: Callable[[], Mapping[Path, str]]) -> None:
     """Write the files that ``make`` returns; with --check exit with 1 if one has another text."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
