@@ -24,6 +24,7 @@ from megatron_grpo.training.command_line import TABLE, table_of
 from megatron_grpo.utils.batch_sizes import FORMULAS
 from megatron_grpo.utils.core_flags import DEFAULTS
 from megatron_grpo.utils.core_names import EXCLUDED, SWITCHED_OFF_BY
+from tools.generated import write_or_check
 
 DOCUMENT = REPO / "docs" / "arguments.md"
 
@@ -109,14 +110,7 @@ def flag_table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
-    texts = {DOCUMENT: document(), TABLE: flag_table()}
-    if not parser.parse_args().check:
-        for path, text in texts.items():
-            path.write_text(text)
-    elif any(not path.exists() or path.read_text() != text for path, text in texts.items()):
-        sys.exit("docs/arguments.md or flags.json is stale: run python tools/generate_arguments_doc.py")
+    write_or_check(__file__, __doc__, lambda: {DOCUMENT: document(), TABLE: flag_table()})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 A test fails while the page is stale.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from megatron_grpo.observability.metric_guide import METRICS, TITLES, heading, remedy
+from tools.generated import write_or_check
 
 DOCUMENT = REPO / "docs" / "metrics.md"
 
@@ -78,13 +78,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is stale")
-    check, text = parser.parse_args().check, document()
-    if not check:
-        DOCUMENT.write_text(text)
-    elif not DOCUMENT.exists() or DOCUMENT.read_text() != text:
-        sys.exit("docs/metrics.md is stale: run python tools/generate_metrics_doc.py")
+    write_or_check(__file__, __doc__, lambda: {DOCUMENT: document()})
 
 
 if __name__ == "__main__":

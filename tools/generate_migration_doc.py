@@ -5,7 +5,6 @@
 A test fails while a page is stale.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ sys.path.insert(0, str(REPO))
 
 from megatron_grpo.migration.rows import Row, System
 from megatron_grpo.migration.table import SYSTEMS
+from tools.generated import write_or_check
 
 FOLDER = REPO / "docs" / "migration"
 
@@ -98,16 +98,7 @@ def _change(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is stale")
-    check = parser.parse_args().check
-    FOLDER.mkdir(exist_ok=True)
-    for system in SYSTEMS.values():
-        page, text = file_of(system), document(system)
-        if not check:
-            page.write_text(text)
-        elif not page.exists() or page.read_text() != text:
-            sys.exit(f"{page.relative_to(REPO)} is stale: run python tools/generate_migration_doc.py")
+    write_or_check(__file__, __doc__, lambda: {file_of(system): document(system) for system in SYSTEMS.values()})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.validation import validate_args
+from tools.generated import write_or_check
 
 DOCUMENT = REPO / "docs" / "model_sizes.md"
 QWEN3 = (
@@ -221,13 +222,7 @@ def shell(command: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is stale")
-    check, text = parser.parse_args().check, document()
-    if not check:
-        DOCUMENT.write_text(text)
-    elif not DOCUMENT.exists() or DOCUMENT.read_text() != text:
-        sys.exit("docs/model_sizes.md is stale: run python tools/generate_model_sizes_doc.py")
+    write_or_check(__file__, __doc__, lambda: {DOCUMENT: document()})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 Reads the sources without importing them: signatures, docstrings, and the comments of fields.
 """
 
-import argparse
 import ast
 import inspect
 import re
@@ -13,6 +12,10 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from tools.generated import write_or_check
+
 DOCUMENT = REPO / "docs" / "plugin_reference.md"
 
 HEADER = """# Interface of plug-ins
@@ -146,13 +149,7 @@ def _methods(node: ast.ClassDef) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the file is stale")
-    check, text = parser.parse_args().check, document()
-    if not check:
-        DOCUMENT.write_text(text)
-    elif not DOCUMENT.exists() or DOCUMENT.read_text() != text:
-        sys.exit("docs/plugin_reference.md is stale: run python tools/generate_plugin_doc.py")
+    write_or_check(__file__, __doc__, lambda: {DOCUMENT: document()})
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ from megatron_grpo.parallel.initialize import print_rank_0, set_random_seed
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.json_files import read_json_object
 
 __all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
 __all__ += ["read_weights", "save_checkpoint", "save_weights", "subfolder"]
@@ -179,11 +178,8 @@ def read_weights(checkpoint: Path, model_chunks) -> None:
     """Load the weights from the directory of a single checkpoint (``iter_*``, or one of save_weights). Collective."""
     common = _common_state(checkpoint)
     _check_architecture(checkpoint, model_chunks)
-    if _stored_args(checkpoint).get("lora_rank") and not hasattr(unwrap_model(model_chunks)[0], "lora"):
-        raise GrpoError(
-            f"checkpoint {checkpoint} holds an adapter only, not the weights below it: resume its run with --load, or "
-            "merge it with tools/checkpoint/convert.py --merge-lora"
-        )
+    if not hasattr(unwrap_model(model_chunks)[0], "lora"):
+        checkpoint_directory.refuse_adapter(checkpoint)
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
     _set_model_state(model_chunks, _load(_model_state_to_load(model_chunks, metadata), common, checkpoint))
 
@@ -387,14 +383,9 @@ def _stored_keys(directory: Path) -> set[str]:
         raise GrpoError(f"checkpoint {directory} is damaged: .metadata cannot be read: {error!r}") from error
 
 
-def _stored_args(directory: Path) -> dict:
-    file = directory / checkpoint_directory.ARGS
-    return read_json_object(file) if file.exists() else {}
-
-
 def _check_architecture(directory: Path, model_chunks) -> None:
     """Compare the stored arguments with the built model; a checkpoint written by Megatron-LM has no args.json."""
-    stored = _stored_args(directory)
+    stored = checkpoint_directory.stored_args(directory)
     model = unwrap_model(model_chunks)[0]
     fields = {name: core_flags()[name].feeds[0][1] for name in ARCHITECTURE}
     built = {name: getattr(model.config, field, None) for name, field in fields.items()}

@@ -215,7 +215,22 @@ def read_checkpoint_args(root: str | Path) -> dict:
     """Return the arguments stored with the newest checkpoint under ``root``; {} for one written by Megatron-LM."""
     _, directory = find(root)
     verify(directory)
+    return stored_args(directory)
+
+
+def stored_args(directory: Path) -> dict:
+    """Return the arguments stored in a checkpoint; {} for one written by Megatron-LM."""
     return read_json_object(directory / ARGS) if (directory / ARGS).exists() else {}
+
+
+def refuse_adapter(directory: Path) -> None:
+    """Raise GrpoError for a checkpoint of a run with --lora-rank, which lacks the weights of the model."""
+    if stored_args(directory).get("lora_rank"):
+        raise GrpoError(
+            f"checkpoint {directory} holds an adapter only, not the weights below it: resume its run with --load, or "
+            f"merge it with tools/checkpoint/convert.py --load BASE --merge-lora {directory.parent}, with --hf-to-hf "
+            "if the base is a Hugging Face directory"
+        )
 
 
 def start(root: str | Path, iteration: int) -> Path:

@@ -114,13 +114,11 @@ def schedule(
             common = np.asarray(shared, dtype=np.int64)
             of_common = common + attention_coefficient * common**2
             completions = replace(completions, common=common.tolist(), work_of_common=of_common.tolist())
-        packs = [pack for _, pack in _budget_packs(completions, dp_size, max_tokens, microbatch_multiple)]
-        ranks = _round_robin([completions.work_of(pack) for pack in packs], dp_size)
-    elif micro_batch_size is not None:
-        packs = _fixed_packs(work, dp_size, micro_batch_size, microbatch_multiple)
-        ranks = _round_robin([sum(work[i] for i in pack) for pack in packs], dp_size)
-    else:
+        return _budget_schedule(completions, dp_size, max_tokens, microbatch_multiple)[1]
+    if micro_batch_size is None:
         raise ValueError("schedule needs micro_batch_size or max_tokens")
+    packs = _fixed_packs(work, dp_size, micro_batch_size, microbatch_multiple)
+    ranks = _round_robin([sum(work[i] for i in pack) for pack in packs], dp_size)
     return [[sorted(packs[pack]) for pack in rank] for rank in ranks]
 
 
@@ -169,12 +167,8 @@ def hybrid_schedule(
     work = (length + attention_coefficient * length**2).tolist()
     degrees = [2**power for power in range(cp_size.bit_length())]
     sizes = {degree: padded_lengths(length, degree, samples).tolist() for degree in degrees}
-    ranks = dp_size * cp_size
-    packs = _budget_packs(_Completions(sizes, work, _numbered(together)), ranks, max_tokens, microbatch_multiple)
-    of_packs = [degree for degree, _ in packs]
-    dealt = _round_robin([sum(work[i] for i in pack) / degree for degree, pack in packs], ranks, of_packs)
-    schedule_ = [[sorted(packs[number][1]) for number in rank] for rank in dealt]
-    return [of_packs[number] for number in dealt[0]], schedule_
+    completions = _Completions(sizes, work, _numbered(together))
+    return _budget_schedule(completions, dp_size * cp_size, max_tokens, microbatch_multiple)
 
 
 def _numbered(together: npt.ArrayLike | None) -> list[int] | None:
@@ -228,8 +222,23 @@ class _Completions:
             seen.add(self.groups[i])
 
 
-def _budget_packs(completions: _Completions, ranks: int, max_tokens: int, multiple: int) -> Packs:
-    """Return the packs of all ranks."""
+def _budget_schedule(
+    completions: _Completions, ranks: int, max_tokens: int, multiple: int
+) -> tuple[list[int], Schedule]:
+    """Return the degree of each micro-batch, and the schedule of the division with the least work on a rank."""
+    dealt = []
+    for packs in _divisions(completions, ranks, max_tokens, multiple):
+        degrees = [degree for degree, _ in packs]
+        costs = [completions.work_of(pack) / degree for degree, pack in packs]
+        of_ranks = _round_robin(costs, ranks, degrees)
+        slowest = max(sum(costs[number] for number in rank) for rank in of_ranks)
+        schedule_ = [[sorted(packs[number][1]) for number in rank] for rank in of_ranks]
+        dealt.append((slowest, [degrees[number] for number in of_ranks[0]], schedule_))
+    return min(dealt, key=lambda division: division[0])[1:]
+
+
+def _divisions(completions: _Completions, ranks: int, max_tokens: int, multiple: int) -> list[Packs]:
+    """Return the packs of all ranks, for each way of dividing groups into pieces that is worth comparing."""
     sizes, work, groups = completions.sizes, completions.work, completions.groups
     n, widest = len(work), max(sizes)
     dp_size, limit = ranks // widest, widest * max_tokens
@@ -253,21 +262,16 @@ def _budget_packs(completions: _Completions, ranks: int, max_tokens: int, multip
             f"--max-tokens-per-microbatch, or make --global-batch-size a multiple of {dp_size * multiple}"
         )
     if groups is None:
-        return found
+        return [found]
     members = max(Counter(groups).values())
     if completions.common is None:
         few = sum(degree for degree, _ in found) // ranks * 5 // 4
-        return _packs_of_pieces(completions, members, ranks, max_tokens, multiple, few) or found
+        return [_packs_of_pieces(completions, members, ranks, max_tokens, multiple, few) or found]
     divisions = [found]
     while members > 1:  # large pieces share more, small ones divide evenly
         divisions.append(_packs_of_pieces(completions, members, ranks, max_tokens, multiple) or found)
         members //= 2
-
-    def slowest(packs: Packs) -> float:
-        costs = [completions.work_of(pack) for _, pack in packs]
-        return max(sum(costs[i] for i in rank) for rank in _round_robin(costs, ranks))
-
-    return min(divisions, key=slowest)
+    return divisions
 
 
 def _packs_of_pieces(

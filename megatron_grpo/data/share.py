@@ -67,20 +67,20 @@ def _with_common_arrays(own: RolloutBatch, group: dist.ProcessGroup) -> RolloutB
     )
 
 
-def with_tokens_of(batch: RolloutBatch, wants: Bool, group: dist.ProcessGroup | None = None) -> RolloutBatch:
-    """Return the batch with the tokens of the completions that ``wants`` [n] names instead of those held. Collective.
+def with_tokens_of(batch: RolloutBatch, needs: Bool, group: dist.ProcessGroup | None = None) -> RolloutBatch:
+    """Return the batch with the tokens of the completions that ``needs`` [n] names instead of those held. Collective.
 
-    Where every rank of the group wants all, the batch is whole on all ranks (`RolloutBatch.holds_all`).
+    Where every rank of the group needs all, the batch is whole on all ranks (`RolloutBatch.holds_all`).
     """
     group = group or host_group()
     names = [name for name, spec in FIELDS.items() if spec.axis == "token" and getattr(batch, name) is not None]
     arrays = [getattr(batch, name) for name in names]
-    arrays, held = exchange_tokens(arrays, batch.cu_seqlens[:-1], batch.lengths, batch.held, wants, group)
+    arrays, held = exchange_tokens(arrays, batch.cu_seqlens[:-1], batch.lengths, batch.held, needs, group)
     tokens = dict(zip(names, arrays, strict=True))
     if batch.image_bytes is not None:
         starts = offsets(batch.held_image_sizes)[:-1]
         (tokens["image_bytes"],), _ = exchange_tokens(
-            [batch.image_bytes], starts, batch.image_sizes, batch.held, wants, group
+            [batch.image_bytes], starts, batch.image_sizes, batch.held, needs, group
         )
     sizes = {"all_lengths": batch.lengths, "all_response_lengths": batch.response_lengths}
     if of_every_rank(held, group).all():

@@ -22,12 +22,12 @@ class TurnRenderer:
     The clock of templates that print the date stands still, so that two renderings differ in nothing else.
     """
 
-    def __init__(self, tokenizer: Tokenizer, end_token_ids: Sequence[int], now: datetime.datetime | None = None):
+    def __init__(self, tokenizer: Tokenizer, end_token_ids: Sequence[int]):
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
         self._special = set(tokenizer.special_tokens.values())
         self._ends = [tokenizer.decode([token], skip_special_tokens=False) for token in end_token_ids]
-        self._now = now or datetime.datetime.now()
+        self._now = datetime.datetime.now()
 
     def after_turn(
         self,

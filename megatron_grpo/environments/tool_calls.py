@@ -11,7 +11,7 @@ from megatron_grpo.utils.errors import GrpoError
 class ToolCallParser:
     """The parser of a model family; ``name`` as vLLM's --tool-call-parser ("hermes", "llama3_json", "deepseek_v3")."""
 
-    def __init__(self, name: str, tokenizer: Any, tools: list[Any] | None = None):
+    def __init__(self, name: str, tokenizer: Any):
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 
@@ -26,7 +26,7 @@ class ToolCallParser:
             raise GrpoError(f"--tool-call-parser {name} does not fit the tokenizer: {error}") from error
         # They log a traceback for each malformed call; a policy makes many, and they stay text.
         logging.getLogger(type(self._parser).__module__).setLevel(logging.CRITICAL)
-        self._request = ChatCompletionRequest(messages=[], tools=tools or None)
+        self._request = ChatCompletionRequest(messages=[])
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         """Return the text without the tool calls, and these; a call that is not valid JSON stays text."""

@@ -28,7 +28,7 @@ from megatron_grpo.environments.arguments import AGENT
 from megatron_grpo.environments.environment import Environment, Reply, ToolCall, Turn
 from megatron_grpo.environments.registry import get_environment
 from megatron_grpo.rewards.registry import load_plugins
-from megatron_grpo.rewards.worker import Report, begin
+from megatron_grpo.rewards.worker import Report, as_reward, begin
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import as_data_uri, source_of_part
 from megatron_grpo.vision.videos import FPS
@@ -121,7 +121,10 @@ class _Episodes:
         elif not isinstance(reply, Reply):
             reply = Reply(reply)
         messages = _messages(reply.messages)
-        reward = None if reply.reward is None else float(reply.reward)
+        try:
+            reward = as_reward(reply.reward)
+        except ValueError as fault:
+            raise ValueError(f"step returned the reward {fault}") from None
         if not messages and not reply.done:
             raise ValueError("step returned no message and no end of the episode")
         return {"messages": messages, "reward": reward, "done": bool(reply.done)}

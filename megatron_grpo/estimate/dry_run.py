@@ -241,7 +241,7 @@ def _reference_lines(args: Namespace) -> list[str]:
     for name, own in models.items():
         plan = Plan(own)
         most = max(plan.parameters(stage).total for stage in range(len(plan.stages)))
-        swapped = name != "teacher" and not has_own_parallel_configuration(args, "ref")
+        swapped = name != "teacher" and not has_own_parallel_configuration(args)
         where = "the policy's are there instead" if swapped else "they are on the GPU, too"
         size = most * params_dtype(own).itemsize / GIB
         lines.append(f"{name}: {size:.2f} of parameters in host memory; during its forward pass {where}")

@@ -23,6 +23,7 @@ from megatron_grpo.models.fp8_training import fp8_layers
 from megatron_grpo.models.fp8_weight import BLOCK
 from megatron_grpo.models.head import CHUNK, KEPT
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
+from megatron_grpo.rollout.arguments import has_colocated_vllm
 from megatron_grpo.rollout.speculation import draft_args, method_of
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.core_flags import DTYPES
@@ -449,9 +450,9 @@ def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
 
 def engine_share(args: Namespace) -> float | None:
     """Return the share of a GPU that an engine takes when it wakes; None if it never sleeps, or if only it knows."""
-    colocated = (args.rollout_engine, args.vllm_mode) == ("vllm", "colocate")
     own_size = "kv_cache_memory_bytes" in (args.vllm_engine_kwargs or {})
-    return args.vllm_gpu_memory_utilization if colocated and args.sleep_level and not own_size else None
+    sleeps = has_colocated_vllm(args) and args.sleep_level
+    return args.vllm_gpu_memory_utilization if sleeps and not own_size else None
 
 
 def _optimizer_bytes(args: Namespace, half: bool) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_grpo.lora.fp8_base import quantize
@@ -58,7 +59,7 @@ def attach(args: Namespace, model: Sequence[nn.Module]) -> None:
     by_base: dict[str, list[Pair]] = {}
     for pair in pairs(args):
         by_base.setdefault(pair.base.name, []).append(pair)
-    for chunk in map(unwrapped, model):
+    for chunk in map(unwrap_model, model):
         chunk.requires_grad_(False)
         # The balance of experts is part of the base.
         chunk.config.moe_router_bias_update_rate = 0.0
@@ -84,16 +85,9 @@ def attach(args: Namespace, model: Sequence[nn.Module]) -> None:
             chunk.embedding.register_forward_hook(_require_gradient)
 
 
-def unwrapped(chunk: Any) -> Any:
-    """Return the PolicyModel in DistributedDataParallel and Float16Module."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 def adapters(model: Sequence[nn.Module]) -> Iterator[Adapter]:
     """Yield the adapters of all chunks."""
-    for chunk in map(unwrapped, model):
+    for chunk in map(unwrap_model, model):
         yield from getattr(chunk, "lora", ())
 
 

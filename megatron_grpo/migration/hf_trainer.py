@@ -20,11 +20,11 @@ def completions_per_update(settings: Settings, prefix: str = "", batch: float = 
     return device * accumulation(settings, prefix) * settings.gpus / shards
 
 
-def global_batch(prefix: str = "", batch: float = DEFAULT_BATCH) -> Conversion:
+def global_batch(prefix: str = "") -> Conversion:
     """Return the conversion of the batch of a device to that of an update."""
     return computed(
         "of one GPU there, of all here: x gradient_accumulation_steps x GPUs",
-        lambda settings: completions_per_update(settings, prefix, batch),
+        lambda settings: completions_per_update(settings, prefix),
     )
 
 

@@ -43,13 +43,13 @@ def launch_script(
     lines = ["#!/usr/bin/env bash", f"# Translated from {source} ({system}) by tools/translate_flags.py.", "#"]
     if translation.decide:
         lines.append("# To decide:")
-        lines += [line for point in translation.decide for line in _wrapped(point, "- ")]
+        lines += [line for point in translation.decide for line in _bullet(point)]
     if translation.without:
         lines += ["#", f"# Settings of {system} without a counterpart:"]
-        lines += [line for name, reason in translation.without for line in _wrapped(f"{name}: {reason}", "- ")]
+        lines += [line for name, reason in translation.without for line in _bullet(f"{name}: {reason}")]
     if translation.unknown:
         lines += ["#", f"# Settings of {system} that docs/migration/ does not list:"]
-        lines += _wrapped(", ".join(translation.unknown), "- ")
+        lines += _bullet(", ".join(translation.unknown))
     lines += [
         "set -euo pipefail",
         "export CUDA_DEVICE_MAX_CONNECTIONS=1",
@@ -93,11 +93,11 @@ def _joined(names: list[str]) -> list[str]:
     return textwrap.wrap(f"ARGS=({items})", 118, subsequent_indent="    ", break_long_words=False)
 
 
-def _wrapped(text: str, bullet: str) -> list[str]:
+def _bullet(text: str) -> list[str]:
     return textwrap.wrap(
         text,
         116,
-        initial_indent=f"#   {bullet}",
+        initial_indent="#   - ",
         subsequent_indent="#     ",
         break_long_words=False,
         break_on_hyphens=False,

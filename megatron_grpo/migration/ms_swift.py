@@ -92,7 +92,7 @@ def _thinking(value: object, settings: Settings) -> Converted:
     return f'{{"enable_thinking": {str(truth(value)).lower()}}}'
 
 
-INTERVAL = multiple_of("updates, as there, rounded up to whole rollouts", _updates_per_rollout)
+INTERVAL = multiple_of(_updates_per_rollout)
 TURNS = "environments with several turns are not supported"
 
 BATCH = (

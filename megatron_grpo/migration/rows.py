@@ -240,7 +240,7 @@ def rewards(values: Mapping[str, str]) -> Conversion:
     return Conversion(shown, apply)
 
 
-def multiple_of(words_: str, updates: Callable[[Settings], float]) -> Conversion:
+def multiple_of(updates: Callable[[Settings], float]) -> Conversion:
     """Return the conversion of an interval in updates: rounded up to whole rollouts, as our intervals must be."""
 
     def apply(value: Any, settings: Settings) -> Converted:
@@ -249,7 +249,7 @@ def multiple_of(words_: str, updates: Callable[[Settings], float]) -> Conversion
         steps = max(1, round(updates(settings)))
         return number(math.ceil(parse_number(str(value)) / steps) * steps)
 
-    return Conversion(words_, apply)
+    return Conversion("updates, as there, rounded up to whole rollouts", apply)
 
 
 OF_DELAYED = "a setting of --fp8-recipe delayed, which is refused: docs/fp8.md"

@@ -36,7 +36,7 @@ def _lora(settings: Settings) -> bool:
     return settings.true("use_peft")
 
 
-INTERVAL = multiple_of("updates, as there, rounded up to whole rollouts", updates_per_rollout)
+INTERVAL = multiple_of(updates_per_rollout)
 FILES = "a JSON-lines or Parquet file with the columns prompt and answer: tools/data/ and docs/data.md"
 LOSSES = {"grpo": "grpo", "bnpo": "bnpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "cispo": "cispo", "sapo": "sapo"}
 IMPORTANCE = {

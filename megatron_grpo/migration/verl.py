@@ -8,7 +8,6 @@ from megatron_grpo.migration.rows import (
     NO_DEEPEP,
     ON,
     REGISTER,
-    SAME,
     SEQUENCE,
     SWITCH,
     SWITCH_IF_FALSE,
@@ -122,10 +121,8 @@ def _overlong(settings: Settings) -> bool:
 PPO = only_if("with the plain loss", lambda settings: _mode(settings) == "vanilla")
 
 
-def _tracker(name: str, conversion: Conversion = SAME) -> Conversion:
-    return only_if(
-        f"with {name} in trainer.logger", lambda settings: name in settings.text("trainer.logger"), conversion
-    )
+def _tracker(name: str) -> Conversion:
+    return only_if(f"with {name} in trainer.logger", lambda settings: name in settings.text("trainer.logger"))
 
 
 BATCH = (

@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import unwrap_model
 
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack, pack_completions, shared_tokens
@@ -237,10 +238,9 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
 
 def _set_dropout(chunk: torch.nn.Module, on: bool) -> None:
     """Switch the dropout of adapters (lora/), the only dropout of the model: log-probabilities are without it."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    if hasattr(chunk, "lora"):
-        chunk.lora.train(on)
+    model = unwrap_model(chunk)
+    if hasattr(model, "lora"):
+        model.lora.train(on)
 
 
 @contextlib.contextmanager

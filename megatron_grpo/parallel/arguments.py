@@ -202,31 +202,36 @@ def _check_pipeline(args: Namespace, costs: StageCosts | None) -> None:
         dest = "num_virtual_stages_per_pipeline_rank" if virtual else next(d for d in uneven if getattr(args, d))
         raise GrpoError(f"{flag(dest)} needs --pipeline-model-parallel-size 2 or more")
     if virtual:
-        if "overlap_p2p_comm" not in args.explicit:
-            args.overlap_p2p_comm = True  # as in Megatron-LM
-        if pp == 2 and not args.overlap_p2p_comm:
-            raise GrpoError(
-                "--no-overlap-p2p-communication with 2 pipeline stages and virtual stages would give wrong gradients "
-                "without an error: both neighbours of a stage are one rank, and their messages are mixed up; leave "
-                "it out"
-            )
-        accumulation = batch_arithmetic(args, args.world_size).gradient_accumulation_steps
-        if accumulation is not None and accumulation % pp:
-            raise GrpoError(
-                f"an update has {accumulation} micro-batches on each data-parallel rank, but virtual stages need a "
-                f"multiple of --pipeline-model-parallel-size ({pp}): change --global-batch-size or --micro-batch-size, "
-                "or give --max-tokens-per-microbatch"
-            )
-        if args.global_batch_size % (args.data_parallel_size * pp):
-            raise GrpoError(
-                f"global_batch_size ({args.global_batch_size}) must be divisible by dp_size x pipeline parallel size "
-                f"({args.data_parallel_size} x {pp}): virtual stages need a multiple of {pp} micro-batches"
-            )
+        _check_interleaved_schedule(args, pp)
     else:
         for dest in ("overlap_p2p_comm", "overlap_p2p_communication_warmup_flush", "align_param_gather"):
             needs(args, dest, "num_virtual_stages_per_pipeline_rank", "only the interleaved schedule uses it")
     if not args.pipeline_model_parallel_layout:
         _check_stages(args, pp, virtual or 1)
+
+
+def _check_interleaved_schedule(args: Namespace, pp: int) -> None:
+    """Refuse what the schedule of virtual stages cannot run; switch the overlap of its messages on by default."""
+    if "overlap_p2p_comm" not in args.explicit:
+        args.overlap_p2p_comm = True  # as in Megatron-LM
+    if pp == 2 and not args.overlap_p2p_comm:
+        raise GrpoError(
+            "--no-overlap-p2p-communication with 2 pipeline stages and virtual stages would give wrong gradients "
+            "without an error: both neighbours of a stage are one rank, and their messages are mixed up; leave "
+            "it out"
+        )
+    accumulation = batch_arithmetic(args, args.world_size).gradient_accumulation_steps
+    if accumulation is not None and accumulation % pp:
+        raise GrpoError(
+            f"an update has {accumulation} micro-batches on each data-parallel rank, but virtual stages need a "
+            f"multiple of --pipeline-model-parallel-size ({pp}): change --global-batch-size or --micro-batch-size, "
+            "or give --max-tokens-per-microbatch"
+        )
+    if args.global_batch_size % (args.data_parallel_size * pp):
+        raise GrpoError(
+            f"global_batch_size ({args.global_batch_size}) must be divisible by dp_size x pipeline parallel size "
+            f"({args.data_parallel_size} x {pp}): virtual stages need a multiple of {pp} micro-batches"
+        )
 
 
 def _check_stages(args: Namespace, pp: int, virtual: int) -> None:

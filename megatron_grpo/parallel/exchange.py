@@ -64,45 +64,45 @@ def exchange_tokens(
     starts: Int64,
     lengths: Int64,
     sends: Bool,
-    wants: Bool,
+    needs: Bool,
     group: dist.ProcessGroup,
 ) -> tuple[list[Array], Bool]:
-    """Return the per-token arrays of the completions that this rank wants, laid end to end in their order. Collective.
+    """Return the per-token arrays of the completions that this rank needs, laid end to end in their order. Collective.
 
-    One rank sends each completion to all ranks that want it: the first of those that offer it.
+    One rank sends each completion to all ranks that need it: the first of those that offer it.
 
     Args:
         arrays: [t, ...], on all ranks of the same types and columns.
         starts: [n], where the tokens of each completion begin in ``arrays``; read where ``sends``.
         lengths: [n], tokens of each completion, equal on all ranks.
         sends: [n], which completions this rank offers.
-        wants: [n], which completions this rank receives. One that no rank offers is left out.
-        group: of all ranks that offer or want any.
+        needs: [n], which completions this rank receives. One that no rank offers is left out.
+        group: of all ranks that offer or need any.
 
     Returns:
         (arrays, [n] which completions they have)
     """
     rank = group.rank()
-    offered, wanted = of_every_rank(sends, group), of_every_rank(wants, group)
-    wanted &= offered.any(0)
+    offered, needed = of_every_rank(sends, group), of_every_rank(needs, group)
+    needed &= offered.any(0)
     source = offered.argmax(0)
     sizes = lengths * sum(map(_row_bytes, arrays))
-    begins = _offsets(np.where(wanted[rank], lengths, 0))
+    begins = _offsets(np.where(needed[rank], lengths, 0))
     received = [np.empty((begins[-1], *array.shape[1:]), array.dtype) for array in arrays]
-    for block in _rounds(source, wanted, sizes):
+    for block in _rounds(source, needed, sizes):
         mine = block[source[block] == rank]
         outgoing = [
-            [array[starts[i] : starts[i] + lengths[i]] for i in mine[to[mine]] for array in arrays] for to in wanted
+            [array[starts[i] : starts[i] + lengths[i]] for i in mine[to[mine]] for array in arrays] for to in needed
         ]
-        incoming = block[wanted[rank, block]]
+        incoming = block[needed[rank, block]]
         incoming = incoming[np.argsort(source[incoming], kind="stable")]
         data = np.empty(sizes[incoming].sum(), np.uint8)
         # The method of the group: that of all roles is not registered, as torch's function expects.
         group.alltoall_base(
             torch.from_numpy(data),
             torch.from_numpy(_flat_bytes([part for parts in outgoing for part in parts])),
-            np.bincount(source[incoming], sizes[incoming], len(wanted)).astype(int).tolist(),
-            [int(sizes[mine[to[mine]]].sum()) for to in wanted],
+            np.bincount(source[incoming], sizes[incoming], len(needed)).astype(int).tolist(),
+            [int(sizes[mine[to[mine]]].sum()) for to in needed],
         ).wait()
         at = 0
         for i in incoming:
@@ -110,18 +110,18 @@ def exchange_tokens(
                 part = array[begins[i] : begins[i] + lengths[i]]
                 part[...] = data[at : at + part.nbytes].view(part.dtype).reshape(part.shape)
                 at += part.nbytes
-    return received, wanted[rank]
+    return received, needed[rank]
 
 
-def _rounds(source: Int64, wanted: Bool, sizes: Int64) -> Iterator[Int64]:
+def _rounds(source: Int64, needed: Bool, sizes: Int64) -> Iterator[Int64]:
     """Yield the completions of each round, equal on all ranks: no rank sends or receives more than ROUND in one.
 
     A completion that is larger by itself has a round of its own.
     """
-    sent, received = np.zeros(len(wanted), np.int64), np.zeros(len(wanted), np.int64)
+    sent, received = np.zeros(len(needed), np.int64), np.zeros(len(needed), np.int64)
     block: list[int] = []
-    for i in np.flatnonzero(wanted.any(0)):
-        receivers = wanted[:, i]
+    for i in np.flatnonzero(needed.any(0)):
+        receivers = needed[:, i]
         copies = int(receivers.sum())
         full = sent[source[i]] + copies * sizes[i] > ROUND or (received[receivers] + sizes[i] > ROUND).any()
         if block and full:

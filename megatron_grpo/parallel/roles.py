@@ -35,7 +35,6 @@ class Joint:
 
     role: Role
     rank: int  # in the launch: trainers first
-    num_trainers: int
     num_replicas: int
     store: dist.Store
     group: dist.ProcessGroup  # gloo, of all ranks
@@ -71,7 +70,7 @@ def connect(args: Namespace, role: Role, store: dist.Store, rank: int, world_siz
         place, size = max(0, rank - trainers + 1), args.rollout_ranks + 1
         over_servers = args.vllm_mode == "server"  # the engine ranks have no GPU
         weights = _device_group(dist.PrefixStore("weights", store), place, size, timeout, over_servers)
-    return Joint(role, rank, trainers, replicas, dist.PrefixStore("control", store), group, weights)
+    return Joint(role, rank, replicas, dist.PrefixStore("control", store), group, weights)
 
 
 def _device_group(

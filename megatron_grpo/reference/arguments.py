@@ -62,9 +62,9 @@ SIZES = (
 )
 
 
-def has_own_parallel_configuration(args: Namespace, prefix: str) -> bool:
-    """Return whether a model (``ref`` or ``teacher``) has another parallel configuration than the policy."""
-    return any(getattr(args, f"{prefix}_{size}") not in (None, getattr(args, size) or 1) for size in SIZES)
+def has_own_parallel_configuration(args: Namespace) -> bool:
+    """Return whether the reference model has another parallel configuration than the policy."""
+    return any(getattr(args, f"ref_{size}") not in (None, getattr(args, size) or 1) for size in SIZES)
 
 
 def check_reference_models(args: Namespace) -> None:
@@ -79,7 +79,7 @@ def check_reference_models(args: Namespace) -> None:
         for dest in experts if prefix == "ref" and not args.num_experts else []:
             if (getattr(args, dest) or 1) > 1:
                 raise GrpoError(f"{flag(dest)} needs --num-experts: the model has no experts")
-    if args.vision_config and args.beta > 0 and has_own_parallel_configuration(args, "ref"):
+    if args.vision_config and args.beta > 0 and has_own_parallel_configuration(args):
         raise GrpoError(
             f"a reference model of family {args.model_family} has the parallel configuration of the policy, because "
             "only the policy's ranks read images: leave --ref-tensor-model-parallel-size and its like out"

@@ -43,7 +43,7 @@ def reference_args(args: Namespace) -> Namespace:
     own = _without_training(args)
     if args.ref_micro_batch_size:
         own.micro_batch_size, own.max_tokens_per_microbatch = args.ref_micro_batch_size, None
-    if has_own_parallel_configuration(args, "ref"):
+    if has_own_parallel_configuration(args):
         _set_parallel_configuration(own, args, "ref")
     _check_micro_batches(own, "ref", "--ref-micro-batch-size")
     if args.ref_load_hf:

@@ -85,13 +85,21 @@ def _call_report(function: RewardFunction, sample: Sample | list[Sample]) -> lis
 
 def value_report(value: Any) -> list[Any]:
     """Return the report of a call that returned ``value`` for one completion."""
+    try:
+        return ["value", as_reward(value)]
+    except ValueError as fault:
+        return ["failed", f"returned {fault}", ""]
+
+
+def as_reward(value: Any) -> float | None:
+    """Return a reward as a number that float32 holds; ValueError for what is neither such a number nor None."""
     if value is None:
-        return ["value", None]
+        return None
     number = _number(value)
     if abs(number) <= _FLOAT32_MAX:
-        return ["value", number]
+        return number
     fault = f"beyond float32's range (±{_FLOAT32_MAX:.2g})" if math.isfinite(number) else "not a finite number"
-    return ["failed", f"returned {value!r:.80}, {fault}", ""]
+    raise ValueError(f"{value!r:.80}, {fault}")
 
 
 def group_report(values: Any, size: int) -> list[Any]:

@@ -350,7 +350,7 @@ def check_rollout(args: Namespace, world_size: int) -> None:
         raise GrpoError("--sleep-level needs a GPU: on a CPU no engine can free its memory, leave it out")
     _check_log_probs(args)
     check_speculation(args)
-    if args.rollout_balancing == "dynamic" and (args.rollout_engine, args.vllm_mode) != ("vllm", "colocate"):
+    if args.rollout_balancing == "dynamic" and not has_colocated_vllm(args):
         raise GrpoError("--rollout-balancing dynamic is for colocated vLLM: other engines have no idle replicas")
     if args.check_weight_sync and args.rollout_engine == "megatron":
         raise GrpoError("--check-weight-sync needs an engine with weights of its own: leave it out")
@@ -532,6 +532,11 @@ def _check_megatron_engine(args: Namespace) -> None:
 def has_servers(args: Namespace) -> bool:
     """Return whether the engine is servers; a dry run need not name them."""
     return args.rollout_engine == "sglang" or (args.rollout_engine, args.vllm_mode) == ("vllm", "server")
+
+
+def has_colocated_vllm(args: Namespace) -> bool:
+    """Return whether the engine is vLLM in the training processes."""
+    return (args.rollout_engine, args.vllm_mode) == ("vllm", "colocate")
 
 
 def server_urls(args: Namespace) -> list[str]:

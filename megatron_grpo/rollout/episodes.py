@@ -339,16 +339,14 @@ class Episodes(Conversing):
                 ended.append(self._end(number, episode.trajectory.finish_reason))
             elif what == _STOPS or self._at_a_limit(episode, len(tokens)):
                 ended.append(self._end(number, "length"))
-            elif what == _SPLITS:
-                self._begin_sample(episode, tokens)  # its last sample has not these images
-                self._take(episode, shown)
-                episode.environment_tokens += len(tokens)
-                continued.append(self._next_turn(episode, None))
             else:
-                assert episode.trajectory is not None
+                if what == _SPLITS:
+                    self._begin_sample(episode, tokens)  # its last sample has not these images
+                else:
+                    assert episode.trajectory is not None
+                    episode.trajectory = episode.trajectory.with_environment_tokens(tokens)
                 self._take(episode, shown)
                 episode.environment_tokens += len(tokens)
-                episode.trajectory = episode.trajectory.with_environment_tokens(tokens)
                 continued.append(self._next_turn(episode, episode.trajectory))
         self._generate(continued)
         return ended

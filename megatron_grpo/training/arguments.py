@@ -324,13 +324,6 @@ def print_args(args: Namespace, everything: bool) -> None:
     sys.stdout.flush()
 
 
-def args_from_json(stored: dict[str, Any]) -> Namespace:
-    """Return the arguments stored in a checkpoint; flags newer than the checkpoint have their defaults."""
-    args = parse_args([])
-    vars(args).update(stored)
-    return args
-
-
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:
     """Return megatron-core's ``OptimizerConfig``; GrpoError with its message if it rejects the combination.
 

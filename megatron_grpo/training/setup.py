@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.routing import reward_routes
-from megatron_grpo.data.tokenizer import build_tokenizer, check_vocabulary
+from megatron_grpo.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.registry import tools_of, videos_are_shown
 from megatron_grpo.environments.rendering import TurnRenderer
@@ -47,7 +48,7 @@ from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, rewar
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.agents.agents import Agents
-from megatron_grpo.rollout.arguments import has_servers, lora_note, not_measured, recorded_in
+from megatron_grpo.rollout.arguments import has_colocated_vllm, has_servers, lora_note, not_measured, recorded_in
 from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
 from megatron_grpo.rollout.episodes import Conversing, Episodes
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
@@ -102,39 +103,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         print_rank_0(dry_run_report(args, world_size))
         return None
     set_log_level(args.log_level)
-    models = reward_models(args)
-    names = [name for name in args.reward_funcs if name not in models]
-    functions = dict(zip(names, get_rewards(names, vars(args)), strict=True))
-    check_models(models, args.reward_model_max_tokens)
-    isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
-    tokenizer = build_tokenizer(args)
-    images = ImageReader(args, tokenizer.special_tokens) if args.vision_config else None
-    check_vocabulary(tokenizer, args.vocab_size, images.tokens if images else ())
-    args.end_token_ids = end_token_ids(args, tokenizer)
-    if teach_args is not None:
-        check_teacher_tokenizer(args, tokenizer)
-    check_draft_tokenizer(args, tokenizer)
-    tools = partial(tools_of, default=args.environment)
-    dataset = PromptDataset(args.train_data_path, tokenizer, args, tools=tools, images=images)
-    valid = None
-    if args.valid_data_path:
-        valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False, tools=tools, images=images)
-    for prompt in [prompt for data in (dataset, valid) if data for prompt in data.first(1)]:
-        check_row(_functions_of_row(args, functions, prompt.row), Sample("", "", prompt.row, source=prompt.source))
-    args.engine_decodes |= args.agent is not None  # its calls can have stop words
-    args.engine_decodes |= any(data.engine_decodes for data in (dataset, valid) if data)
-    args.engine_sees_videos = any(data.has_videos for data in (dataset, valid) if data) or (
-        images is not None and args.environment is not None and videos_are_shown()
-    )
+    inputs = _read_inputs(args, teach_args)
     if args.train_iters is None:
-        rollouts = int(args.num_epochs * len(dataset) * args.num_generations / args.generation_batch_size)
-        args.train_iters = rollouts * args.updates_per_rollout
-        if rollouts == 0:
-            raise GrpoError(
-                f"--num-epochs {args.num_epochs} over {len(dataset)} prompts is less than one rollout of "
-                f"{args.generation_batch_size // args.num_generations} prompts: give more data or a smaller batch"
-            )
-        check_warmup(args)
+        _set_train_iters(args, len(inputs.train))
     _check_destinations(args)
     if torch.cuda.is_available() and (trainers := _trainers_here(world_size)):
         check_host_memory(args, trainers)
@@ -145,7 +116,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     initialize_distributed(args)
     roles = joint()
     if roles is not None and roles.role.replica is not None:
-        _produce(args, roles, tokenizer, dataset, valid, models)
+        _produce(args, roles, inputs)
         return None
     watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout else None
     if watchdog is not None:
@@ -154,18 +125,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     saves = checkpoint.start_background_saves() if args.async_save else None
     if saves is not None:
         before_exit(saves.settle)  # after an error, too: the checkpoint in hand is whole in a moment
-    print_rank_0(banner(args))
-    if lock is not None and lock.taken_over:
-        print_rank_0(lock.taken_over)
-    if dist.get_rank() == 0:
-        print_args(args, everything=args.print_arguments)
-    for line in batch_arithmetic(args, world_size).lines(terminal_width()):
-        print_rank_0(line)
-    print_rank_0(f"completions end at {describe(args.end_token_ids, tokenizer)}")
-    for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args))):
-        print_rank_0(note)
-    if isolation:
-        print_rank_0(f"generated code is isolated by {isolation}")
+    _print_start(args, world_size, inputs, lock)
 
     progress.step("model")
     memory = DeviceMemory(args)
@@ -174,14 +134,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     with memory.phase("the construction of model and optimizer"):
         model, optimizer, scheduler, reference = build_model_and_optimizer(args, model_provider, resume, ref_args)
         memory.model, memory.optimizer = model, optimizer
-        if images is not None:  # an agent shows the images of a row itself, in its messages
-            image_store = attach_images(model, images, dataset.images_of, with_rows=not args.agent)
-        teacher = None
-        if teach_args is not None:
-            load = partial(hf.load_hf, args=teach_args, hf_dir=args.teacher_load_hf)
-            teacher = ReferenceModel(teach_args, model_provider, load)
-        elif args.teacher_server:
-            teacher = TeacherServer(args)
+        if inputs.images is not None:  # an agent shows the images of a row itself, in its messages
+            image_store = attach_images(model, inputs.images, inputs.train.images_of, with_rows=not args.agent)
+        teacher = _build_teacher(args, teach_args, model_provider)
     iteration, position = 0, {}
     if resume:
         progress.step("checkpoint")
@@ -190,7 +145,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
     elif args.load and not args.finetune:
         print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
-    sampler = dataset.sampler()
+    sampler = inputs.train.sampler()
     if position:
         sampler.load_state_dict(position["sampler"])
 
@@ -207,7 +162,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     began = time.monotonic()
     engine: Engine
     if roles is not None:
-        engine = memory.engine = PlacedEngines(args, roles, dataset, sampler, early_exit.check_wait)
+        engine = memory.engine = PlacedEngines(args, roles, inputs.train, sampler, early_exit.check_wait)
         before_exit(engine.close)
         ledger, replay = open_ledger(args, position.get("rollouts", 0), engine)
         engine.start()
@@ -217,28 +172,20 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             memory.phase("the start of the engine"),
             _free_for_colocated_engine(args, state_offloader, weight_offloader),
         ):
-            engine = memory.engine = build_engine(args, model, tokenizer)
+            engine = memory.engine = build_engine(args, model, inputs.tokenizer)
             if args.environment and not recorded_in(args):
-                engine = memory.engine = build_episodes(args, engine, tokenizer, images)
+                engine = memory.engine = build_episodes(args, engine, inputs)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
-    partial_rollouts = _partial_rollouts(args, engine, dataset, position)
+    partial_rollouts = _partial_rollouts(args, engine, inputs.train, position)
     if recorded_in(args):
         ledger, replay = None, open_replay(args, position.get("rollouts", 0))
     elif roles is None:
         ledger, replay = open_ledger(args, position.get("rollouts", 0), engine)
-    scorer = None
     progress.step("rewards")
-    if engine.is_lead:
-        scorer = build_scorer(args, models)
-    valid_prompts = valid.first(args.eval_max_prompts) if valid else []
+    scorer = build_scorer(args, inputs.reward_models) if engine.is_lead else None
+    valid_prompts = inputs.valid.first(args.eval_max_prompts) if inputs.valid else []
     progress.step("logs")
-    try:
-        if args.save and dist.get_rank() == 0:
-            write_run_record(args, iteration)
-            unmark(args.save)
-        logger = MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
-    except OSError as error:
-        raise GrpoError(f"the files of the run cannot be written to {args.save}: {error}; make room there") from error
+    logger = _open_logs(args, iteration)
     return Trainer(
         args=args,
         model=model,
@@ -250,8 +197,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         state_offloader=state_offloader,
         weight_offloader=weight_offloader,
         engine=engine,
-        tokenizer=tokenizer,
-        dataset=dataset,
+        tokenizer=inputs.tokenizer,
+        dataset=inputs.train,
         sampler=sampler,
         images=image_store,
         partial=partial_rollouts,
@@ -275,21 +222,102 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     )
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Tokenizer, data and rewards of a run, which are read and checked before any process group exists."""
+
+    tokenizer: Tokenizer
+    images: ImageReader | None  # of a vision-language model
+    train: PromptDataset
+    valid: PromptDataset | None
+    reward_models: Mapping[str, RewardModelSpec]
+    isolation: str | None  # of generated code, with the reward "code"
+
+
+def _read_inputs(args, teach_args) -> Inputs:
+    """Return the inputs of a run, all of them checked; set the end tokens and what the engine must be able to do."""
+    models = reward_models(args)
+    names = [name for name in args.reward_funcs if name not in models]
+    functions = dict(zip(names, get_rewards(names, vars(args)), strict=True))
+    check_models(models, args.reward_model_max_tokens)
+    isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
+    tokenizer = build_tokenizer(args)
+    images = ImageReader(args, tokenizer.special_tokens) if args.vision_config else None
+    check_vocabulary(tokenizer, args.vocab_size, images.tokens if images else ())
+    args.end_token_ids = end_token_ids(args, tokenizer)
+    if teach_args is not None:
+        check_teacher_tokenizer(args, tokenizer)
+    check_draft_tokenizer(args, tokenizer)
+    tools = partial(tools_of, default=args.environment)
+    train = PromptDataset(args.train_data_path, tokenizer, args, tools=tools, images=images)
+    valid = None
+    if args.valid_data_path:
+        valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False, tools=tools, images=images)
+    datasets = [data for data in (train, valid) if data]
+    for prompt in [prompt for data in datasets for prompt in data.first(1)]:
+        check_row(_functions_of_row(args, functions, prompt.row), Sample("", "", prompt.row, source=prompt.source))
+    args.engine_decodes |= args.agent is not None  # its calls can have stop words
+    args.engine_decodes |= any(data.engine_decodes for data in datasets)
+    args.engine_sees_videos = any(data.has_videos for data in datasets) or (
+        images is not None and args.environment is not None and videos_are_shown()
+    )
+    return Inputs(tokenizer, images, train, valid, models, isolation)
+
+
+def _set_train_iters(args, num_prompts: int) -> None:
+    """Set --train-iters from --num-epochs."""
+    rollouts = int(args.num_epochs * num_prompts * args.num_generations / args.generation_batch_size)
+    args.train_iters = rollouts * args.updates_per_rollout
+    if rollouts == 0:
+        raise GrpoError(
+            f"--num-epochs {args.num_epochs} over {num_prompts} prompts is less than one rollout of "
+            f"{args.generation_batch_size // args.num_generations} prompts: give more data or a smaller batch"
+        )
+    check_warmup(args)
+
+
+def _print_start(args, world_size: int, inputs: Inputs, lock: RunLock | None) -> None:
+    """Print what a run is, on rank 0: versions, arguments, batch sizes, and what follows from the flags."""
+    print_rank_0(banner(args))
+    if lock is not None and lock.taken_over:
+        print_rank_0(lock.taken_over)
+    if dist.get_rank() == 0:
+        print_args(args, everything=args.print_arguments)
+    for line in batch_arithmetic(args, world_size).lines(terminal_width()):
+        print_rank_0(line)
+    print_rank_0(f"completions end at {describe(args.end_token_ids, inputs.tokenizer)}")
+    for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args))):
+        print_rank_0(note)
+    if inputs.isolation:
+        print_rank_0(f"generated code is isolated by {inputs.isolation}")
+
+
+def _open_logs(args, iteration: int) -> MetricsLogger:
+    """Return the logger of metrics; write the record of the run into --save."""
+    try:
+        if args.save and dist.get_rank() == 0:
+            write_run_record(args, iteration)
+            unmark(args.save)
+        return MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
+    except OSError as error:
+        raise GrpoError(f"the files of the run cannot be written to {args.save}: {error}; make room there") from error
+
+
 def _trainers_here(trainers: int) -> int:
     """Return how many of the ranks of this host train: trainers come first."""
     first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
     return max(0, min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trainers - first))
 
 
-def _produce(args, roles: Joint, tokenizer, train: PromptDataset, valid: PromptDataset | None, models) -> None:
+def _produce(args, roles: Joint, inputs: Inputs) -> None:
     """Run an engine replica on this rank until the trainer ends it."""
-    engine = build_vllm_stream(args, roles.role) if has_servers(args) else build_engine(args, [], tokenizer)
+    engine = build_vllm_stream(args, roles.role) if has_servers(args) else build_engine(args, [], inputs.tokenizer)
     if args.environment:
-        engine = build_episodes(args, engine, tokenizer, train.images)
-    scorer = build_scorer(args, models) if engine.is_lead else None
+        engine = build_episodes(args, engine, inputs)
+    scorer = build_scorer(args, inputs.reward_models) if engine.is_lead else None
     wait_for_trainers(roles.store)
     ledger = ledger_of_replica(args, roles.role.replica, engine.is_lead)
-    Producer(args, engine, scorer, tokenizer, train, valid, roles, ledger).run()
+    Producer(args, engine, scorer, inputs.tokenizer, inputs.train, inputs.valid, roles, ledger).run()
     engine.close()
     if ledger is not None:
         ledger.close()
@@ -476,6 +504,15 @@ def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_
     return model, optimizer, scheduler, reference
 
 
+def _build_teacher(args, teach_args, model_provider: Callable) -> ReferenceModel | TeacherServer | None:
+    """Return the teacher of --teacher-load-hf or --teacher-server; None without one."""
+    if teach_args is not None:
+        return ReferenceModel(
+            teach_args, model_provider, partial(hf.load_hf, args=teach_args, hf_dir=args.teacher_load_hf)
+        )
+    return TeacherServer(args) if args.teacher_server else None
+
+
 def _build_reference(args, ref_args, model_provider: Callable, model: forward.Model, updated: Path | None):
     """Return the reference model.
 
@@ -493,7 +530,7 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
             hf.load_hf(chunks, ref_args, args.ref_load_hf)
 
     own_origin = not updated and (args.ref_load or args.ref_load_hf)
-    if has_own_parallel_configuration(args, "ref"):
+    if has_own_parallel_configuration(args):
         reference = ReferenceModel(ref_args, model_provider, load if own_origin else None)
         if not own_origin and not updated:
             reference.update_from(args, model)
@@ -525,7 +562,7 @@ def _build_base_reference(args, model: forward.Model) -> BaseReference:
 @contextlib.contextmanager
 def _free_for_colocated_engine(args, *offloaders: Offloader) -> Iterator[None]:
     """Context in which vLLM's share of the memory is free, because tensors of --offload-* are on the host."""
-    if (args.rollout_engine, args.vllm_mode) != ("vllm", "colocate"):
+    if not has_colocated_vllm(args):
         yield
         return
     for offloader in offloaders:
@@ -550,8 +587,9 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
     )
 
 
-def build_episodes(args, engine: Engine, tokenizer, images: ImageReader | None) -> Conversing:
+def build_episodes(args, engine: Engine, inputs: Inputs) -> Conversing:
     """Return ``engine`` with the environments or agents of a run; the lead rank of each replica runs them."""
+    tokenizer, images = inputs.tokenizer, inputs.images
     kind = Agents if args.agent else Episodes
     # One rank sends the requests of a replica of servers; the others have none.
     group = None if has_servers(args) else replica_group(engine.replica, engine.num_replicas, backend="gloo")

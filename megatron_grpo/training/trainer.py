@@ -721,7 +721,7 @@ class Trainer:
         A run that ends early is saved but not exported, because its time may be limited. If the save fails, GrpoError
         ends the run after the export.
         """
-        failed, exports = None, not (self.left_early or self.args.rollout_only)
+        failed = None
         if self.args.save and not self.args.rollout_only:
             self._end_background_save()
             if checkpoint.latest_iteration(self.args.save) != self.iteration:
@@ -734,17 +734,8 @@ class Trainer:
                     self.logger.print(
                         f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}"
                     )
-        if self.args.save_adapter and exports:
-            with progress.phase("export"), forward.parameters_complete(self.args, self.model):
-                save_adapter(self.args, self.model, self.args.save_adapter)
-            self.logger.print(f"adapter in PEFT's format: {self.args.save_adapter}")
-        if self.args.save_hf and exports:
-            with progress.phase("export"), forward.parameters_complete(self.args, self.model):
-                shards = merged_shards(self.model, self.args) if self.args.lora_rank else None
-                hf.save_hf(
-                    self.model, self.args, self.args.save_hf, tokenizer_dir=self.args.tokenizer_model, shards=shards
-                )
-            self.logger.print(f"Hugging Face export: {self.args.save_hf}")
+        if not (self.left_early or self.args.rollout_only):
+            self._export()
         self.profiler.close()
         self.logger.close()
         self.engine.close()
@@ -760,6 +751,19 @@ class Trainer:
             unmark(self.args.save)
         done = f"{self.rollouts} rollouts" if self.args.rollout_only else f"{self.iteration} updates"
         print_rank_0(f"done: {done}, {time.monotonic() - self.started:.0f} s")
+
+    def _export(self) -> None:
+        """Write the files of --save-adapter and --save-hf."""
+        args = self.args
+        if args.save_adapter:
+            with progress.phase("export"), forward.parameters_complete(args, self.model):
+                save_adapter(args, self.model, args.save_adapter)
+            self.logger.print(f"adapter in PEFT's format: {args.save_adapter}")
+        if args.save_hf:
+            with progress.phase("export"), forward.parameters_complete(args, self.model):
+                shards = merged_shards(self.model, args) if args.lora_rank else None
+                hf.save_hf(self.model, args, args.save_hf, tokenizer_dir=args.tokenizer_model, shards=shards)
+            self.logger.print(f"Hugging Face export: {args.save_hf}")
 
 
 def mean_of_scored(values: np.ndarray) -> float:

@@ -606,11 +606,10 @@ def attach(
 
     ``with_rows``: see `ImageStore`.
     """
+    from megatron.core.utils import unwrap_model
+
     store = ImageStore(reader, images_of, with_rows)
-    for wrapped in model:
-        chunk: Any = wrapped
-        while hasattr(chunk, "module"):
-            chunk = chunk.module
+    for chunk in map(unwrap_model, model):
         if chunk.vision is not None:
             chunk.vision.read = store.read
     return store

@@ -29,7 +29,7 @@ from megatron_grpo.weights.safetensors_files import (
     write_checksums,
     write_index,
 )
-from megatron_grpo.weights.stream import owned_hf_tensors, stream_hf
+from megatron_grpo.weights.stream import owned_hf_tensors
 
 Result = TypeVar("Result")
 
@@ -183,23 +183,6 @@ def check_copies(source: Safetensors, weights: Sequence[Weight], held: Mapping[s
             )
 
 
-def verify_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Path) -> int:
-    """Compare the model bit for bit with the checkpoint's tensors, converted to the model's dtype. Collective.
-
-    Returns the number of compared tensors. Raises GrpoError, which names the first tensor that differs.
-    """
-    source, count = open_weights(hf_dir), 0
-    held = {name for weight in check_tensors(source, model_weights.table(args)) for name in weight.hf}
-    for name, tensor in stream_hf(model_chunks, args):
-        if name not in held:
-            continue
-        stored = source.read(name).to(tensor.dtype)
-        if not torch.equal(_bits(stored), _bits(tensor.cpu())):
-            raise GrpoError(f"{source.dir}: tensor {name} differs from the model's")
-        count += 1
-    return count
-
-
 def save_hf(
     model_chunks: Sequence[nn.Module],
     args: Namespace,
@@ -331,7 +314,3 @@ def _replace(partial: Path, out_dir: Path) -> None:
         os.replace(out_dir, old)
     os.replace(partial, out_dir)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_grpo.parallel.arguments import query_groups
@@ -119,10 +120,7 @@ def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tens
     pipeline stage's copies of the embedding (tied output layer, multi-token prediction) have the embedding's name.
     Adapters (``chunk.lora``) are not among the weights.
     """
-    for wrapped in model_chunks:
-        chunk: Any = wrapped
-        while hasattr(chunk, "module"):  # DistributedDataParallel, Float16Module
-            chunk = chunk.module
+    for chunk in map(unwrap_model, model_chunks):
         for name, parameter in chunk.named_parameters():
             if name.startswith("lora."):
                 continue

@@ -19,6 +19,7 @@ from toy_checkpoints import (
     same_bits,
     tensors_of,
     toy_args,
+    verify_hf,
 )
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
@@ -141,7 +142,7 @@ def check(source: Path, target: Path, args) -> None:
     written = tensors_of(target)
     assert written.keys() == stored.keys()
     assert all(same_bits(stored[name], written[name]) for name in stored)
-    assert hf.verify_hf(chunks, args, source) == len(stored)
+    assert verify_hf(chunks, args, source) == len(stored)
 
 
 def all_logits(chunks: list[torch.nn.Module], ids: torch.Tensor, args) -> torch.Tensor | None:

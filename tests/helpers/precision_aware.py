@@ -12,7 +12,11 @@ from megatron.core.optimizer import distrib_optimizer, optimizer_config
 
 
 class Adam(torch.optim.Optimizer):
-    """Adam with a state of any dtypes; what it computes is of no interest here, only what it holds and copies."""
+    """Adam with a state of any dtypes; it holds and copies what Transformer Engine's does, and computes something else.
+
+    Its update depends on the gradient and the number of the step. ``copied`` has the elements of each group that
+    Transformer Engine would copy in a step.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class Adam(torch.optim.Optimizer):
         moments = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         self.name_to_dtype_map = moments | {"master_param": master_weight_dtype}
         self._scales = {}
+        self.copied = []
 
     def initialize_state(self, param, store_param_remainders):
         for name in self.name_to_dtype_map:
@@ -91,6 +96,7 @@ class Adam(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] = group.get("step", 0) + 1
+            self.copied.append(sum(param.numel() for param in group["params"]))
             for param in group["params"]:
                 remainders = self.store_param_remainders and param.dtype == torch.bfloat16
                 if not self.state[param]:
@@ -101,7 +107,7 @@ class Adam(torch.optim.Optimizer):
                 if remainders:
                     self.state[param]["master_param"].add_((1000 * grad).to(torch.int16))
                 else:
-                    main = self.get_unscaled_state(param, "master_param") - group["lr"] * grad
+                    main = self.get_unscaled_state(param, "master_param") - group["lr"] / group["step"] * grad
                     self.set_scaled_state(param, "master_param", main)
                     param.copy_(main)
 

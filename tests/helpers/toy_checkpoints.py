@@ -16,7 +16,8 @@ from transformers.modeling_layers import MtpModel
 from megatron_grpo.models.forward import build_model
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.weights import families, hf
+from megatron_grpo.weights import families, hf, model_weights
+from megatron_grpo.weights.stream import stream_hf
 
 DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
 MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
@@ -241,6 +242,17 @@ def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def verify_hf(chunks, args, directory: Path) -> int:
+    """Compare a model bit for bit with a checkpoint in the model's dtype; return the number of tensors. Collective."""
+    source, count = hf.open_weights(directory), 0
+    held = {name for weight in hf.check_tensors(source, model_weights.table(args)) for name in weight.hf}
+    for name, tensor in stream_hf(chunks, args):
+        if name in held:
+            assert same_bits(source.read(name).to(tensor.dtype), tensor.cpu()), name
+            count += 1
+    return count
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:

@@ -36,6 +36,7 @@ from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
+from megatron_grpo.rollout.vllm.scheduler import scheduler_of
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import families
 from tools import made_up
@@ -83,7 +84,7 @@ class Benchmark:
         """Call `LLM.generate` on this replica's share of the prompts; return the completion tokens of all replicas."""
         from vllm import SamplingParams
 
-        scheduler = self.engine._engine.engine_core.engine_core.scheduler
+        scheduler = scheduler_of(self.engine._engine)
         own = self.prompts[self.engine.replica :: self.engine.num_replicas]
         prompts = [{"prompt_token_ids": p.ids} for p in own for _ in range(self.args.num_generations)]
         self.engine._llm.reset_prefix_cache()
@@ -94,7 +95,7 @@ class Benchmark:
             detokenize=False,
         )
         update = type(scheduler).update_from_output.__get__(scheduler)
-        with mock.patch.object(scheduler, "update_from_output", update):  # without colocate._collect_log_probs
+        with mock.patch.object(scheduler, "update_from_output", update):  # without collect_log_probs
             outputs = self.engine._llm.generate(prompts, params, use_tqdm=False)
         tokens = torch.tensor(sum(len(o.outputs[0].token_ids) for o in outputs) * self.engine.is_lead)
         dist.all_reduce(tokens, group=host_group())

@@ -213,12 +213,8 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
     _, directory = checkpoint_directory.find(options.load)
     checkpoint_directory.verify(directory)
     checkpoint = torch_dist.Checkpoint(directory)
-    stored = checkpoint_directory.read_checkpoint_args(options.load)
-    if stored.get("lora_rank"):
-        raise GrpoError(
-            f"checkpoint {directory} holds an adapter only, not the weights below it: give the base as --load, and "
-            f"--merge-lora {options.load}, with --hf-to-hf if the base is a Hugging Face directory"
-        )
+    checkpoint_directory.refuse_adapter(directory)
+    stored = checkpoint_directory.stored_args(directory)
     if options.hf_config:
         config = hf.read_config(options.hf_config)
         args = model_args(

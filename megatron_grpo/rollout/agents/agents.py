@@ -182,7 +182,7 @@ class Agents(Conversing):
         return replace(self._run_images[request.id].only(shown), where=where)
 
     def _news(self) -> tuple[list[Any], list[Any]]:
-        """Return what the ranks of a replica are told: (calls, as `_accept` returns them; ends of runs)."""
+        """Return what all ranks of a replica receive: (calls, as `_accept` returns them; ends of runs)."""
         calls, ended = self._new_calls(), self._new_ends()
         if not (calls or ended or self._asked):
             calls = self._new_calls(_WAIT)

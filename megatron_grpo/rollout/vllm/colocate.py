@@ -14,8 +14,6 @@ import functools
 import gc
 import hashlib
 import importlib
-import inspect
-import itertools
 import json
 import logging
 import random
@@ -35,11 +33,11 @@ from megatron_grpo.models.config import moe_layers, params_dtype
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.arguments import replays_top_k
-from megatron_grpo.rollout.draft_counts import DraftCounts, no_drafts
+from megatron_grpo.rollout.draft_counts import no_drafts
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, generate, lost_on_failure, request_seed
 from megatron_grpo.rollout.speculation import draft_directory, longest_of_engine, mtp_prefixes
 from megatron_grpo.rollout.vllm import adapter as slots
-from megatron_grpo.rollout.vllm import draft
+from megatron_grpo.rollout.vllm import draft, scheduler
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.vllm.load_weights import load_weights
@@ -79,11 +77,11 @@ class VllmColocate(TakesTurns):
             self._llm = _build(args, directory)
         self._allocated = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
         self._engine = self._llm.llm_engine
-        _collect_log_probs(self._engine)
+        scheduler.collect_log_probs(self._engine)
         self._speculates = args.vllm_speculative_config is not None
         if self._speculates:
             self.drafts = no_drafts()
-            _count_drafts(self._engine, self.drafts)
+            scheduler.count_drafts(self._engine, self.drafts)
         self._mtp_prefixes = mtp_prefixes(args)
         self._draft_directory = draft_directory(args)
         if self._draft_directory:
@@ -156,7 +154,7 @@ class VllmColocate(TakesTurns):
                 experts = None
                 if self._moe_layers is not None:
                     experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
-                request_id = int(output.request_id.rpartition("-")[2])
+                request_id = _number(output.request_id)
                 under_way = self._under_way.pop(request_id)
                 self._check_prompt(under_way.request, output.prompt_token_ids)
                 versions = under_way.versions(len(ids), self._version)
@@ -196,7 +194,7 @@ class VllmColocate(TakesTurns):
         for state in self._states():
             ids = list(state.detokenizer.output_token_ids)
             log_probs, kept = _log_probs(state.logprobs_processor.logprobs, len(ids))
-            number = self._number(state)
+            number = _number(state.external_req_id)
             under_way = self._under_way[number]
             versions = under_way.versions(len(ids), self._version)
             log_probs = None if log_probs is None else list(log_probs)
@@ -213,11 +211,6 @@ class VllmColocate(TakesTurns):
     def _states(self) -> list:
         """Return vLLM's states of all requests."""
         return list(self._engine.output_processor.request_states.values())
-
-    @staticmethod
-    def _number(state) -> int:
-        """Return the id of our request of a state of vLLM's."""
-        return int(state.external_req_id.rpartition("-")[2])
 
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
@@ -257,7 +250,7 @@ class VllmColocate(TakesTurns):
             self._drop_prefix_cache()
         not_begun = []
         for state in self._states():
-            under_way, tokens = self._under_way[self._number(state)], len(state.detokenizer.output_token_ids)
+            under_way, tokens = self._under_way[_number(state.external_req_id)], len(state.detokenizer.output_token_ids)
             under_way.seams.append((tokens, self._version))
             if not tokens:
                 not_begun.append(under_way.request)
@@ -403,6 +396,11 @@ class _UnderWay:
         return found + [version] * (tokens - len(found))
 
 
+def _number(engine_id: str) -> int:
+    """Return the id of our request from its id in vLLM."""
+    return int(engine_id.rpartition("-")[2])
+
+
 def _import_vllm() -> None:
     """Import vLLM without garbage collections, and leave the imported objects out of later ones.
 
@@ -483,48 +481,6 @@ def _innermost(error: Exception) -> str:
     """Return the function, file and line in which an error of vLLM was raised: its message alone may say nothing."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.name}, {frame.filename}:{frame.lineno}"
-
-
-def _collect_log_probs(engine) -> None:
-    """Append the log-probabilities of a step's sampled tokens to each request's ``FlatLogprobs.logprobs`` directly.
-
-    vLLM slices three arrays per request and step, and also records ranks and positions; with stop words it decodes
-    each token once more. vLLM still records the kept tokens of truncation.
-    """
-    scheduler, states = engine.engine_core.engine_core.scheduler, engine.output_processor.request_states
-    update = scheduler.update_from_output
-    if list(inspect.signature(update).parameters) != ["scheduler_output", "model_runner_output"]:
-        return  # another version of vLLM, whose own record is slower
-
-    def collecting(scheduler_output, model_runner_output):
-        lists = model_runner_output.logprobs
-        if lists is None or lists.logprobs.shape[1] > 1:  # not requested, or with kept tokens
-            return update(scheduler_output, model_runner_output)
-        model_runner_output.logprobs = None
-        outputs = update(scheduler_output, model_runner_output)
-        log_probs, starts = lists.logprobs[:, 0].tolist(), lists.cu_num_generated_tokens
-        for output in itertools.chain.from_iterable(of_client.outputs for of_client in outputs.values()):
-            state = states.get(output.request_id)  # None: aborted
-            if state is not None and state.logprobs_processor.logprobs is not None and output.new_token_ids:
-                row = model_runner_output.req_id_to_index[output.request_id]
-                start = row if starts is None else starts[row]
-                state.logprobs_processor.logprobs.logprobs += log_probs[start : start + len(output.new_token_ids)]
-        return outputs
-
-    scheduler.update_from_output = collecting
-
-
-def _count_drafts(engine, counts: DraftCounts) -> None:
-    """Add all drafts from now on to ``counts``: vLLM's scheduler forgets them without its own logging of statistics."""
-    scheduler = engine.engine_core.engine_core.scheduler
-    make = scheduler.make_spec_decoding_stats
-
-    def counting(stats, num_draft_tokens: int, num_accepted_tokens: int, num_invalid_spec_tokens, request_id: str):
-        if num_draft_tokens:
-            counts[:] += 1, num_draft_tokens, num_accepted_tokens
-        return make(stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
-
-    scheduler.make_spec_decoding_stats = counting
 
 
 def _seeds_requests(vllm_config) -> bool:

@@ -86,7 +86,7 @@ def fault(program: str, words: list[str]) -> str | None:
     text, given = path.read_text(), len(words)
     words = [word.strip("[]") for word in words if not OMITTED.fullmatch(word)]
     flags = words[next((i for i, word in enumerate(words) if word.startswith("-")), len(words)) :]
-    if re.search(r"ArgumentParser|convert_(files|problems)", text):
+    if re.search(r"ArgumentParser|convert_(files|problems)|write_or_check", text):
         parser, leave = tool_parser(path)
         said, rest = parse(parser, words, incomplete=not words or len(words) < given, leave=leave)
         return said or parse(build_parser(), rest, incomplete=True)[0]

@@ -38,6 +38,8 @@ class Base(Environment):
                 return Reply([{"role": "user", "content": "\\udcff" + "x" * 3_000_000}])
             case ["nothing"]:
                 return []
+            case ["reward", value]:
+                return Reply(reward=float(value), done=True)
             case ["end"]:
                 return Reply(reward=0.5, done=True)
         return Reply([{"role": "user", "content": f"{os.getpid()} {self.steps}"}], reward=0.25)
@@ -97,18 +99,22 @@ def steps(answer):
 def test_a_fault_costs_its_own_episode_only(pool, tmp_path):
     """A process that ends takes other episodes with it: these go on, from their earlier turns, and are not blamed."""
     turns = ["x", "die", "hang", "raise", f"once {tmp_path / 'flag'}", "bytes", "nothing", "x"]
-    begin(pool, "steps", range(8))
-    for key in range(8):
+    turns += ["reward 5e307", "reward nan", "reward -3e38"]
+    keys = range(len(turns))
+    begin(pool, "steps", keys)
+    for key in keys:
         pool.step(key, Turn("x"))
-    assert [steps(answer) for _, answer in sorted(answers(pool, range(8)).items())] == [1] * 8
+    assert [steps(answer) for _, answer in sorted(answers(pool, keys).items())] == [1] * len(turns)
     for key, text in enumerate(turns):
         pool.step(key, Turn(text))
-    found = answers(pool, range(8))
+    found = answers(pool, keys)
     assert {key: steps(found[key]) for key in (0, 4, 7)} == {0: 2, 4: 2, 7: 2}
     assert found[0].reward == 0.25 and not found[0].done
-    errors = {key: found[key].error for key in (1, 2, 3, 6)}
+    errors = {key: found[key].error for key in (1, 2, 3, 6, 8, 9)}
     assert "ended its process" in errors[1] and "took longer than 5 s" in errors[2]
     assert "raised OSError: lost" in errors[3] and "returned no message" in errors[6]
+    assert "step returned the reward 5e+307, beyond float32's range (±3.4e+38)" in errors[8]
+    assert "step returned the reward nan, not a finite number" in errors[9] and found[10].reward == -3e38
     assert found[5].messages[0]["content"] == "?" + "x" * 3_000_000
     for key in (0, 4, 5, 7):  # also one whose process has ended while it waited for nothing
         pool.step(key, Turn("end"))

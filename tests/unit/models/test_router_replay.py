@@ -186,7 +186,7 @@ def vllm_double(one_rank, monkeypatch):
 
     def engine(told: bool):
         monkeypatch.setattr(vllm_colocate, "_build", lambda args, directory: VllmDouble(args.num_layers, told))
-        monkeypatch.setattr(vllm_colocate, "_collect_log_probs", lambda engine: None)  # it has no scheduler
+        monkeypatch.setattr(vllm_colocate.scheduler, "collect_log_probs", lambda engine: None)  # it has no scheduler
         return vllm_colocate.VllmColocate(args, {})
 
     return engine

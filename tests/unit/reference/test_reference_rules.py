@@ -73,14 +73,14 @@ def test_the_references_arguments():
     policy += " --num-virtual-stages-per-pipeline-rank 2 --num-experts 8 --model-family qwen3_moe"
     args = validated(f"{policy} --router-replay-mode R2")
     own = reference_args(args)
-    assert not has_own_parallel_configuration(args, "ref")
+    assert not has_own_parallel_configuration(args)
     assert [getattr(own, size) for size in SIZES] == [2, 2, 1, 1, 2] and own.num_virtual_stages_per_pipeline_rank == 2
     assert own.router_replay_mode == "disabled" and args.router_replay_mode == "R2"
 
     sizes = "--ref-tensor-model-parallel-size 1 --ref-pipeline-model-parallel-size 1 --ref-expert-model-parallel-size 4"
     args = validated(f"{policy} {sizes} --ref-micro-batch-size 4 --max-tokens-per-microbatch 2048")
     own = reference_args(args)
-    assert has_own_parallel_configuration(args, "ref") and not has_own_parallel_configuration(args, "teacher")
+    assert has_own_parallel_configuration(args)
     # Experts are cut as the rest of the reference is, and not as the policy's.
     assert [getattr(own, size) for size in SIZES] == [1, 1, 1, 4, 1]
     assert (own.data_parallel_size, own.micro_batch_size, own.max_tokens_per_microbatch) == (8, 4, None)

@@ -17,6 +17,7 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.engine import Request, generate, lost_on_failure
 from megatron_grpo.rollout.vllm import colocate
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
+from megatron_grpo.rollout.vllm.scheduler import collect_log_probs
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 
@@ -77,9 +78,7 @@ def test_an_engine_that_fails_in_a_rollout_is_lost(one_process):
 
 def collected(scheduler, states: dict) -> None:
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
-    colocate._collect_log_probs(
-        SimpleNamespace(engine_core=core, output_processor=SimpleNamespace(request_states=states))
-    )
+    collect_log_probs(SimpleNamespace(engine_core=core, output_processor=SimpleNamespace(request_states=states)))
 
 
 @pytest.mark.vllm

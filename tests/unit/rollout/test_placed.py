@@ -190,7 +190,7 @@ class Launch:
         group = dist.ProcessGroupGloo(dist.PrefixStore("joint", self.store), rank, 3, seconds)
         weights = dist.ProcessGroupGloo(dist.PrefixStore("weights", self.store), rank, 3, seconds)
         role = Role(None, 0, 1) if rank == 0 else Role(rank - 1, 0, 1)
-        self.joints[rank] = Joint(role, rank, 1, 2, self.store, group, weights)
+        self.joints[rank] = Joint(role, rank, 2, self.store, group, weights)
 
     def _run(self, replica, parts):
         try:

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from toy_checkpoints import build, same_bits, tensors_of, toy_args
+from toy_checkpoints import build, same_bits, tensors_of, toy_args, verify_hf
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
@@ -178,7 +178,7 @@ def test_weights_there_and_back_bit_for_bit(world, tmp_path):
     chunks = build(args)
     hf.load_hf(chunks, args, tmp_path / "nested")
     hf.save_hf(chunks, args, tmp_path / "flat", tokenizer_dir=tmp_path / "nested")
-    assert hf.verify_hf(chunks, args, tmp_path / "flat") == len(tensors_of(tmp_path / "nested"))
+    assert verify_hf(chunks, args, tmp_path / "flat") == len(tensors_of(tmp_path / "nested"))
     before, after = tensors_of(tmp_path / "nested"), tensors_of(tmp_path / "flat")
     assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
     flat = json.loads((tmp_path / "flat" / "config.json").read_text())
@@ -375,7 +375,7 @@ def test_files_of_transformers_5(world, tmp_path):
     args = toy_args(tmp_path / "written", padded_vocab_size=264)
     chunks = build(args)
     hf.load_hf(chunks, args, tmp_path / "written")
-    assert hf.verify_hf(chunks, args, tmp_path / "published") == len(tensors_of(tmp_path / "published"))
+    assert verify_hf(chunks, args, tmp_path / "published") == len(tensors_of(tmp_path / "published"))
 
 
 REFUSED = {

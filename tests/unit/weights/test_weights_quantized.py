@@ -7,7 +7,7 @@ from convert_tool import check_same, load_tool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantizers import E2M1, FP8, MXFP4, fp8_blocks, quantize, quantize_fp8, quantize_mxfp4
-from toy_checkpoints import add_mtp, build, make, same_bits, tensors_of, toy_args
+from toy_checkpoints import add_mtp, build, make, same_bits, tensors_of, toy_args, verify_hf
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
@@ -164,7 +164,7 @@ def test_a_quantized_model_loads_as_the_dequantized_one(world, tmp_path, capsys,
     assert capsys.readouterr().out == ""
     expected = dict(model_weights.named_weights([theirs]))
     assert all(same_bits(tensor, expected[name]) for name, tensor in model_weights.named_weights([ours]))
-    assert hf.verify_hf([ours], args, packed) == len(tensors_of(whole))
+    assert verify_hf([ours], args, packed) == len(tensors_of(whole))
     hf.save_hf([ours], args, tmp_path / "out", tokenizer_dir=packed)
     check_same(whole, tmp_path / "out")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())

@@ -1,0 +1,53 @@
+"""Log-probabilities and draft counts, taken from the scheduler of a vLLM in this process."""
+
+import inspect
+import itertools
+
+from megatron_grpo.rollout.draft_counts import DraftCounts
+
+
+def scheduler_of(engine):
+    """Return the scheduler of an ``LLMEngine`` whose core runs in this process."""
+    return engine.engine_core.engine_core.scheduler
+
+
+def collect_log_probs(engine) -> None:
+    """Append the log-probabilities of a step's sampled tokens to each request's ``FlatLogprobs.logprobs`` directly.
+
+    vLLM slices three arrays per request and step, and also records ranks and positions; with stop words it decodes
+    each token once more. vLLM still records the kept tokens of truncation.
+    """
+    scheduler, states = scheduler_of(engine), engine.output_processor.request_states
+    update = scheduler.update_from_output
+    if list(inspect.signature(update).parameters) != ["scheduler_output", "model_runner_output"]:
+        return  # another version of vLLM, whose own record is slower
+
+    def collecting(scheduler_output, model_runner_output):
+        lists = model_runner_output.logprobs
+        if lists is None or lists.logprobs.shape[1] > 1:  # not requested, or with kept tokens
+            return update(scheduler_output, model_runner_output)
+        model_runner_output.logprobs = None
+        outputs = update(scheduler_output, model_runner_output)
+        log_probs, starts = lists.logprobs[:, 0].tolist(), lists.cu_num_generated_tokens
+        for output in itertools.chain.from_iterable(of_client.outputs for of_client in outputs.values()):
+            state = states.get(output.request_id)  # None: aborted
+            if state is not None and state.logprobs_processor.logprobs is not None and output.new_token_ids:
+                row = model_runner_output.req_id_to_index[output.request_id]
+                start = row if starts is None else starts[row]
+                state.logprobs_processor.logprobs.logprobs += log_probs[start : start + len(output.new_token_ids)]
+        return outputs
+
+    scheduler.update_from_output = collecting
+
+
+def count_drafts(engine, counts: DraftCounts) -> None:
+    """Add all drafts from now on to ``counts``: vLLM's scheduler forgets them without its own logging of statistics."""
+    scheduler = scheduler_of(engine)
+    make = scheduler.make_spec_decoding_stats
+
+    def counting(stats, num_draft_tokens: int, num_accepted_tokens: int, num_invalid_spec_tokens, request_id: str):
+        if num_draft_tokens:
+            counts[:] += 1, num_draft_tokens, num_accepted_tokens
+        return make(stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
+
+    scheduler.make_spec_decoding_stats = counting
