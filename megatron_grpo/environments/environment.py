@@ -35,7 +35,9 @@ class Reply:
     """What follows a turn: messages and another turn of the policy, or the end of the episode."""
 
     messages: Sequence[Message] = ()
-    reward: float | None = None  # for the turn; the rewards of an episode are summed (reward function "environment")
+    reward: float | None = (
+        None  # for the turn; the sum is the episode's (reward function "environment"); all None: not scored
+    )
     done: bool = False
 
 
