@@ -1,4 +1,4 @@
-"""Code blocks of the pages run: names that they import exist, JSON parses, rewards of commands are registered somewhere."""
+"""Code blocks of the pages work: their imports exist, JSON parses, rewards of commands are defined, plug-ins run."""
 
 import ast
 import importlib
@@ -11,8 +11,8 @@ from plugins import plugins  # noqa: F401
 
 from megatron_grpo.environments.environment import Reply, Turn
 from megatron_grpo.environments.registry import get_environment
-from megatron_grpo.rewards.reward_models.judge import get_judge
 from megatron_grpo.rewards.registry import _BUILTIN, Sample, load_plugins
+from megatron_grpo.rewards.reward_models.judge import get_judge
 
 REPO = Path(__file__).resolve().parents[3]
 PAGES = {path: path.read_text() for path in [REPO / "README.md", *sorted((REPO / "docs").rglob("*.md"))]}
@@ -53,9 +53,11 @@ def test_rewards_of_commands_exist():
         known |= set(re.findall(r'@register_(?:group_)?reward\("(\w+)"\)', block))
     count = 0
     for path, text in PAGES.items():
+        if path.parent.name == "performance":  # quotes messages
+            continue
         models = set(re.findall(r"(\w+)=(?:http|DIR)", text))
         code = [*re.findall(r"^(?: {4}|```).*", text, re.M), *re.findall(r"`([^`\n]+)`", text)]
-        for names in re.findall(r"(?<!of )--reward-funcs((?: [a-z_]+)+)", re.sub(r"\\\n *", "", "\n".join(code))):
+        for names in re.findall(r"(?<!of )--reward-funcs((?: [a-z]\w*)+)", re.sub(r"\\\n *", "", "\n".join(code))):
             unknown = set(names.split()) - known - models - {"name"}  # "name" stands for any
             assert not unknown, f"{path.name}: {unknown}"
             count += 1
