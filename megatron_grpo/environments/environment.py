@@ -35,9 +35,8 @@ class Reply:
     """What follows a turn: messages and another turn of the policy, or the end of the episode."""
 
     messages: Sequence[Message] = ()
-    reward: float | None = (
-        None  # for the turn; the sum is the episode's (reward function "environment"); all None: not scored
-    )
+    # For the turn; the reward function "environment" sums those of an episode, and does not score one that has none.
+    reward: float | None = None
     done: bool = False
 
 
