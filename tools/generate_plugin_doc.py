@@ -38,6 +38,11 @@ SECTIONS = [
         + ["Entry", "Loss", "Estimator"],
     ),
     ("Token weights of an aggregation", "algorithm/weighting.py", ["token_weights"]),
+    (
+        "Environments and tools",
+        "environments/registry.py",
+        ["register_*", "Environment", "Turn", "ToolCall", "Reply", "Message"],
+    ),
     ("Sampling", "data/sampling_params.py", ["Sampling"]),
     ("A rollout", "data/batch.py", ["RolloutBatch", "FinishReason"]),
     ("Errors", "utils/errors.py", ["GrpoError"]),

@@ -35,12 +35,17 @@ class Reply:
     """What follows a turn: messages and another turn of the policy, or the end of the episode."""
 
     messages: Sequence[Message] = ()
-    reward: float | None = None  # for the turn; the rewards of an episode are summed (reward function "environment")
+    # For the turn; the reward function "environment" sums those of an episode, and does not score one that has none.
+    reward: float | None = None
     done: bool = False
 
 
 class Environment:
-    """Base class of environments; an object is one episode. Every method may be ``async``."""
+    """Base class of environments; an object is one episode. Every method may be ``async``.
+
+    An environment that can be copied also has ``snapshot() -> JSON`` and ``restore(state)``: a failed step is then
+    repeated from the snapshot before it, and a resumed run goes on from the newest one of each unfinished episode.
+    """
 
     tools: ClassVar[Sequence[Callable | Mapping[str, Any]]] = ()  # functions, or JSON schemas of tools
     # True: answers take milliseconds and depend on nothing else, so that a rollout waits for them, and repeats exactly.
@@ -54,9 +59,6 @@ class Environment:
     def step(self, turn: Turn) -> Reply | Sequence[Message] | None:
         """Answer a turn: a Reply, or only its messages; None ends the episode."""
         raise NotImplementedError
-
-    # An environment that can be copied also has ``snapshot() -> JSON`` and ``restore(state)``: a failed step is then
-    # repeated from the snapshot before it, and a resumed run goes on from the newest one of each unfinished episode.
 
     def close(self) -> None:
         """End the episode, however it ended."""

@@ -13,7 +13,7 @@ An environment answers the policy's turns. An object of the class is one episode
             guess = int(turn.text)
             if guess == self.number:
                 return Reply(reward=1.0, done=True)
-            return Reply([{"role": "user", "content": "higher" if guess < self.number else "lower"}])
+            return Reply([{"role": "user", "content": "higher" if guess < self.number else "lower"}], reward=0.0)
 
 Tools are plain functions; their signatures and docstrings tell the policy what they do:
 

@@ -171,7 +171,7 @@ def _check(argv: Sequence[str]) -> None:
     table = json.loads(TABLE.read_text())
     parser = parser_from_table(table)
     try:
-        if plugin_files(words) or importlib.metadata.version("megatron-core") != table["megatron-core"]:
+        if plugin_files(words) or _core_version() != table["megatron-core"]:
             return
         args = parse_words(parser, words)
         for row in table["flags"]:
@@ -181,6 +181,16 @@ def _check(argv: Sequence[str]) -> None:
         check_early(args, trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1"))))
     except GrpoError as error:
         parser.end(str(error), code=1)
+
+
+def _core_version() -> str:
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise GrpoError(
+            f"megatron-core is not installed for {sys.executable}: activate the environment that has it "
+            "(tools/make_venv.sh makes .venv: source .venv/bin/activate), or install requirements.txt"
+        ) from error
 
 
 def plugin_files(words: Sequence[str]) -> list[str]:

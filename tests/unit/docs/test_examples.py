@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from functools import cache
 from pathlib import Path
@@ -120,25 +121,25 @@ SCRIPTS = {
 
 
 @cache
-def dry_run(name: str) -> tuple[str, float]:
-    """The report of a script, and the seconds it took."""
+def dry_run(name: str, *flags: str) -> tuple[str, float]:
+    """The report of a script with flags at the end of the command, and the seconds it took."""
     start = time.monotonic()
-    if ranks.thorough or name == "qwen3_8b":
+    if not flags and (ranks.thorough or name == "qwen3_8b"):
         return run_script(name, Path(sys.executable).parent), time.monotonic() - start
     # The others' pretrain_grpo.py runs in this process: importing takes ten times what a dry run does.
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
         python = Path(folder, "python")
         python.write_text('#!/bin/sh\nprintf "%s\\0" "$WORLD_SIZE" "$@"\n')
         python.chmod(0o755)
-        world_size, *words, _ = run_script(name, folder).split("\0")
+        world_size, *words, _ = run_script(name, folder, *flags).split("\0")
         assert launch(words[0], words[1:], int(world_size)) == 0
     return printed.getvalue(), time.monotonic() - start
 
 
-def run_script(name: str, folder: str | Path) -> str:
+def run_script(name: str, folder: str | Path, *flags: str) -> str:
     """What a script prints with DRY_RUN=1, and with the ``python`` of that folder."""
     environment = os.environ | {"DRY_RUN": "1", "PATH": f"{folder}:{os.environ['PATH']}"}
-    command = ["bash", f"examples/grpo/{name}.sh"]
+    command = ["bash", f"examples/grpo/{name}.sh", *flags]
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -174,6 +175,19 @@ def test_it_fits_beside_the_engine(name):
         assert row[7] < room
         assert row[8] == 0  # all of it leaves the GPU while the engine generates
     assert engine + 8 < H100 * utilization  # at least 8 GiB of cache
+
+
+def test_the_dry_run_of_the_tutorial():
+    """docs/qwen3_8b.md shows the end of the report of its command, and a GPU's GiB with the flags of its table."""
+    page = (REPO / "docs/qwen3_8b.md").read_text()
+    flags = shlex.split(re.search(r"DRY_RUN=1 bash examples/grpo/qwen3_8b.sh (.*)", page)[1])
+    shown = textwrap.dedent(re.search(r"^    memory of a rank.*?\n\n", page, re.S | re.M)[0]).rstrip()
+    assert dry_run("qwen3_8b", *flags)[0].rstrip().endswith(shown)
+    rows = re.findall(r"^\| 8 x .*\| (none|`--.*`).* \| ([\d.]+) \|$", page, re.M)
+    assert len(rows) == 4
+    for more, size in rows:
+        more = [] if more == "none" else shlex.split(more.strip("`"))
+        assert f"a GPU must have {size}:" in dry_run("qwen3_8b", *flags, *more)[0]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

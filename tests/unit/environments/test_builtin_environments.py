@@ -58,6 +58,17 @@ def test_text_game(seed):
         assert one.step(Turn("open")) == Reply(reward=0.8, done=True)
 
 
+def test_search_imports_its_package_when_it_searches(tmp_path, monkeypatch):
+    """The trainer, which only registers the tool, does not import it."""
+    monkeypatch.delitem(sys.modules, "bm25s", raising=False)
+    (tmp_path / "bm25s.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "corpus.jsonl").write_text('{"text": "one"}\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    search = search_tool(tmp_path / "corpus.jsonl")
+    with pytest.raises(RuntimeError, match="imported"):
+        search("one")
+
+
 def test_search_without_its_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bm25s", None)
     with pytest.raises(GrpoError, match="pip install bm25s"):

@@ -1,5 +1,6 @@
 """The check of flags before the imports: its table is the parser's, and it imports nothing large."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -140,6 +141,17 @@ def test_help_on_nothing(capsys):
 def test_another_megatron_core_has_other_flags(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0")
     check_flags(["--xyzzy"])
+
+
+def test_an_environment_without_megatron_core(monkeypatch, capsys):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    with pytest.raises(SystemExit):
+        check_flags([])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"megatron-core is not installed for {sys.executable}: activate the environment" in line
 
 
 def test_a_run_may_start(tmp_path, monkeypatch, capsys):
