@@ -40,6 +40,7 @@ class SharedPrompts:
 
     keys: Int64  # [k], positions in the pack: for each sequence in turn, its prompt's tokens and its own
     cu_keys: Int32  # [s + 1], where the keys of each sequence begin
+    position_ids: Int64  # [tokens of all context ranks], those of a completion go on where its prompt's end
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,8 +108,8 @@ def pack_completions(
         pad_multiple: each context rank's T is rounded up to a multiple of it.
         total_length: T of all context ranks together instead, a multiple of what `pad_multiple` asks for.
         cp_size, cp_rank: number of context-parallel ranks that hold the pack, and which rank's part to return.
-        share_prompts: whether the completions of a group have one copy of their prompt; needs cp_size 1, and
-            completions of one sequence each.
+        share_prompts: whether the completions of a group have one copy of their prompt; needs completions of one
+            sequence each.
 
     Raises:
         ValueError: `total_length` is too small or no such multiple, or this rank does not hold the tokens.
@@ -121,7 +122,7 @@ def pack_completions(
     prompt = None
     if share_prompts:
         chosen = chosen[_group_by_group(batch.group_ids[chosen])]
-        flat, real, owner, prompt = _with_shared_prompts(batch, chosen)
+        flat, real, owner, prompt = _with_shared_prompts(batch, chosen, cp_size)
     else:
         flat = batch.token_positions(chosen)
         real, owner = batch.sequences(chosen)
@@ -147,9 +148,10 @@ def pack_completions(
     position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
     shared_prompts = None
     if prompt is not None and (prompt >= 0).any():
-        before = np.where(prompt >= 0, real[prompt], 0)  # tokens of the prompt, of each sequence
-        position_ids[:used] += np.repeat(before, real)
-        shared_prompts = _shared_prompts(cu_seqlens, prompt)
+        before = np.zeros(len(lengths), np.int64)  # tokens of the prompt, of each sequence; the padding has none
+        before[: len(prompt)] = np.where(prompt >= 0, real[prompt], 0)
+        position_ids += before[sequence]
+        shared_prompts = SharedPrompts(*_keys_of_sequences(cu_seqlens, prompt, before), position_ids)
 
     labelled = label_source >= 0
     token_index, number = label_source[labelled], owner[sequence[labelled]]
@@ -196,10 +198,21 @@ def pack_completions(
     return pack
 
 
-def shared_tokens(prompt_lengths: npt.NDArray[np.integer], group_ids: Int64) -> Int64:
-    """Return the first tokens that shared prompts spare all completions but the first of their group, [n - groups]."""
-    spared = np.delete(prompt_lengths, np.unique(group_ids, return_index=True)[1])
-    return spared.astype(np.int64) - 1
+def shareable_tokens(prompt_lengths: npt.NDArray[np.integer], cp_size: int = 1) -> Int64:
+    """Return the tokens of each prompt that a pack spares every completion but one of the group, [n].
+
+    A shared prompt is a sequence of its own, without its last token. With ``cp_size`` above 1 it is padded, and so are
+    the completions: the result is so small that the padded pack has no more tokens than the sum of the completions'
+    padded lengths without them.
+    """
+    multiple = sequence_multiple(cp_size)
+    whole = (prompt_lengths.astype(np.int64) - 1) // multiple * multiple
+    return whole if cp_size == 1 else np.maximum(whole - multiple, 0)
+
+
+def shared_tokens(prompt_lengths: npt.NDArray[np.integer], group_ids: Int64, cp_size: int = 1) -> Int64:
+    """Return the `shareable_tokens` of all completions but the first of their group, [n - groups]."""
+    return np.delete(shareable_tokens(prompt_lengths, cp_size), np.unique(group_ids, return_index=True)[1])
 
 
 def _group_by_group(group_ids: Int64) -> Int64:
@@ -208,7 +221,7 @@ def _group_by_group(group_ids: Int64) -> Int64:
     return np.argsort(first[group], kind="stable")
 
 
-def _with_shared_prompts(batch: RolloutBatch, chosen: Int64) -> tuple[Int64, Int64, Int64, Int64]:
+def _with_shared_prompts(batch: RolloutBatch, chosen: Int64, cp_size: int) -> tuple[Int64, Int64, Int64, Int64]:
     """Return the sequences of a pack with shared prompts, each prompt before its completions.
 
     (positions of their tokens in the flat arrays, lengths [s], positions in ``chosen`` of their completions [s],
@@ -217,6 +230,7 @@ def _with_shared_prompts(batch: RolloutBatch, chosen: Int64) -> tuple[Int64, Int
     new = np.diff(batch.group_ids[chosen], prepend=batch.group_ids[chosen[:1]] - 1) != 0
     first, group = np.flatnonzero(new), np.cumsum(new) - 1
     shared = (batch.prompt_lengths[chosen[first]] - 1) * (np.diff(np.append(first, len(chosen))) > 1)  # [groups]
+    shared *= shared >= sequence_multiple(cp_size)  # the padding of a shorter one could be more than it spares
     begins, left_out = batch.cu_seqlens[chosen], shared[group]
     for i in range(len(chosen)):
         own, common = (batch.tokens[at : at + left_out[i] + 1] for at in (begins[i], begins[first[group[i]]]))
@@ -234,14 +248,17 @@ def _with_shared_prompts(batch: RolloutBatch, chosen: Int64) -> tuple[Int64, Int
     return flat, lengths, np.insert(np.arange(len(chosen)), at, at), np.insert(number[group], at, -1)
 
 
-def _shared_prompts(cu_seqlens: Int64, prompt: Int64) -> SharedPrompts:
-    """Return the keys of sequences at ``cu_seqlens`` that go on from those with the numbers ``prompt`` (-1: none)."""
-    prompt = np.append(prompt, np.full(len(cu_seqlens) - 1 - len(prompt), -1))  # the padding has none
-    lengths = np.diff(cu_seqlens)
-    parts = np.stack([prompt, np.arange(len(prompt))], 1).ravel()  # each sequence's prompt, then itself
-    begins, counts = cu_seqlens[:-1][parts], np.where(parts >= 0, lengths[parts], 0)
+def _keys_of_sequences(cu_seqlens: Int64, prompt: Int64, before: Int64) -> tuple[Int64, Int32]:
+    """Return `SharedPrompts.keys` and ``cu_keys`` of the sequences at ``cu_seqlens``.
+
+    Their prompts are the first ``before`` tokens of the sequences with the numbers ``prompt``.
+    """
+    own, of_prompts = cu_seqlens[:-1], np.zeros(len(before), np.int64)
+    of_prompts[: len(prompt)] = cu_seqlens[:-1][prompt]
+    begins = np.stack([of_prompts, own], 1).ravel()  # each sequence's prompt, then itself
+    counts = np.stack([before, np.diff(cu_seqlens)], 1).ravel()
     keys = np.arange(counts.sum()) + np.repeat(begins - offsets(counts)[:-1], counts)
-    return SharedPrompts(keys, offsets(counts)[::2].astype(np.int32))
+    return keys, offsets(counts)[::2].astype(np.int32)
 
 
 def _images(batch: RolloutBatch, chosen: Int64, source: Int64) -> PackImages | None:

@@ -182,8 +182,11 @@ def check_share_prompts(args: Namespace) -> None:
         raise GrpoError("--share-prompts needs --transformer-impl local, whose attention has keys of other sequences")
     if not args.max_tokens_per_microbatch:
         raise GrpoError("--share-prompts needs --max-tokens-per-microbatch, which puts a group into one micro-batch")
-    if args.context_parallel_size > 1:
-        raise GrpoError("--share-prompts needs --context-parallel-size 1: ranks divide whole sequences")
+    if args.hybrid_context_parallel:
+        raise GrpoError(
+            "--share-prompts with --hybrid-context-parallel: its schedule divides single completions: leave one of "
+            "them out"
+        )
     if args.on_rewritten_history == "split":
         raise GrpoError("--share-prompts with --on-rewritten-history split: an episode has several prompts")
     if args.router_replay_mode != "disabled":

@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 
+from megatron_grpo.data.pack import SharedPrompts
 from megatron_grpo.models.attention_kernels import (
     Attention,
     Blocks,
@@ -114,25 +115,20 @@ class PackedAttention(MegatronModule):
         if self.softcap is not None:
             mask_mod = visible_keys(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, query.device)
             return soft_capped_attention(query, key, value, mask_mod, scale, self.softcap).flatten(1)
-        if isinstance(packed_seq_params, SharedPack):
-            kernel = SharedKeys(self._kernel_of_shared(packed_seq_params, query.is_cuda, scale), packed_seq_params.keys)
-        elif not query.is_cuda:
-            kernel = blocks(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, scale)
-        elif cp_size == 1:
-            cu, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            kernel = self.gpu_kernel(cu, cu, longest, longest, self.left, scale)
-        else:
-            cu_seqlens = _offsets_on_host(packed_seq_params)
-            segmented, copies = segments(cu_seqlens, cp_size, cp_rank, query.device, self.left)
-            kernel = SharedKeys(self.gpu_kernel(*segmented, self.left, scale), copies)
+        kernel = self._kernel(packed_seq_params, cp_size, cp_rank, query.device, scale)
         return attend(query, key, value, self.sinks(query), kernel).flatten(1)
 
-    def _kernel_of_shared(self, pack: SharedPack, on_gpu: bool, scale: float) -> Kernel:
-        """Return the kernel for sequences of queries with more keys than queries: their ends are aligned."""
-        if on_gpu:
-            longest = pack.max_seqlen_q, pack.max_seqlen_kv
-            return self.gpu_kernel(pack.cu_seqlens_q, pack.cu_keys, *longest, self.left, scale)
-        return blocks(tuple(pack.cu_keys.tolist()), 1, 0, self.left, scale, _offsets_on_host(pack))
+    def _kernel(self, pack: PackedSeqParams, cp_size: int, cp_rank: int, where: torch.device, scale: float) -> Kernel:
+        """Return the kernel for a rank's queries and all keys of a pack."""
+        shared = pack.shared if isinstance(pack, SharedPack) else None
+        if where.type == "cpu":
+            own = blocks(_offsets_on_host(pack), cp_size, cp_rank, self.left, scale, shared)
+            return own if shared is None else SharedKeys(own, shared_keys(_offsets_on_host(pack), cp_size, shared))
+        if cp_size == 1 and shared is None:
+            cu, longest = pack.cu_seqlens_q, pack.max_seqlen_q
+            return self.gpu_kernel(cu, cu, longest, longest, self.left, scale)
+        segmented, copies = segments(_offsets_on_host(pack), cp_size, cp_rank, where, self.left, shared)
+        return SharedKeys(self.gpu_kernel(*segmented, self.left, scale), copies)
 
     def sinks(self, query: torch.Tensor) -> torch.Tensor | None:
         """Return the sink logit of each head, ``[heads]``, in the dtype of ``query``; None without sinks."""
@@ -189,45 +185,62 @@ def blocks(
     cp_rank: int,
     left: int,
     scale: float,
-    cu_queries: tuple[int, ...] | None = None,
+    shared: SharedPrompts | None = None,
 ) -> Blocks:
     """Build the CPU kernel for a rank's queries and the gathered keys; ``left`` is as in `Varlen`.
 
-    With ``cu_queries`` the queries of a sequence are those of its last tokens.
+    With ``shared`` the keys are those of `shared_keys`, and the queries of a sequence are its last tokens.
     """
-    cu = np.array(cu_seqlens)
+    cu_queries = np.array(cu_seqlens)
+    cu = cu_queries if shared is None else shared.cu_keys.astype(np.int64)
     lengths = np.diff(cu)
     size = lengths.max() if left < 0 else min(max(left, 1), lengths.max())
     counts = -(-lengths // size)
     first = np.cumsum(counts) - counts  # first block of each sequence
     slots = np.repeat(first * size - cu[:-1], lengths) + np.arange(cu[-1])
     later = np.setdiff1d(np.arange(counts.sum()), first) if left else np.arange(0)
-    queries = zigzag(cu, cp_size, cp_rank)
-    if cu_queries is not None:
-        ends = np.array(cu_queries[1:])
-        queries = np.arange(ends[-1]) + np.repeat(cu[1:] - ends, np.diff(cu_queries))
-    indices = slots[queries], slots[_gathered_positions(cu, cp_size)], later
+    queries = zigzag(cu_queries, cp_size, cp_rank)
+    queries += (cu - cu_queries)[np.searchsorted(cu_queries, queries, side="right")]  # ends are aligned
+    keys = slots if shared is not None else slots[_gathered_positions(cu, cp_size)]
+    indices = slots[queries], keys, later
     return Blocks(*map(torch.from_numpy, indices), int(counts.sum()), int(size), scale)
 
 
 @lru_cache(maxsize=8)
-def segments(
-    cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device, left: int
-) -> tuple[tuple[torch.Tensor, torch.Tensor, int, int], KeyCopies]:
-    """Return the segments of `Varlen` under context parallelism, and their keys among the gathered ones.
+def shared_keys(cu_seqlens: tuple[int, ...], cp_size: int, shared: SharedPrompts) -> KeyCopies:
+    """Return the keys of whole sequences among the gathered ones, on the CPU."""
+    gathered = _gathered_positions(np.array(cu_seqlens), cp_size)
+    return KeyCopies(torch.from_numpy(np.argsort(gathered)[shared.keys]), cu_seqlens[-1])
 
-    Each of a rank's two chunks of a sequence is a segment of queries. Its keys are those up to the chunk's end that at
-    least one query sees. Without a window a rank uses 1 + 1 / (2 cp) times the keys of the pack.
+
+@lru_cache(maxsize=8)
+def segments(
+    cu_seqlens: tuple[int, ...],
+    cp_size: int,
+    cp_rank: int,
+    device: torch.device,
+    left: int,
+    shared: SharedPrompts | None = None,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, int, int], KeyCopies]:
+    """Return the segments of `Varlen` under context parallelism or with shared prompts, and their keys.
+
+    Each of a rank's two chunks of a sequence is a segment of queries, without context parallelism each sequence. Its
+    keys are those up to its end that at least one query sees, of a completion those of its prompt before its own.
+    Without a window and shared prompts a rank uses 1 + 1 / (2 cp) times the keys of the pack.
     """
     cu = np.array(cu_seqlens)
-    chunk = (np.diff(cu) // (2 * cp_size))[:, None]
-    begin = chunk * [cp_rank, 2 * cp_size - 1 - cp_rank]  # [sequences, 2], within the sequence
+    keys, cu_whole = (np.arange(cu[-1]), cu) if shared is None else (shared.keys, shared.cu_keys.astype(np.int64))
+    chunk, numbers = np.diff(cu)[:, None], np.zeros(1, np.int64)
+    if cp_size > 1:
+        chunk, numbers = chunk // (2 * cp_size), np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
+    before = np.diff(cu_whole) - np.diff(cu)  # keys of the prompt, of each sequence
+    begin = before[:, None] + chunk * numbers  # [sequences, 2], among the keys of the sequence
     first_key = np.maximum(begin - left, 0) if left >= 0 else np.zeros_like(begin)
     key_counts = (begin + chunk - first_key).ravel()
     cu_keys = np.append(0, np.cumsum(key_counts))
-    cu_queries = np.append(0, np.cumsum(np.repeat(chunk, 2)))
-    positions = np.repeat((cu[:-1, None] + first_key).ravel() - cu_keys[:-1], key_counts) + np.arange(cu_keys[-1])
-    keys = np.argsort(_gathered_positions(cu, cp_size))[positions]
+    cu_queries = np.append(0, np.cumsum(np.repeat(chunk, len(numbers))))
+    places = np.repeat((cu_whole[:-1, None] + first_key).ravel() - cu_keys[:-1], key_counts) + np.arange(cu_keys[-1])
+    keys = np.argsort(_gathered_positions(cu, cp_size))[keys[places]]
     arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
     cu_queries, cu_keys, keys = (to_device(torch.from_numpy(x), device) for x in arrays)
     return (cu_queries, cu_keys, int(chunk.max()), int(key_counts.max())), KeyCopies(keys, int(cu[-1]))

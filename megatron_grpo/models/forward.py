@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 
 from megatron_grpo.data.batch import RolloutBatch
-from megatron_grpo.data.pack import Pack, pack_completions, shared_tokens
+from megatron_grpo.data.pack import Pack, pack_completions, shareable_tokens, shared_tokens
 from megatron_grpo.data.schedule import Schedule, attention_coefficient, hybrid_schedule, schedule
 from megatron_grpo.data.share import spread
 from megatron_grpo.models import router_replay
@@ -93,7 +93,7 @@ def assignment(
         # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal
         # in every parallel configuration.
         padded = padded_lengths(lengths, cp_size, samples) if max_tokens else lengths
-        how["shared"] = batch.prompt_lengths[completions] - 1 if share_prompts else None
+        how["shared"] = shareable_tokens(batch.prompt_lengths[completions], cp_size) if share_prompts else None
         groups = schedule(padded, dp_size, None if max_tokens else args.micro_batch_size, **how)
         degrees, ranks = [cp_size] * len(groups[0]), [group for group in groups for _ in range(cp_size)]
     return degrees, [[completions[pack] for pack in rank] for rank in ranks]
@@ -140,7 +140,7 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # needs equally many tokens on each rank
         unit = pad_multiple * sequence_multiple(max(degrees)) // max(degrees)
         of_rank = unit * max(
-            -(-(_padded(batch, pack, degree) - share_prompts * _saved(batch, pack)) // (degree * unit))
+            -(-(_padded(batch, pack, degree) - share_prompts * _saved(batch, pack, degree)) // (degree * unit))
             for rank in ranks
             for degree, pack in zip(degrees, rank, strict=True)
         )
@@ -161,8 +161,8 @@ def _padded(batch: RolloutBatch, pack: np.ndarray, degree: int) -> int:
     return int(padded_lengths(batch.lengths[pack], degree, _samples(batch, pack)).sum())
 
 
-def _saved(batch: RolloutBatch, pack: np.ndarray) -> int:
-    return int(shared_tokens(batch.prompt_lengths[pack], batch.group_ids[pack]).sum())
+def _saved(batch: RolloutBatch, pack: np.ndarray, degree: int) -> int:
+    return int(shared_tokens(batch.prompt_lengths[pack], batch.group_ids[pack], degree).sum())
 
 
 def _attention_coefficient(args) -> float:

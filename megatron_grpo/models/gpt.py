@@ -1,5 +1,6 @@
 """The policy model: megatron-core's ``GPTModel`` with log-probabilities and entropies as output of the last stage."""
 
+import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -7,7 +8,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_grpo.data.pack import IGNORED_LABEL, SharedPrompts
-from megatron_grpo.models.attention_kernels import KeyCopies
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
 from megatron_grpo.models.layer_graphs import LayerGraphs
@@ -60,9 +60,9 @@ class PolicyModel(GPTModel):
         megatron-core returns this rank's slice of the mask on the first stage only.
         """
         hidden_states, *out = super()._preprocess(input_ids, position_ids, *args, padding_mask=None, **kwargs)
-        shared = isinstance(kwargs.get("packed_seq_params"), SharedPack)
-        if shared and getattr(self.rotary_pos_emb, "positions", None) is None:  # M-RoPE's are of tokens already
-            out[0] = angles_of_tokens(out[0], position_ids)
+        pack = kwargs.get("packed_seq_params")
+        if isinstance(pack, SharedPack) and getattr(self.rotary_pos_emb, "positions", None) is None:
+            out[0] = angles_of_tokens(out[0], pack.position_ids)  # M-RoPE's angles are those of the tokens already
         if self.embedding_scale is not None and self.pre_process:
             # A tensor in the weights' dtype, because transformers and the engine round the factor to it.
             hidden_states = hidden_states * hidden_states.new_full((), self.embedding_scale)
@@ -237,7 +237,5 @@ def packed_seq_params(
     }
     if shared is None:
         return PackedSeqParams(**pack)
-    keys, cu_keys = torch.from_numpy(shared.keys), torch.from_numpy(shared.cu_keys)
-    pack["max_seqlen_kv"] = int(cu_keys.diff().max())
-    copies = KeyCopies(to_device(keys, device()), int(cu_seqlens[-1]))
-    return SharedPack(**pack, keys=copies, cu_keys=to_device(cu_keys, device()))
+    pack["max_seqlen_kv"] = int(np.diff(shared.cu_keys).max())
+    return SharedPack(**pack, shared=shared, position_ids=to_device(torch.from_numpy(shared.position_ids), device()))

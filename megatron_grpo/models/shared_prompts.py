@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_grpo.models.attention_kernels import KeyCopies
+from megatron_grpo.data.pack import SharedPrompts
 
 
 @dataclass
 class SharedPack(PackedSeqParams):
     """A pack with shared prompts; ``max_seqlen_kv`` is the largest number of keys that a sequence has."""
 
-    keys: KeyCopies | None = None  # of the sequences in turn
-    cu_keys: torch.Tensor | None = None  # int32 [s + 1], where the keys of each sequence begin
+    shared: SharedPrompts | None = None
+    position_ids: torch.Tensor | None = None  # int64 [t], those of `SharedPrompts`
 
 
 def angles_of_tokens(angles: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Return the rotary angles of all tokens ``[..., t, 1, 1, d]``, given those of all positions and ``[1, t]``."""
-    return angles.index_select(angles.dim() - 4, position_ids[0])
+    """Return the rotary angles of all tokens ``[..., t, 1, 1, d]``, given those of all positions and ``[t]``."""
+    return angles.index_select(angles.dim() - 4, position_ids)

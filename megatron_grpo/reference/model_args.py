@@ -109,7 +109,6 @@ def _set_parallel_configuration(own: Namespace, args: Namespace, prefix: str) ->
     own.expert_tensor_parallel_size = getattr(args, f"{prefix}_expert_tensor_parallel_size")  # None: TP
     vars(own).update(_WITHOUT_POLICY_PIPELINE)
     own.hybrid_context_parallel &= own.context_parallel_size > 1
-    own.share_prompts &= own.context_parallel_size == 1
     if not own.num_experts:
         own.expert_model_parallel_size, own.expert_tensor_parallel_size = 1, None
     own.sequence_parallel = own.tensor_model_parallel_size > 1

@@ -94,6 +94,10 @@ LAYOUTS = {
         f"DP2 LOSSES: {SHARED}",
         f"TP2 SP: {SHARED}",
         f"PP2 VPP2: {SHARED}",
+        f"CP2: {SHARED}",
+        f"CP4 LOSSES: {SHARED}",
+        f"TP2 SP CP2: {SHARED}",
+        f"PP2 CP2: {SHARED} --recompute-granularity full",
     ],
     "moe": [
         "TP1: --micro-batch-size 1",
@@ -116,6 +120,7 @@ LAYOUTS = {
         f"PP2 CP2 EP2: {HYBRID[2]} --moe-token-dispatcher-type allgather",
         f"CP4 EP2: {HYBRID[4]} --moe-grouped-gemm",
         f"TP2 SP EP2: {SHARED} --moe-token-dispatcher-type allgather",
+        f"CP2 EP2: {SHARED} --moe-token-dispatcher-type allgather",
     ],
     "balanced": ["TP1", "TP2 SP", "CP2 EP2", "PP2 VPP2", "EP2: --moe-token-dispatcher-type allgather"],
     "latent": [
@@ -174,6 +179,8 @@ PAIRWISE = {
         "TP2 DP2: --micro-batch-size 1",
         f"CP4: {HYBRID[4]}",
         f"DP2 LOSSES: {SHARED}",
+        f"CP2 EP2: {SHARED}",
+        f"CP2: {SHARED}",
         f"TP2 SP: {SHARED}",
     ],
     "moe": [

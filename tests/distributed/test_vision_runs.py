@@ -48,6 +48,7 @@ LAYOUTS = {
     "CP2, hybrid": "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 120",
     "offloaded": "--offload-model --offload-optimizer --micro-batch-size 2",
     "DP2, shared prompts": "--max-tokens-per-microbatch 400 --share-prompts",
+    "CP2, shared prompts": "--context-parallel-size 2 --max-tokens-per-microbatch 240 --share-prompts",
     "PP2, shared prompts": "--pipeline-model-parallel-size 2 --max-tokens-per-microbatch 400 --share-prompts",
 }
 

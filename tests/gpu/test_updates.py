@@ -77,6 +77,7 @@ def test_two_gpus():
         "TP2 SP: --max-tokens-per-microbatch 1024 --share-prompts",
         "PP2",
         "CP2",
+        "CP2: --max-tokens-per-microbatch 1024 --share-prompts",
         "CP2: --attention-backend flash",
         "DP2: --use-distributed-optimizer --overlap-grad-reduce",
     )

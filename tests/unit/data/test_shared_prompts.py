@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.data.pack import IGNORED_LABEL, pack_completions, shared_tokens
+from megatron_grpo.data.pack import IGNORED_LABEL, pack_completions, shareable_tokens, shared_tokens
 from megatron_grpo.data.schedule import schedule
+from megatron_grpo.parallel.zigzag import padded_lengths, zigzag
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -30,7 +31,7 @@ def batch_of(prompts: list[list[int]], completions: list[list[int]], group_ids: 
 @st.composite
 def batches(draw) -> RolloutBatch:
     groups = draw(st.lists(st.integers(0, 3), min_size=1, max_size=9))
-    prompts = {group: [100 * group + i for i in range(draw(st.integers(1, 6)))] for group in sorted(set(groups))}
+    prompts = {group: [100 * group + i for i in range(draw(st.integers(1, 20)))] for group in sorted(set(groups))}
     lengths = draw(st.lists(st.integers(0, 5), min_size=len(groups), max_size=len(groups)))
     completions = [[1000 + 10 * i + k for k in range(length)] for i, length in enumerate(lengths)]
     return batch_of([prompts[group] for group in groups], completions, groups)
@@ -92,18 +93,50 @@ def test_prompts_of_a_group_that_differ_are_refused():
 
 
 @settings(deadline=None)
-@given(batch=batches(), dp_size=st.integers(1, 2), more=st.integers(0, 20))
-def test_micro_batches_keep_the_budget_that_shared_prompts_fill(batch, dp_size, more):
+@given(batch=batches(), dp_size=st.integers(1, 2), cp_size=st.sampled_from([1, 2, 4]), more=st.integers(0, 20))
+def test_micro_batches_keep_the_budget_that_shared_prompts_fill(batch, dp_size, cp_size, more):
     if batch.num_completions % dp_size:
         return
-    budget = int(batch.lengths.max()) + more
-    prompts = batch.prompt_lengths - 1
-    how = {"max_tokens": budget, "together": batch.group_ids}
-    shared = schedule(batch.lengths, dp_size, shared=prompts, **how)
-    assert sorted(i for rank in shared for pack in rank for i in pack) == list(range(batch.num_completions))
-    for rank in shared:
+    padded = padded_lengths(batch.lengths, cp_size)
+    budget = int(padded.max()) + more
+    shareable = shareable_tokens(batch.prompt_lengths, cp_size)
+    ranks = schedule(padded, dp_size, max_tokens=budget, together=batch.group_ids, shared=shareable)
+    assert sorted(i for rank in ranks for pack in rank for i in pack) == list(range(batch.num_completions))
+    for rank in ranks:
         for pack in rank:
-            assert 0 < len(pack_completions(batch, pack, share_prompts=True).tokens) <= budget
+            packed = pack_completions(batch, pack, cp_size=cp_size, share_prompts=True)
+            spared = shared_tokens(batch.prompt_lengths[pack], batch.group_ids[pack], cp_size).sum()
+            assert 0 < packed.cu_seqlens[-1] <= min(budget, padded[pack].sum() - spared)
+
+
+@settings(deadline=None)
+@given(batch=batches(), cp_size=st.sampled_from([2, 4]))
+def test_context_ranks_hold_the_pack_of_one_rank(batch, cp_size):
+    """The keys of each sequence are its tokens in turn, padding only at their end; all labels are there once."""
+    chosen = np.arange(batch.num_completions)
+    parts = [pack_completions(batch, chosen, 1, None, cp_size, rank, share_prompts=True) for rank in range(cp_size)]
+    first = parts[0]
+    assert sum(len(part.own_labels) for part in parts) == first.num_labels == batch.response_mask.sum()
+    whole = [np.empty(first.cu_seqlens[-1], np.int64) for _ in range(3)]
+    for part in parts:
+        at = zigzag(first.cu_seqlens, cp_size, part.cp_rank)
+        for array, own in zip(whole, (part.source, part.position_ids, part.padding), strict=True):
+            array[at] = own
+    source, position_ids, padding = whole
+    shared = first.shared_prompts
+    if shared is None:
+        assert (np.diff(first.cu_seqlens) == padded_lengths(batch.lengths[first.indices], cp_size)).all()
+        return
+    assert shared.position_ids.tolist() == position_ids.tolist()
+    sequences = []
+    for a, b in pairwise(shared.cu_keys.tolist()):
+        keys = shared.keys[a:b]
+        assert position_ids[keys].tolist() == list(range(b - a))
+        real = keys[: b - a - int(padding[keys].sum())]
+        assert not padding[real].any()
+        sequences.append(batch.tokens[source[real]].tolist())
+    whole_sequences = [batch.tokens[a:b].tolist() for a, b in pairwise(batch.cu_seqlens.tolist())]
+    assert all(sequence in sequences for sequence in whole_sequences)
 
 
 def test_a_group_fills_one_micro_batch():

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from attention_worker import NAMES, Alone, Case, module_results, plain, reference, results
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_grpo.models.attention import PackedAttention, _gathered_positions, attend, segments
+from megatron_grpo.data.pack import SharedPrompts, _keys_of_sequences
+from megatron_grpo.models.attention import (
+    PackedAttention,
+    _gathered_positions,
+    attend,
+    blocks,
+    segments,
+    shared_keys,
+)
 from megatron_grpo.models.attention_kernels import SharedKeys, Varlen
 from megatron_grpo.utils.errors import GrpoError
 
@@ -289,6 +298,58 @@ def test_gpu_layout(flash_on_cpu, cp_size, chunks, shape):
         return out.flatten(1)
 
     compare(results(case, attention, *case.tensors()), reference(case))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cp_size=st.sampled_from([1, 2, 3]),
+    chunks=st.lists(st.tuples(st.booleans(), st.integers(1, 5)), min_size=1, max_size=5),
+    spare=st.integers(0, 2),
+    shape=st.fixed_dictionaries(shapes),
+)
+def test_shared_prompts(flash_on_cpu, cp_size, chunks, spare, shape):
+    """The first sequence is a prompt with some padding; some of the others go on from it. Both kernels, all ranks."""
+    multiple = 2 * cp_size if cp_size > 1 else 1
+    lengths = np.array([4, *(chunk for _, chunk in chunks)]) * multiple
+    cu, prompt = np.append(0, np.cumsum(lengths)), np.array([-1, *(-(not goes_on) for goes_on, _ in chunks)])
+    before = np.where(prompt == 0, lengths[0] - spare, 0)
+    shared = SharedPrompts(*_keys_of_sequences(cu, prompt, before), np.arange(cu[-1]))
+    case = Case((int(cu[-1]),), **shape)
+    offsets, left = tuple(cu.tolist()), -1 if case.left is None else case.left
+    scale, gathered = case.size**-0.5, torch.from_numpy(_gathered_positions(cu, cp_size))
+
+    def reference_attention(q, k, v, sink):
+        parts = []
+        for number in range(len(lengths)):
+            keys = list(range(lengths[0] - spare)) * bool(prompt[number] == 0) + list(range(*cu[number : number + 2]))
+            alone = Case((len(keys),), **shape)
+            own = len(keys) - lengths[number]
+            queries = torch.cat([q.new_zeros(own, *q.shape[1:]), q[cu[number] : cu[number + 1]]])
+            parts.append(plain(alone, queries, k[keys], v[keys], sink)[own:])
+        return torch.cat(parts)
+
+    def attention(kernel_of):
+        def compute(q, k, v, sink):
+            sink = {"vanilla": None, "off-by-one": torch.zeros_like(sink), "learnable": sink}[case.softmax]
+            out = torch.zeros(len(q), case.heads, case.value_size, dtype=q.dtype)
+            for rank, own in enumerate(gathered.chunk(cp_size)):
+                part = attend(q[own], k[gathered], v[gathered], sink, kernel_of(rank))
+                out = out.index_copy(0, own, part)
+            return out.flatten(1)
+
+        return compute
+
+    def on_gpu(rank):
+        segmented, copies = segments(offsets, cp_size, rank, torch.device("cpu"), left, shared)
+        return SharedKeys(Varlen(*segmented, left, scale), copies)
+
+    def on_cpu(rank):
+        own = blocks(offsets, cp_size, rank, left, scale, shared)
+        return SharedKeys(own, shared_keys(offsets, cp_size, shared))
+
+    want = results(case, reference_attention, *case.tensors())
+    for kernel_of in (on_gpu, on_cpu):
+        compare(results(case, attention(kernel_of), *case.tensors()), want)
 
 
 @pytest.mark.parametrize("name", ["mixed", "sinks", "all"])

@@ -278,7 +278,7 @@ REFUSED = {
     "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
     "--share-prompts": "--share-prompts needs --max-tokens-per-microbatch",
     f"{SHARED} --transformer-impl transformer_engine --dry-run": "--share-prompts needs --transformer-impl local",
-    f"{SHARED} --context-parallel-size 2": "--share-prompts needs --context-parallel-size 1",
+    f"{SHARED} --context-parallel-size 2 --hybrid-context-parallel": "--share-prompts with --hybrid-context-parallel",
     f"{SHARED} --attn-logit-softcapping 50": "--share-prompts with --attn-logit-softcapping",
     f"{SHARED} --mtp-num-layers 1": "--share-prompts with --mtp-num-layers",
     f"{SHARED} {MOE} --router-replay-mode R2": "--share-prompts with --router-replay-mode",
