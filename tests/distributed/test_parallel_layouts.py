@@ -163,6 +163,7 @@ LAYOUTS = {
         f"PP2 VPP2: {BUDGET}",
         f"CP4 EP2: {HYBRID[4]}",
         f"EP2: {SHARED} --moe-grouped-gemm",
+        f"CP2 EP2: {SHARED}",
     ],
 }
 # Every pair of dimensions in one of the models, packs and micro-batches of a fixed size.
@@ -179,7 +180,6 @@ PAIRWISE = {
         "TP2 DP2: --micro-batch-size 1",
         f"CP4: {HYBRID[4]}",
         f"DP2 LOSSES: {SHARED}",
-        f"CP2 EP2: {SHARED}",
         f"CP2: {SHARED}",
         f"TP2 SP: {SHARED}",
     ],
