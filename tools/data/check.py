@@ -2,13 +2,15 @@
 
     python tools/data/check.py --train-data-path a.parquet b.jsonl --tokenizer-model DIR --max-prompt-length 1024
 
-The flags are those of pretrain_grpo.py; without --tokenizer-model lengths are in bytes. Files may have any size. The
-exit code is 1 if there are bad rows.
+The flags are those of pretrain_grpo.py: --load-hf gives tokenizer and processor of images, --environment the tools of
+prompts. Without --tokenizer-model and --load-hf lengths are in bytes. Files may have any size. The exit code is 1 if
+there are bad rows.
 """
 
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,12 @@ cpu_backend.install()
 
 from megatron_grpo.data.prompts import LeftOut, PromptDataset
 from megatron_grpo.data.tokenizer import build_tokenizer
+from megatron_grpo.environments.registry import tools_of
+from megatron_grpo.models.arguments import padded_vocab_size
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.setup import set_architecture
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.images import ImageReader
 from tools.data.common import Bytes
 
 
@@ -37,12 +43,18 @@ def main(argv: list[str] | None = None) -> int:
         args = parse_args(flags)
         if not args.train_data_path:
             raise GrpoError("--train-data-path is missing: give the files")
+        set_architecture(args, resume=False)
         tokenizer: Any = Bytes()
         if args.tokenizer_model:
             tokenizer = build_tokenizer(args)
         else:
             unit = "bytes"
-        data = PromptDataset(args.train_data_path, tokenizer, args, streamed=True)
+        images = None
+        if args.vision_config:
+            args.padded_vocab_size = padded_vocab_size(args)
+            images = ImageReader(args, tokenizer.special_tokens)
+        tools = partial(tools_of, default=args.environment)
+        data = PromptDataset(args.train_data_path, tokenizer, args, streamed=True, tools=tools, images=images)
         lengths, example = [], None
         for number in range(len(data)):
             try:
@@ -63,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         low, middle, high = np.quantile(lengths, [0, 0.5, 1])
         print(f"{unit} of a prompt: {low:.0f} to {high:.0f}, median {middle:.0f}")
         print(f"{example.source}: {json.dumps(example.row, ensure_ascii=False, default=str)[:2000]}")
+        if args.tokenizer_model:
+            print(f"its prompt: {tokenizer.decode(example.ids, skip_special_tokens=False)[:2000]!r}")
     return int(bad > 0)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from markdown.extensions.toc import slugify
 from plugins import plugins  # noqa: F401
 
 from megatron_grpo.algorithm.advantages import ADVANTAGES
@@ -96,6 +97,15 @@ def test_files_exist(name):
     paths = re.findall(r"(?:tools|examples|tests|megatron_grpo|docs)/[\w./-]*\.(?:py|sh|md|png)", text)
     for path in [(REPO / name).parent / link for link in links] + [REPO / path for path in paths]:
         assert path.exists(), path
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_anchors_exist(name):
+    """mkdocs checks those of docs/; these files are not part of the site."""
+    for page, anchor in re.findall(r"\]\(([^)#:]+)#([^)]+)\)", (REPO / name).read_text()):
+        text = re.sub(r"```.*?```", "", (REPO / page).read_text(), flags=re.S)
+        headings = [re.sub(r"\]\(.*?\)|[\[`]", "", heading) for heading in re.findall(r"^#+ (.*)", text, re.M)]
+        assert anchor in [slugify(heading, "-") for heading in headings], f"{page}#{anchor}"
 
 
 def test_the_example_of_a_family_is_the_family():

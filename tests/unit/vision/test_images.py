@@ -20,6 +20,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader, RowImages
 from megatron_grpo.vision.kinds import mrope_positions
 from megatron_grpo.weights import families
+from tools.data import check
 
 RED = picture(84, 56, 1)
 
@@ -85,6 +86,18 @@ def test_all_ways_to_give_an_image_are_one_prompt(dataset, model):
     text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     theirs = processor(text=[text], images=[Image.open(io.BytesIO(RED))])["input_ids"][0]
     assert prompts[0].ids == list(theirs)
+
+
+def test_the_check_of_files_reads_images_and_videos(model, tmp_path, capsys):
+    (tmp_path / "red.png").write_bytes(RED)
+    video = [["red.png", "red.png"]]
+    rows = [user("what?", images=["red.png"]), user("<image>", images=[]), user("<video>", videos=video)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"--load-hf {model[0]} --train-data-path {tmp_path}/a.jsonl --max-prompt-length 99"
+    assert check.main(flags.split()) == 1
+    out, err = capsys.readouterr()
+    assert "a.jsonl:2: " in err and "a.jsonl:1: " not in err and "a.jsonl:3: " not in err
+    assert "2 good rows, 1 bad" in out and "its prompt: " in out and "what?" in out.split("its prompt: ")[1]
 
 
 def test_rewards_get_no_encoded_images(dataset):
