@@ -77,7 +77,11 @@ def listing(file: Path) -> Path:
 def report_failure(job: Job, message: str) -> None:
     """Write the reason why this rank's part is missing where rank 0's process looks for the list of its items."""
     for part in job.parts:
-        _write_whole(listing(part.file), {"error": message})
+        part.file.unlink(missing_ok=True)  # room for the message
+        try:
+            _write_whole(listing(part.file), {"error": message})
+        except OSError:
+            listing(part.file).touch()  # needs no space: `_describe`
 
 
 def main() -> None:
@@ -159,8 +163,11 @@ def _describe(part: Part) -> None:
     for rank in range(part.world_size):
         file = directory / data_files.file_name(rank)
         while not listing(file).exists():
+            if not directory.exists():
+                raise GrpoError(f"{directory} was deleted")
             time.sleep(_POLL)
-        written = json.loads(listing(file).read_text())
+        text = listing(file).read_text()
+        written = json.loads(text) if text else {"error": "it could write neither its part nor the reason"}
         if "error" in written:
             raise GrpoError(f"rank {rank}: {written['error']}")
         for fqn, offset, index, start, length, checksum in written["items"]:

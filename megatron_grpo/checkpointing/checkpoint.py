@@ -247,11 +247,11 @@ def wait_for_background() -> None:
     if _background is None:
         return
     job, error = _background.job, _background.wait()
+    if error and job is not None and dist.get_rank() == 0:
+        checkpoint_directory.discard(job.temporary)  # the processes of the other ranks wait until it is gone
     errors: list = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error and f"rank {dist.get_rank()}: {error}")
     for text in filter(None, errors):
-        if dist.get_rank() == 0 and job is not None:
-            checkpoint_directory.discard(job.temporary)
         raise GrpoError(f"checkpoint {job and job.temporary} was not written: {text}")
 
 

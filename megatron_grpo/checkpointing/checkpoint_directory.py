@@ -13,6 +13,7 @@ replaced.
 These functions run on one process and access only files. They raise GrpoError for a missing or damaged checkpoint.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -298,8 +299,12 @@ def clean_up(root: str | Path) -> None:
 
 
 def discard(temporary: Path) -> None:
-    """Delete a checkpoint that could not be written."""
-    shutil.rmtree(temporary, ignore_errors=True)
+    """Delete a checkpoint that could not be written; rename it first, so that no rank opens further files there."""
+    doomed = temporary.with_suffix(".discarded.tmp")
+    with contextlib.suppress(OSError):
+        os.replace(temporary, doomed)
+    for directory in (doomed, temporary):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def iteration_directory(root: str | Path, iteration: int) -> Path:

@@ -216,9 +216,12 @@ def write_files(
     """Write both files of an adapter. ``base``: `base_of`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f".{WEIGHTS}.partial"
-    save_file(tensors, partial, metadata={"format": "pt"} | base)
-    os.replace(partial, directory / WEIGHTS)
-    partial = directory / f".{CONFIG}.partial"
-    partial.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(partial, directory / CONFIG)
+    partials = {name: directory / f".{name}.partial" for name in (WEIGHTS, CONFIG)}
+    try:
+        save_file(tensors, partials[WEIGHTS], metadata={"format": "pt"} | base)
+        partials[CONFIG].write_text(json.dumps(config, indent=2) + "\n")
+        for name, partial in partials.items():
+            os.replace(partial, directory / name)
+    finally:
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)

@@ -718,24 +718,19 @@ class Trainer:
     def finish(self) -> None:
         """Save the newest iteration unless it is saved, export to Hugging Face's format, and close all parts.
 
-        A run that ends early is saved but not exported, because its time may be limited. If the save fails, GrpoError
-        ends the run after the export.
+        A run that ends early is saved but not exported, because its time may be limited. If a save or an export fails,
+        GrpoError ends the run after the others.
         """
-        failed = None
-        if self.args.save and not self.args.rollout_only:
-            self._end_background_save()
-            if checkpoint.latest_iteration(self.args.save) != self.iteration:
-                if all_ranks_agree(self.early_exit.save_fits()):
-                    try:
-                        self.save(last=True)
-                    except GrpoError as error:
-                        failed = error
-                else:
-                    self.logger.print(
-                        f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}"
-                    )
+        self._check_save_directory()  # raises on rank 0 alone, the steps below on all ranks
+        steps = [] if self.args.rollout_only else [self._save_last]
         if not (self.left_early or self.args.rollout_only):
-            self._export()
+            steps += [self._export_adapter, self._export_hf]
+        failed = []
+        for step in steps:
+            try:
+                step()
+            except GrpoError as error:
+                failed.append(str(error))
         self.profiler.close()
         self.logger.close()
         self.engine.close()
@@ -745,20 +740,33 @@ class Trainer:
             self.ledger.close()
         if self.watchdog is not None:
             self.watchdog.close()
-        if failed is not None:
-            raise failed
+        if failed:
+            raise GrpoError(f"{'; '.join(failed)}. Make room, or correct the path. {newest_in_words(self.args.save)}")
         if self.args.save and not self.left_early and dist.get_rank() == 0:
             unmark(self.args.save)
         done = f"{self.rollouts} rollouts" if self.args.rollout_only else f"{self.iteration} updates"
         print_rank_0(f"done: {done}, {time.monotonic() - self.started:.0f} s")
 
-    def _export(self) -> None:
-        """Write the files of --save-adapter and --save-hf."""
+    def _save_last(self) -> None:
+        if not self.args.save:
+            return
+        self._end_background_save()
+        if checkpoint.latest_iteration(self.args.save) == self.iteration:
+            return
+        if all_ranks_agree(self.early_exit.save_fits()):
+            self.save(last=True)
+        else:
+            self.logger.print(f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}")
+
+    def _export_adapter(self) -> None:
         args = self.args
         if args.save_adapter:
             with progress.phase("export"), forward.parameters_complete(args, self.model):
                 save_adapter(args, self.model, args.save_adapter)
             self.logger.print(f"adapter in PEFT's format: {args.save_adapter}")
+
+    def _export_hf(self) -> None:
+        args = self.args
         if args.save_hf:
             with progress.phase("export"), forward.parameters_complete(args, self.model):
                 shards = merged_shards(self.model, args) if args.lora_rank else None

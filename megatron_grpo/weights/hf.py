@@ -236,12 +236,17 @@ def save_hf(
         if dist.get_rank() == 0:
             finish_export(partial, out_dir, files, checksums, config, dtype, tokenizer_dir, args.chat_template)
 
-    on_all_ranks(start, out_dir)
     checksums: dict[str, dict[int, int]] = {}
-    for found in on_all_ranks(write, out_dir):
-        for name, parts in found.items():
-            checksums.setdefault(name, {}).update(parts)
-    on_all_ranks(finish, out_dir)
+    try:
+        on_all_ranks(start, out_dir)
+        for found in on_all_ranks(write, out_dir):
+            for name, parts in found.items():
+                checksums.setdefault(name, {}).update(parts)
+        on_all_ranks(finish, out_dir)
+    except GrpoError:  # on all ranks
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def plan_export(

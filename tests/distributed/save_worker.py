@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -105,7 +106,10 @@ def failures(root):
 
 
 def background_failures(root):
-    """A process that is killed, and a directory that is deleted: an error on all ranks, then the next save works."""
+    """Processes that are killed or cannot write, and a directory that is deleted: an error on all ranks.
+
+    A limit of the size of files takes the place of a full disk: 0 leaves no room for the message. The next save works.
+    """
     args, _, save = ready(root, "killed", "--async-save")
     saves = checkpoint.start_background_saves()
     save(1)
@@ -125,9 +129,24 @@ def background_failures(root):
         os.kill(saves._process.pid, signal.SIGCONT)
     refused("deleted", checkpoint.wait_for_background)
     check_earlier(args, 1)
-    save(4)
+    for rank, limit in ((0, 100), (1, 100), (1, 0)):
+        if dist.get_rank() == rank:
+            resource.prlimit(saves._process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        save(4)
+        refused(f"rank {rank} with {limit} bytes", checkpoint.wait_for_background)
+        check_earlier(args, 1)
+        if dist.get_rank() == rank:
+            resource.prlimit(saves._process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    if dist.get_rank() == 0:
+        os.kill(saves._process.pid, signal.SIGSTOP)
+    save(5)
+    if dist.get_rank() == 0:
+        os.kill(saves._process.pid, signal.SIGKILL)
+    refused("rank 0 killed", checkpoint.wait_for_background)
+    check_earlier(args, 1)
+    save(6)
     checkpoint.wait_for_background()
-    assert checkpoint_directory.latest_iteration(args.save) == 4
+    assert checkpoint_directory.latest_iteration(args.save) == 6
     say("saved after failures")
 
 

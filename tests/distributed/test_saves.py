@@ -1,5 +1,7 @@
 """Saves in the background, and saves that fail; save_worker.py has the checks."""
 
+import re
+
 import pytest
 
 WORKER = "tests/distributed/save_worker.py"
@@ -29,5 +31,9 @@ def test_a_save_in_the_background_that_fails_leaves_the_earlier_checkpoint(tmp_p
     for rank in range(2):
         assert f"killed on rank {rank}: checkpoint " in out, out
         assert f"deleted on rank {rank}: checkpoint " in out, out
-    assert out.count("the process that writes it ended (exit status -9)") == 2, out
+        assert re.search(rf"rank 0 with 100 bytes on rank {rank}: .* rank 0: .*File too large", out), out
+        assert re.search(rf"rank 1 with 100 bytes on rank {rank}: .* rank 1: .*File too large", out), out
+        assert re.search(rf"rank 1 with 0 bytes on rank {rank}: .* rank 1: it could write neither", out), out
+        assert f"rank 0 killed on rank {rank}: checkpoint " in out, out
+    assert out.count("the process that writes it ended (exit status -9)") == 4, out
     assert out.count("saved after failures") == 2

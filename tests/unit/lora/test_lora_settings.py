@@ -166,12 +166,14 @@ def test_the_base_is_known_by_its_weights(world, dense, experts):
 def test_an_adapter_that_cannot_be_written(world, dense, tmp_path, monkeypatch):
     args, chunks = adapted(dense, "v_proj")
 
-    def full(*_, **__):
+    def full(tensors, path, metadata):
+        path.write_bytes(b"part")
         raise SafetensorError("I/O error: No space left on device")
 
     monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(GrpoError, match=r"the adapter cannot be written: .*No space left"):
         files.save_adapter(args, chunks, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_come_back_bit_for_bit_and_others_are_refused(world, dense, experts, tmp_path):

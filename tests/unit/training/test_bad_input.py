@@ -5,6 +5,7 @@ seconds; a stub stands in for vLLM. test_bad_input_ranks.py has torchrun, two ra
 """
 
 import re
+import resource
 
 import bad_input_cases as cases
 import pytest
@@ -74,3 +75,25 @@ def test_a_reward_that_fails_now_and_then_costs_those_completions_only(bench, ca
     words = bench.plugin(f"@register_reward('mine')\ndef mine(sample):\n    {body}\n")
     assert launch(TRAIN, bench.good + words + ["--train-iters", "4"]) == 0
     assert "ZeroDivisionError" in capfd.readouterr().out
+
+
+def test_a_last_save_and_an_export_that_fail_are_both_said(bench, capfd):
+    """A limit of the size of files takes the place of a full disk."""
+    words = bench.good + bench.resume()
+    before = files(bench.root / "run" / "iter_0000002")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    try:
+        code = launch(TRAIN, words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    run, error = bench.root / "run", capfd.readouterr().err.strip()
+    assert code == 1 and not OUR_FRAME.search(error), error
+    assert re.fullmatch(
+        rf"pretrain_grpo\.py: error: checkpoint {run}/iter_0000004.tmp cannot be written: .*; "
+        rf"{run}/hf_model cannot be written: .*\. Make room, or correct the path\. "
+        rf"The newest checkpoint is iteration 2: --load {run} resumes from it",
+        error,
+    ), error
+    assert files(run / "iter_0000002") == before
+    assert not [path.name for path in run.iterdir() if path.name.endswith((".partial", ".tmp"))]
