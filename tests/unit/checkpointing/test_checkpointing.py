@@ -1,5 +1,7 @@
 """The directory of a checkpoint under kills and damage."""
 
+import errno
+import io
 import json
 import os
 import random
@@ -11,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_grpo.checkpointing import background_writer
 from megatron_grpo.checkpointing import checkpoint_directory as cd
 from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum
 from megatron_grpo.utils.errors import GrpoError
@@ -258,3 +262,18 @@ def test_the_tool_names_every_damaged_file(tmp_path):
     assert "damaged: __0_0.distcp has changed since it was written, in bytes 0 to 700" in run.stdout
     assert "damaged: the content of common.pt has changed" in run.stdout
     assert subprocess.run([*VERIFY, tmp_path], capture_output=True).returncode == 0
+
+
+def test_the_reason_of_a_background_save_that_fails_is_that_of_the_file():
+    class Full(io.BytesIO):
+        room = 500
+
+        def write(self, data):
+            self.room -= len(data)
+            if self.room < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
+
+    with pytest.raises(Exception) as caught:
+        torch.save(torch.zeros(1000), Full())
+    assert background_writer._reason(caught.value) == "[Errno 28] No space left on device"
