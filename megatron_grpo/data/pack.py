@@ -148,8 +148,8 @@ def pack_completions(
     position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
     shared_prompts = None
     if prompt is not None and (prompt >= 0).any():
-        before = np.zeros(len(lengths), np.int64)  # tokens of the prompt, of each sequence; the padding has none
-        before[: len(prompt)] = np.where(prompt >= 0, real[prompt], 0)
+        prompt = np.append(prompt, np.full(len(lengths) - len(prompt), -1))  # the padding has none
+        before = np.where(prompt >= 0, real[prompt], 0)  # tokens of the prompt, of each sequence
         position_ids += before[sequence]
         shared_prompts = SharedPrompts(*_keys_of_sequences(cu_seqlens, prompt, before), position_ids)
 
@@ -253,9 +253,8 @@ def _keys_of_sequences(cu_seqlens: Int64, prompt: Int64, before: Int64) -> tuple
 
     Their prompts are the first ``before`` tokens of the sequences with the numbers ``prompt``.
     """
-    own, of_prompts = cu_seqlens[:-1], np.zeros(len(before), np.int64)
-    of_prompts[: len(prompt)] = cu_seqlens[:-1][prompt]
-    begins = np.stack([of_prompts, own], 1).ravel()  # each sequence's prompt, then itself
+    starts = cu_seqlens[:-1]
+    begins = np.stack([starts[prompt], starts], 1).ravel()  # each sequence's prompt, then itself
     counts = np.stack([before, np.diff(cu_seqlens)], 1).ravel()
     keys = np.arange(counts.sum()) + np.repeat(begins - offsets(counts)[:-1], counts)
     return keys, offsets(counts)[::2].astype(np.int32)

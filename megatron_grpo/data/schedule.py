@@ -232,9 +232,10 @@ def _budget_schedule(
         costs = [completions.work_of(pack) / degree for degree, pack in packs]
         of_ranks = _round_robin(costs, ranks, degrees)
         slowest = max(sum(costs[number] for number in rank) for rank in of_ranks)
-        schedule_ = [[sorted(packs[number][1]) for number in rank] for rank in of_ranks]
-        dealt.append((slowest, [degrees[number] for number in of_ranks[0]], schedule_))
-    return min(dealt, key=lambda division: division[0])[1:]
+        dealt.append((slowest, packs, of_ranks))
+    _, packs, of_ranks = min(dealt, key=lambda division: division[0])
+    schedule_ = [[sorted(packs[number][1]) for number in rank] for rank in of_ranks]
+    return [packs[number][0] for number in of_ranks[0]], schedule_
 
 
 def _divisions(completions: _Completions, ranks: int, max_tokens: int, multiple: int) -> list[Packs]:

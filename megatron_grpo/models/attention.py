@@ -6,14 +6,13 @@ context parallelism each rank gathers the keys and values and keeps its queries 
 3.3.2).
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -109,8 +108,8 @@ class PackedAttention(MegatronModule):
         assert packed_seq_params is not None, "every batch is packed"
         cp_size, cp_rank = place_in_pack(len(query), packed_seq_params.cu_seqlens_q_padded, self.cp_group)
         if cp_size > 1:
-            group = sharing_ranks(cp_size)
-            key, value = (gather_from_sequence_parallel_region(x, group=group) for x in (key, value))
+            gather = partial(tensor_parallel.gather_from_sequence_parallel_region, group=sharing_ranks(cp_size))
+            key, value = gather(key), gather(value)
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         if self.softcap is not None:
             mask_mod = visible_keys(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, query.device)
@@ -121,13 +120,14 @@ class PackedAttention(MegatronModule):
     def _kernel(self, pack: PackedSeqParams, cp_size: int, cp_rank: int, where: torch.device, scale: float) -> Kernel:
         """Return the kernel for a rank's queries and all keys of a pack."""
         shared = pack.shared if isinstance(pack, SharedPack) else None
-        if where.type == "cpu":
-            own = blocks(_offsets_on_host(pack), cp_size, cp_rank, self.left, scale, shared)
-            return own if shared is None else SharedKeys(own, shared_keys(_offsets_on_host(pack), cp_size, shared))
-        if cp_size == 1 and shared is None:
+        if where.type == "cuda" and cp_size == 1 and shared is None:
             cu, longest = pack.cu_seqlens_q, pack.max_seqlen_q
             return self.gpu_kernel(cu, cu, longest, longest, self.left, scale)
-        segmented, copies = segments(_offsets_on_host(pack), cp_size, cp_rank, where, self.left, shared)
+        cu_seqlens = _offsets_on_host(pack)
+        if where.type == "cpu":
+            own = blocks(cu_seqlens, cp_size, cp_rank, self.left, scale, shared)
+            return own if shared is None else SharedKeys(own, shared_keys(cu_seqlens, cp_size, shared))
+        segmented, copies = segments(cu_seqlens, cp_size, cp_rank, where, self.left, shared)
         return SharedKeys(self.gpu_kernel(*segmented, self.left, scale), copies)
 
     def sinks(self, query: torch.Tensor) -> torch.Tensor | None:

@@ -10,10 +10,11 @@ set -euo pipefail
 impl=${1:?local or transformer_engine} run=${2:?folder for the results}; shift 2
 here=$(cd "$(dirname "$0")" && pwd)
 STALENESS=${STALENESS-1 2 4} WARMUP=${WARMUP:-6} ITERS=${ITERS:-14}
+export MEDIAN=${MEDIAN:-384} MEAN=${MEAN:-687}  # of the lengths
 
 run_one() {  # NAME FLAGS
     local name=$1; shift
-    SCRIPT=tools/benchmark/long_tail.py bash "$here/step.sh" "$impl" "$run/$name" \
+    bash "$here/step.sh" "$impl" "$run/$name" \
         --max-completion-length 8192 --max-tokens-per-microbatch 16384 --vllm-gpu-memory-utilization 0.6 \
         --rollout-importance-sampling-mode token_truncate --mismatch-limit 10 --train-iters "$ITERS" "$@"
 }

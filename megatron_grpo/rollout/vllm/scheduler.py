@@ -7,7 +7,7 @@ from megatron_grpo.rollout.draft_counts import DraftCounts
 
 
 def scheduler_of(engine):
-    """Return the scheduler of an ``LLMEngine`` whose core runs in this process."""
+    """Return the scheduler of an ``LLMEngine`` that runs its core in this process."""
     return engine.engine_core.engine_core.scheduler
 
 
@@ -20,7 +20,7 @@ def collect_log_probs(engine) -> None:
     scheduler, states = scheduler_of(engine), engine.output_processor.request_states
     update = scheduler.update_from_output
     if list(inspect.signature(update).parameters) != ["scheduler_output", "model_runner_output"]:
-        return  # another version of vLLM, whose own record is slower
+        return  # another version of vLLM: it records the log-probabilities itself, more slowly
 
     def collecting(scheduler_output, model_runner_output):
         lists = model_runner_output.logprobs
