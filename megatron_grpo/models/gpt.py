@@ -16,6 +16,7 @@ from megatron_grpo.models.rope import frequencies, set_attention_factor
 from megatron_grpo.models.shared_prompts import SharedPack, angles_of_tokens
 from megatron_grpo.models.softcap import soft_cap
 from megatron_grpo.models.two_ropes import TwoRopes
+from megatron_grpo.models.weight_gradients import AddingEmbedding
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.sequence_parallel import own_tokens
 from megatron_grpo.utils.cpu_backend import device, to_device
@@ -202,6 +203,8 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
         model.rotary_pos_emb.inv_freq = inv_freq
     if mtp is not None and config.mtp_loss_scaling_factor == 0:
         model.mtp.requires_grad_(False)  # not trained: no gradient, no optimizer state, no weight decay
+    if config.gradient_accumulation_fusion and pre_process:
+        AddingEmbedding.replace(model)
     if args.rotary_base_local:
         model.rotary_pos_emb = TwoRopes(model.rotary_pos_emb, args)
     if args.mrope_section:

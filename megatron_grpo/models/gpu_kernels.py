@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from megatron.core.fusions.fused_bias_swiglu import SwiGLUFunction
 
-ROWS = 16  # tokens of a program of `HeadsOfPack`
+HEADS = 4096  # numbers of a head's tokens in a program of `HeadsOfPack`
 NORM_PROGRAMS = 1024  # each adds the weight's gradient of its rows
 
 
@@ -18,7 +18,8 @@ class HeadsOfPack(torch.autograd.Function):
     """`self_attention.queries_keys_values` for pairs half a head apart in whole heads of 2^n channels.
 
     ``apply(heads, weight_q, weight_k, cos, sin, eps, one)``: ``heads`` ``[t, groups, n + 2, d]``, weights of the norms
-    ``[d]`` or None, to which ``one`` (0.0 or 1.0) is added, cosines and sines ``[t, 1, 1, d]``.
+    ``[d]`` or None, to which ``one`` (0.0 or 1.0) is added, cosines and sines ``[t, 1, 1, d]``. A program computes the
+    heads of one group, for which it reads the angles once.
     """
 
     @staticmethod
@@ -27,10 +28,11 @@ class HeadsOfPack(torch.autograd.Function):
         heads, cos, sin = heads.contiguous(), cos.contiguous(), sin.contiguous()
         queries = heads.new_empty(tokens, groups * (slots - 2), size)
         keys, values = (heads.new_empty(tokens, groups, size) for _ in range(2))
+        rows = HEADS // size
         if tokens:
-            _heads[(triton.cdiv(tokens, ROWS), groups * slots)](
+            _heads[(groups, triton.cdiv(tokens, rows))](
                 heads, weight_q, weight_k, cos, sin, queries, keys, values,
-                tokens, groups, eps, one, slots, size // 2, weight_q is not None, ROWS,
+                tokens, groups, eps, one, slots, size // 2, weight_q is not None, rows,
             )  # fmt: skip
         ctx.save_for_backward(heads, weight_q, weight_k, cos, sin)
         ctx.options = eps, one
@@ -42,40 +44,40 @@ class HeadsOfPack(torch.autograd.Function):
         eps, one = ctx.options
         tokens, groups, slots, size = heads.shape
         grads = [grad.contiguous() for grad in grads]
-        out, blocks = torch.empty_like(heads), triton.cdiv(tokens, ROWS)
+        rows = HEADS // size
+        out, blocks = torch.empty_like(heads), triton.cdiv(tokens, rows)
         trained = ctx.needs_input_grad[1]
-        of_weights = heads.new_empty((blocks, groups, slots, size) if trained else 0, dtype=torch.float32)
+        of_weights = heads.new_empty((blocks * groups, 2, size) if trained else 0, dtype=torch.float32)
         if tokens:
-            _heads_gradient[(blocks, groups * slots)](
+            _heads_gradient[(groups, blocks)](
                 heads, weight_q, weight_k, cos, sin, *grads, out, of_weights,
-                tokens, groups, eps, one, slots, size // 2, weight_q is not None, trained, ROWS,
+                tokens, groups, eps, one, slots, size // 2, weight_q is not None, trained, rows,
             )  # fmt: skip
         if not trained:
             return out, *[None] * 6
-        of_queries, of_keys = of_weights[:, :, :-2].sum((0, 1, 2)), of_weights[:, :, -2].sum((0, 1))
-        return out, of_queries.to(weight_q.dtype), of_keys.to(weight_k.dtype), *[None] * 4
+        of_queries, of_keys = of_weights.sum(0).to(weight_q.dtype)
+        return out, of_queries, of_keys, *[None] * 4
 
 
 @triton.jit
-def _head(queries, keys, values, tokens, groups, slots: tl.constexpr, half: tl.constexpr, rows: tl.constexpr):
-    """Return the head and the tokens of a program.
+def _halves(place, half: tl.constexpr, inside):
+    return tl.load(place, inside, 0.0).to(tl.float32), tl.load(place + half, inside, 0.0).to(tl.float32)
 
-    These are the head's number in its group, the tokens ``[rows, 1]``, a mask of those that exist, the channels of a
-    half ``[1, half]``, the offsets of the first half in ``heads``, and pointers to it in queries, keys or values.
-    """
-    slot = tl.program_id(1)
-    group, number = slot // slots, slot % slots
-    row = (tl.program_id(0) * rows + tl.arange(0, rows))[:, None].to(tl.int64)
-    column = tl.arange(0, half)[None, :]
-    at = row * (groups * slots * 2 * half) + slot * 2 * half + column
-    if number == slots - 1:
-        there = values + row * (groups * 2 * half) + group * 2 * half + column
-    elif number == slots - 2:
-        there = keys + row * (groups * 2 * half) + group * 2 * half + column
-    else:
-        query = group * (slots - 2) + number
-        there = queries + row * (groups * (slots - 2) * 2 * half) + query * 2 * half + column
-    return number, row, row < tokens, column, at, there
+
+@triton.jit
+def _head(
+    source, target, weight, inside, cos_1, cos_2, sin_1, sin_2,
+    eps, one, half: tl.constexpr, normed: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate the heads ``[rows, d]`` at ``source``, into ``target``; both point at the first halves."""
+    first, second = _halves(source, half, inside)
+    if normed:
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * half) + eps)[:, None]
+        column = tl.arange(0, half)[None, :]
+        first *= scale * (tl.load(weight + column).to(tl.float32) + one)
+        second *= scale * (tl.load(weight + half + column).to(tl.float32) + one)
+    tl.store(target, first * cos_1 + second * sin_1, inside)
+    tl.store(target + half, second * cos_2 + first * sin_2, inside)
 
 
 @triton.jit
@@ -83,22 +85,47 @@ def _heads(
     heads, weight_q, weight_k, cos, sin, queries, keys, values,
     tokens, groups, eps, one, slots: tl.constexpr, half: tl.constexpr, normed: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    number, row, inside, column, at, there = _head(queries, keys, values, tokens, groups, slots, half, rows)
-    first = tl.load(heads + at, inside, 0.0).to(tl.float32)
-    second = tl.load(heads + at + half, inside, 0.0).to(tl.float32)
-    if number < slots - 1:
-        if normed:
-            mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * half)
-            scale = tl.rsqrt(mean + eps)[:, None]
-            weight = weight_k if number == slots - 2 else weight_q
-            first = first * scale * (tl.load(weight + column).to(tl.float32) + one)
-            second = second * scale * (tl.load(weight + half + column).to(tl.float32) + one)
-        angle = row * 2 * half + column
-        turned = first * tl.load(cos + angle, inside, 0.0) + second * tl.load(sin + angle, inside, 0.0)
-        second = second * tl.load(cos + angle + half, inside, 0.0) + first * tl.load(sin + angle + half, inside, 0.0)
-        first = turned
-    tl.store(there, first, inside)
-    tl.store(there + half, second, inside)
+    group = tl.program_id(0)
+    row = (tl.program_id(1) * rows + tl.arange(0, rows))[:, None].to(tl.int64)
+    inside, column, size = row < tokens, tl.arange(0, half)[None, :], 2 * half
+    cos_1, cos_2 = _halves(cos + row * size + column, half, inside)
+    sin_1, sin_2 = _halves(sin + row * size + column, half, inside)
+    source = heads + (row * groups + group) * slots * size + column
+    query = queries + (row * groups + group) * (slots - 2) * size + column
+    for number in range(slots - 2):
+        _head(
+            source + number * size, query + number * size, weight_q, inside, cos_1, cos_2, sin_1, sin_2,
+            eps, one, half, normed,
+        )  # fmt: skip
+    source += (slots - 2) * size
+    at = (row * groups + group) * size + column
+    _head(source, keys + at, weight_k, inside, cos_1, cos_2, sin_1, sin_2, eps, one, half, normed)
+    tl.store(values + at, tl.load(source + size, inside), inside)
+    tl.store(values + at + half, tl.load(source + size + half, inside), inside)
+
+
+@triton.jit
+def _head_gradient(
+    source, upstream, target, weight, inside, cos_1, cos_2, sin_1, sin_2,
+    eps, one, half: tl.constexpr, normed: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the heads at ``source`` to ``target``; return the parts of the weight's gradient."""
+    grad_1, grad_2 = _halves(upstream, half, inside)
+    first, second = grad_1 * cos_1 + grad_2 * sin_2, grad_2 * cos_2 + grad_1 * sin_1
+    of_first, of_second = first, second
+    if normed:
+        x, y = _halves(source, half, inside)
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * half) + eps)[:, None]
+        x, y = x * scale, y * scale
+        of_first, of_second = first * x, second * y
+        column = tl.arange(0, half)[None, :]
+        first *= tl.load(weight + column).to(tl.float32) + one
+        second *= tl.load(weight + half + column).to(tl.float32) + one
+        along = ((tl.sum(first * x, 1) + tl.sum(second * y, 1)) / (2 * half))[:, None]
+        first, second = scale * (first - x * along), scale * (second - y * along)
+    tl.store(target, first, inside)
+    tl.store(target + half, second, inside)
+    return of_first, of_second
 
 
 @triton.jit
@@ -107,65 +134,73 @@ def _heads_gradient(
     tokens, groups, eps, one,
     slots: tl.constexpr, half: tl.constexpr, normed: tl.constexpr, trained: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    number, row, inside, column, at, there = _head(queries, keys, values, tokens, groups, slots, half, rows)
-    first = tl.load(there, inside, 0.0).to(tl.float32)
-    second = tl.load(there + half, inside, 0.0).to(tl.float32)
-    if number < slots - 1:
-        angle = row * 2 * half + column
-        turned = first * tl.load(cos + angle, inside, 0.0) + second * tl.load(sin + angle + half, inside, 0.0)
-        second = second * tl.load(cos + angle + half, inside, 0.0) + first * tl.load(sin + angle, inside, 0.0)
-        first = turned
-        if normed:
-            x, y = (
-                tl.load(heads + at, inside, 0.0).to(tl.float32),
-                tl.load(heads + at + half, inside, 0.0).to(tl.float32),
-            )
-            mean = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * half)
-            scale = tl.rsqrt(mean + eps)[:, None]
-            x, y = x * scale, y * scale
-            if trained:
-                program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-                place = of_weights + program * 2 * half + tl.arange(0, half)
-                tl.store(place, tl.sum(first * x, 0))
-                tl.store(place + half, tl.sum(second * y, 0))
-            weight = weight_k if number == slots - 2 else weight_q
-            first = first * (tl.load(weight + column).to(tl.float32) + one)
-            second = second * (tl.load(weight + half + column).to(tl.float32) + one)
-            along = ((tl.sum(first * x, 1) + tl.sum(second * y, 1)) / (2 * half))[:, None]
-            first, second = scale * (first - x * along), scale * (second - y * along)
-    tl.store(out + at, first, inside)
-    tl.store(out + at + half, second, inside)
+    group = tl.program_id(0)
+    row = (tl.program_id(1) * rows + tl.arange(0, rows))[:, None].to(tl.int64)
+    inside, column, size = row < tokens, tl.arange(0, half)[None, :], 2 * half
+    cos_1, cos_2 = _halves(cos + row * size + column, half, inside)
+    sin_1, sin_2 = _halves(sin + row * size + column, half, inside)
+    place = (row * groups + group) * slots * size + column
+    query = queries + (row * groups + group) * (slots - 2) * size + column
+    total_1, total_2 = tl.zeros([rows, half], tl.float32), tl.zeros([rows, half], tl.float32)
+    for number in range(slots - 2):
+        of_first, of_second = _head_gradient(
+            heads + place + number * size, query + number * size, out + place + number * size, weight_q, inside,
+            cos_1, cos_2, sin_1, sin_2, eps, one, half, normed,
+        )  # fmt: skip
+        total_1 += of_first
+        total_2 += of_second
+    place += (slots - 2) * size
+    at = (row * groups + group) * size + column
+    of_first, of_second = _head_gradient(
+        heads + place, keys + at, out + place, weight_k, inside,
+        cos_1, cos_2, sin_1, sin_2, eps, one, half, normed,
+    )  # fmt: skip
+    tl.store(out + place + size, tl.load(values + at, inside), inside)
+    tl.store(out + place + size + half, tl.load(values + at + half, inside), inside)
+    if trained:
+        program = of_weights + (tl.program_id(1) * groups + group) * 2 * size + tl.arange(0, half)
+        tl.store(program, tl.sum(total_1, 0))
+        tl.store(program + half, tl.sum(total_2, 0))
+        tl.store(program + size, tl.sum(of_first, 0))
+        tl.store(program + size + half, tl.sum(of_second, 0))
 
 
 class RootMeanSquareNorm(torch.autograd.Function):
-    """``torch.rms_norm``; its gradients of the input and of the weight come from one pass over both.
+    """``torch.rms_norm`` of ``x``, and ``x`` again for what else reads it; one pass over memory makes all gradients.
 
-    ``apply(x, weight, eps)``: ``[..., h]`` and ``[h]``.
+    ``apply(x, weight, eps)``: ``[..., h]`` and ``[h]``. The gradient of the second result, if any, is added to that of
+    ``x``, which autograd would do in one more pass.
     """
 
     @staticmethod
     def forward(ctx, x, weight, eps: float):
         out, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return out
+        ctx.set_materialize_grads(False)
+        return out, x
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, residual):
         x, weight, scale = ctx.saved_tensors
         size, trained = len(weight), ctx.needs_input_grad[1]
         rows = x.numel() // size
         x, grad, out = x.contiguous(), grad.contiguous(), torch.empty_like(x)
+        residual = None if residual is None else residual.contiguous()
         programs = min(rows, NORM_PROGRAMS)
         of_weight = x.new_empty((programs, size) if trained else 0, dtype=torch.float32)
         if rows:
             _norm_gradient[(programs,)](
-                x, weight, scale, grad, out, of_weight, rows, size, triton.next_power_of_2(size), trained
-            )
+                x, weight, scale, grad, residual, out, of_weight, rows, size, triton.next_power_of_2(size), trained,
+                residual is not None,
+            )  # fmt: skip
         return out, of_weight.sum(0).to(weight.dtype) if trained else None, None
 
 
 @triton.jit
-def _norm_gradient(x, weight, scale, grad, out, of_weight, rows, size, width: tl.constexpr, trained: tl.constexpr):
+def _norm_gradient(
+    x, weight, scale, grad, residual, out, of_weight,
+    rows, size, width: tl.constexpr, trained: tl.constexpr, added: tl.constexpr,
+):  # fmt: skip
     column = tl.arange(0, width)
     inside = column < size
     factor = tl.load(weight + column, inside, 0.0).to(tl.float32)
@@ -178,7 +213,10 @@ def _norm_gradient(x, weight, scale, grad, out, of_weight, rows, size, width: tl
         if trained:
             total += upstream * normed
         upstream *= factor
-        tl.store(out + at, of_row * (upstream - normed * (tl.sum(upstream * normed, 0) / size)), inside)
+        of_x = of_row * (upstream - normed * (tl.sum(upstream * normed, 0) / size))
+        if added:
+            of_x += tl.load(residual + at, inside, 0.0).to(tl.float32)
+        tl.store(out + at, of_x, inside)
     if trained:
         tl.store(of_weight + tl.program_id(0) * size + column, total, inside)
 

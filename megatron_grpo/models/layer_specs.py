@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
-from megatron_grpo.models.norm import RMSNorm, with_post_layernorm
+from megatron_grpo.models.norm import BranchNorm, RMSNorm, take_residual, with_post_layernorm
 from megatron_grpo.models.router_replay import Replay
 from megatron_grpo.models.self_attention import PackedSelfAttention
 from megatron_grpo.models.two_ropes import with_two_ropes
@@ -86,6 +86,7 @@ def bias_dropout_add(training: bool, fused: bool) -> Callable:
 
     def add(output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float):
         output, bias = output_and_bias
+        residual = take_residual(residual)
         if bias is None and not dropout:
             return residual.to(output.dtype) + output
         return with_bias(output_and_bias, residual, dropout)
@@ -170,7 +171,7 @@ def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:
 def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
     """Replace norm, attention and experts of a layer of the local spec by the modules of this package."""
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = BranchNorm
     attention = parts.self_attention.submodules
     names: dict[str, str] = {}
     if config.multi_latent_attention:

@@ -15,6 +15,8 @@ class RMSNorm(torch.nn.RMSNorm):
     gradient of the weight is a partial sum; the attribute ``sequence_parallel`` makes megatron-core add these sums.
     """
 
+    before_branch = False
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
         self.weight.sequence_parallel = config.sequence_parallel
@@ -26,8 +28,25 @@ class RMSNorm(torch.nn.RMSNorm):
         if x.is_cuda and torch.is_grad_enabled() and not self.zero_centered and x.dtype == self.weight.dtype:
             from megatron_grpo.models.gpu_kernels import RootMeanSquareNorm  # Triton exists with a GPU only
 
-            return RootMeanSquareNorm.apply(x, self.weight, self.eps)
+            out, again = RootMeanSquareNorm.apply(x, self.weight, self.eps)
+            if self.before_branch:
+                x.for_residual = again
+            return out
         return rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+
+class BranchNorm(RMSNorm):
+    """The norm before attention or an MLP: its kernel adds the gradient that comes along the residual connection.
+
+    For this `take_residual` must give the residual addition the input of the norm.
+    """
+
+    before_branch = True
+
+
+def take_residual(x: torch.Tensor) -> torch.Tensor:
+    """Return the input ``x`` of a `BranchNorm` as the residual addition must read it."""
+    return vars(x).pop("for_residual", x)  # kept, the tensor and its graph would hold each other in memory
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:

@@ -55,6 +55,7 @@ ADAPTED = f"{LATENT.replace('--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1', 
 FP8_BASE = f"""{ADAPTED} --lora-base-dtype fp8 --hidden-size 160 --ffn-hidden-size 272 --moe-ffn-hidden-size 144
  --moe-shared-expert-intermediate-size 144"""
 OVERLAP = check_parallel.OVERLAP
+FUSED = "--gradient-accumulation-fusion"
 LAYOUTS = {
     "dense": [
         "TP1 LOSSES: --micro-batch-size 1",
@@ -62,7 +63,7 @@ LAYOUTS = {
         "TP1: --micro-batch-size 4",
         f"TP1: {BUDGET}",
         "TP1: --micro-batch-size 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "DP2: --micro-batch-size 2 --use-distributed-optimizer",
+        f"DP2: --micro-batch-size 2 --use-distributed-optimizer {FUSED}",
         f"DP2: --micro-batch-size 2 {OVERLAP}",
         f"DP2 LOSSES: {BUDGET}",
         f"TP2: {BUDGET}",
@@ -71,11 +72,11 @@ LAYOUTS = {
         f"PP2 VPP2: {BUDGET}",
         "PP2 VPP2: --micro-batch-size 2",
         f"PP2: {BUDGET} --decoder-first-pipeline-num-layers 1",
-        f"PP2 VPP2: {BUDGET} {OVERLAP}",
+        f"PP2 VPP2: {BUDGET} {OVERLAP} {FUSED}",
         "CP2: --micro-batch-size 2",
         f"CP2 LOSSES: {BUDGET}",
         f"CP2: {BUDGET} {OVERLAP}",
-        f"TP2 SP CP2: {BUDGET}",
+        f"TP2 SP CP2: {BUDGET} {FUSED}",
         f"TP2 SP CP2 LOSSES: {BUDGET}",
         f"TP2 SP PP2 VPP2: {BUDGET}",
         f"PP2 CP2: {BUDGET} --use-distributed-optimizer",
@@ -171,10 +172,10 @@ PAIRWISE = {
     "dense": [
         LAYOUTS["dense"][0],
         f"TP1: {BUDGET}",
-        "DP2: --micro-batch-size 2 --use-distributed-optimizer",
-        f"PP2 VPP2: {BUDGET} {OVERLAP}",
+        f"DP2: --micro-batch-size 2 --use-distributed-optimizer {FUSED}",
+        f"PP2 VPP2: {BUDGET} {OVERLAP} {FUSED}",
         f"CP2 LOSSES: {BUDGET}",
-        f"TP2 SP CP2: {BUDGET}",
+        f"TP2 SP CP2: {BUDGET} {FUSED}",
         f"TP2 SP PP2 VPP2: {BUDGET}",
         f"PP2 CP2: {BUDGET} --use-distributed-optimizer",
         "TP2 DP2: --micro-batch-size 1",

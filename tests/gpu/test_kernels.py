@@ -1,5 +1,7 @@
 """What computes on a GPU with kernels of its own, against plain float32 or float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -17,6 +19,8 @@ from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.models.attention_kernels import KeyCopies
 from megatron_grpo.models.gpu_kernels import HeadsOfPack, RootMeanSquareNorm, swiglu_gradient
 from megatron_grpo.models.head import vocab_parallel_log_probs
+from megatron_grpo.models.layer_specs import bias_dropout_add
+from megatron_grpo.models.norm import BranchNorm
 from megatron_grpo.models.rope import cosines_and_sines, rotate_pack
 from megatron_grpo.models.self_attention import Norm, queries_keys_values
 from megatron_grpo.models.softcap import soft_capped_attention
@@ -236,12 +240,35 @@ def test_heads_of_a_pack(trained, size, normed):
 def test_gradient_of_a_norm(shape):
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.rand(shape[-1], device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    upstream = torch.randn_like(x)
-    got = torch.autograd.grad(RootMeanSquareNorm.apply(x, weight, 1e-6), (x, weight), upstream)
+    upstream, residual = torch.randn_like(x), torch.randn_like(x)
     double = [t.detach().double().requires_grad_() for t in (x, weight)]
     out = torch.nn.functional.rms_norm(double[0], shape[-1:], double[1], 1e-6)
-    for a, b in zip(got, torch.autograd.grad(out, double, upstream.double()), strict=True):
-        assert relative(a, b) < 4e-3
+    for used in (1, 2):  # without and with what else reads x
+        ours = RootMeanSquareNorm.apply(x, weight, 1e-6)[:used]
+        got = torch.autograd.grad(ours, (x, weight), (upstream, residual)[:used])
+        want = torch.autograd.grad(
+            (out, double[0])[:used], double, (upstream.double(), residual.double())[:used], retain_graph=True
+        )
+        for a, b in zip(got, want, strict=True):
+            assert relative(a, b) < 4e-3
+
+
+def test_gradient_along_a_residual_connection():
+    """A norm, a branch and the addition as a layer of the local specification has them, against autograd in float64."""
+    norm = BranchNorm(
+        SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False, layernorm_zero_centered_gamma=False), 256
+    )
+    x = torch.randn(300, 1, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    start = x * 1.0  # not a leaf, as in a layer
+    out = bias_dropout_add(True, False)((torch.tanh(norm(start)), None), start, 0.0)
+    assert not vars(start), "the input would hold its own graph in memory"
+    upstream = torch.randn_like(out)
+    got = torch.autograd.grad(out, (x, norm.weight), upstream)
+    double = [t.detach().double().requires_grad_() for t in (x, norm.weight)]
+    branch = torch.tanh(torch.nn.functional.rms_norm(double[0], (256,), double[1], norm.eps))
+    want = torch.autograd.grad(double[0] + branch, double, upstream.double())
+    for a, b in zip(got, want, strict=True):
+        assert relative(a, b) < 6e-3
 
 
 @pytest.mark.parametrize("size", [24, 1500, 9728])
