@@ -268,7 +268,7 @@ def test_gradient_along_a_residual_connection():
     branch = torch.tanh(torch.nn.functional.rms_norm(double[0], (256,), double[1], norm.eps))
     want = torch.autograd.grad(double[0] + branch, double, upstream.double())
     for a, b in zip(got, want, strict=True):
-        assert relative(a, b) < 6e-3
+        assert relative(a, b) < 2e-2  # the branch rounds its own results
 
 
 @pytest.mark.parametrize("size", [24, 1500, 9728])

@@ -11,6 +11,7 @@
 #           its checkpoint and 150 GiB of host memory
 #           a folder with a published config.json: two updates of 128 completions of 512 tokens
 #   NPROC   GPUs, 1 by default. DRY_RUN=1 prints the memory of each and runs nothing. SCRIPT replaces pretrain_grpo.py.
+#   OFFLOADS  flags that free memory for the engine of 4b and larger shapes; empty on a GPU that has room for both
 #   MEDIAN, MEAN   lengths of completions are drawn (lognormal, at most --max-completion-length): tools/benchmark/long_tail.py
 #
 # Afterwards: python tools/benchmark/step_table.py RUN_DIR
@@ -19,6 +20,7 @@ impl=${1:?local or transformer_engine} run=${2:?folder for the results}; shift 2
 cd "$(dirname "$0")/../.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 NPROC=${NPROC:-1}
+read -ra OFFLOADS <<< "${OFFLOADS---sleep-level 2 --offload-model --offload-gradients --offload-optimizer}"
 if [[ -n ${MEDIAN:-} ]]; then
     SCRIPT=tools/benchmark/long_tail.py
     set -- --median "$MEDIAN" --mean "${MEAN:?the mean length, with MEDIAN}" "$@"
@@ -57,8 +59,8 @@ case ${SHAPE:-0.6b} in
         --model-family qwen3 --num-query-groups 8 --generation-batch-size 256
         --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32
         --max-completion-length 512 --max-tokens-per-microbatch 8192 --train-iters 4
-        --vllm-gpu-memory-utilization 0.4 --sleep-level 2
-        --offload-model --offload-gradients --offload-optimizer --bias-activation-fusion --bias-dropout-fusion
+        --vllm-gpu-memory-utilization 0.4 "${OFFLOADS[@]}"
+        --bias-activation-fusion --bias-dropout-fusion
     ) ;;
     30b_a3b) SHAPE_ARGS=(
         --model-family qwen3_moe --num-query-groups 4 --generation-batch-size 128
@@ -66,8 +68,7 @@ case ${SHAPE:-0.6b} in
         --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm --moe-router-dtype fp32
         --untie-embeddings-and-output-weights
         --max-completion-length 512 --max-tokens-per-microbatch 4096 --train-iters 5
-        --vllm-gpu-memory-utilization 0.6 --sleep-level 2
-        --offload-model --offload-gradients --offload-optimizer
+        --vllm-gpu-memory-utilization 0.6 "${OFFLOADS[@]}"
     ) ;;
     8b) SHAPE_ARGS=(
         --model-family qwen3 --num-query-groups 8 --generation-batch-size 512
@@ -75,16 +76,15 @@ case ${SHAPE:-0.6b} in
         --untie-embeddings-and-output-weights
         --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer
         --max-completion-length 1024 --max-tokens-per-microbatch 8192 --train-iters 3
-        --vllm-tensor-parallel-size 2 --vllm-gpu-memory-utilization 0.6 --sleep-level 2
-        --offload-model --offload-gradients --offload-optimizer --bias-activation-fusion --bias-dropout-fusion
+        --vllm-tensor-parallel-size 2 --vllm-gpu-memory-utilization 0.6 "${OFFLOADS[@]}"
+        --bias-activation-fusion --bias-dropout-fusion
     ) ;;
     *)  [[ -f $SHAPE/config.json ]] || { echo "step.sh: SHAPE is 0.6b, 4b, 8b, 30b_a3b or a folder with config.json, not $SHAPE" >&2; exit 1; }
         MODEL_ARGS=()
         mapfile -t SHAPE_ARGS < <(python3 tools/benchmark/published_shape.py "$SHAPE")
         SHAPE_ARGS+=(
             --generation-batch-size 128 --max-completion-length 512 --max-tokens-per-microbatch 4096 --train-iters 2
-            --vllm-gpu-memory-utilization 0.6 --sleep-level 2
-            --offload-model --offload-gradients --offload-optimizer
+            --vllm-gpu-memory-utilization 0.6 "${OFFLOADS[@]}"
         ) ;;
 esac
 ARGS=(--bf16 --transformer-impl "$impl" --train-data-path "$inputs/data/train.jsonl" --tokenizer-model "$inputs/tokenizer"
