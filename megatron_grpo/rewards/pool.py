@@ -113,8 +113,8 @@ class RewardPool:
     ``flags`` fill keyword-only parameters of the functions. ``routes`` maps a "data_source" to the functions that score
     its rows (default: all functions score all rows); rewards of other functions are NaN. Values are clipped to
     +-``clip``. A value that could overflow the float32 sum over functions with ``weights`` is a fault, too; advantages
-    are at most twice that sum. Names in ``models`` are reward models: one further process queries them, with concurrent calls; it
-    receives ``flags`` too.
+    are at most twice that sum. Names in ``models`` are reward models: one further process queries them, with
+    concurrent calls; it receives ``flags`` too.
     """
 
     def __init__(
