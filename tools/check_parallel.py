@@ -14,7 +14,9 @@ that file.
 Without torchrun the tool starts torchrun once for each world size and tries all layouts of that size in it, because
 starting ranks takes longer than the updates. Every layout is compared with the first one, which is a single process if
 the model fits into it. Loss, gradient norm and each updated weight (norm of the difference over norm) must agree to
---tolerance; in float32 also KL, entropy, clip fractions and the largest ratio. The exit status is 1 if a layout differs
+--tolerance; in float32 also KL, entropy, clip fractions and the largest ratio. The large logits of trained weights have
+larger rounding errors, and a diverged model magnifies them: if the loss of update 2 is in the thousands, give a smaller
+--lr (1e-4 by default with --load-hf, else 1e-3). The exit status is 1 if a layout differs
 or fails, else 0.
 """
 
@@ -207,7 +209,7 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     peak = torch.tensor(made_up.peak_memory(), device=device())
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     result |= {"updates": rows, "tokens_per_second": tokens_per_second, "peak_mib": peak.item()}
-    result["float32"] = not (args.bf16 or args.fp16)
+    result |= {"float32": not (args.bf16 or args.fp16), "loaded": bool(args.load_hf)}
     weights, gaps = {}, {}
     writes, compares = dist.get_rank() == 0 and not reference.exists(), dist.get_rank() == 0 and reference.exists()
     with forward.parameters_complete(args, model):
@@ -313,7 +315,10 @@ def main() -> int:
         "--world-sizes", nargs="+", type=int, default=[1, 2], metavar="N", help="ranks of --all and --random [1 2]"
     )
     parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="largest allowed difference [1e-5; 2e-2 in 16 bits]"
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest allowed difference [1e-5; 1e-4 with --load-hf, 2e-2 in 16 bits]",
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # started by this tool: no table
     parser.add_argument(
@@ -346,7 +351,8 @@ def main() -> int:
             launch(world, list(group), flags, options.out)
     results = [json.loads(line) for line in (options.out / "results.jsonl").read_text().splitlines()]
     if options.tolerance is None:
-        options.tolerance = 1e-5 if results[0].get("float32", True) else 2e-2
+        loaded = results[0].get("loaded", False)
+        options.tolerance = (1e-4 if loaded else 1e-5) if results[0].get("float32", True) else 2e-2
     lines = table(results, options.tolerance)
     print("\n".join(lines))
     wrong = sum(not line.endswith("| same |") for line in lines[2:])

@@ -51,6 +51,8 @@ def parse(flags: list[str], world_size: int):
     """Return the validated arguments of a run with these flags."""
     args = parse_args([*COMMON, *flags])
     if args.load_hf:
+        # A step of 1e-3 can make a trained model diverge, and its ratios of 1e5 magnify rounding.
+        args = parse_args([*COMMON, "--lr", "1e-4", *flags])
         config = hf.read_config(args.load_hf)
         merge_architecture(args, families.for_hf_config(config).args_from_hf(config), args.load_hf)
     validate_args(args, world_size)

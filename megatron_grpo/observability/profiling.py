@@ -16,6 +16,7 @@ import torch
 
 PHASE = "phase/"  # prefix of the profiler range that Timers opens for each phase
 ROWS = 30  # of each table
+PHASES = 3  # with a table of kernels of their own
 # Categories of the trace.
 ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
@@ -25,8 +26,8 @@ class Profiler:
     """Profiler of the updates between --profile-step-start and --profile-step-end, on --profile-ranks.
 
     PyTorch's profiler writes ``rank<R>.trace.json.gz`` (for Perfetto or chrome://tracing), ``rank<R>.txt``, tables of
-    phases, kernels and operators, and ``rank<R>.phases.json``, the phases for tools/report.py. Without
-    --use-pytorch-profiler, CUDA's profiler range is started and stopped, for ``nsys profile --capture-range
+    phases, kernels (also of single phases) and operators, and ``rank<R>.phases.json``, the phases for tools/report.py.
+    Without --use-pytorch-profiler, CUDA's profiler range is started and stopped, for ``nsys profile --capture-range
     cudaProfilerApi``.
     """
 
@@ -131,17 +132,13 @@ def phases(events: list[dict[str, Any]]) -> list[Phase]:
 
     A phase has what the device did between the begin and the end of each of its calls.
     """
-    calls: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") == "user_annotation" and event["name"].startswith(PHASE):
-            calls[event["name"].removeprefix(PHASE)].append((event["ts"], event["ts"] + event["dur"]))
     kernels = [event for event in events if event.get("cat") in ON_DEVICE]
     found = []
     if kernels:
         busy, waiting = _Spans.of(kernels), _waiting(kernels, events)
         communication = _Spans.of([kernel for kernel in kernels if kernel["name"].startswith("nccl")])
         computation = _Spans.of([kernel for kernel in kernels if not kernel["name"].startswith("nccl")])
-    for name, spans in calls.items():
+    for name, spans in _calls(events).items():
         seconds = sum(end - begin for begin, end in spans) / 1e6
         if not kernels:
             found.append(Phase(name, len(spans), seconds))
@@ -153,13 +150,29 @@ def phases(events: list[dict[str, Any]]) -> list[Phase]:
     return sorted(found, key=lambda phase: -phase.seconds)
 
 
+def _calls(events: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Return begin and end of each call of every phase, in microseconds."""
+    calls: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "user_annotation" and event["name"].startswith(PHASE):
+            calls[event["name"].removeprefix(PHASE)].append((event["ts"], event["ts"] + event["dur"]))
+    return calls
+
+
 def kernels_and_operators(events: list[dict[str, Any]]) -> list[str]:
-    """Return tables of a trace's kernels and operators, the latter without the operators that they call."""
-    kernels = [(event["name"], event["dur"]) for event in events if event.get("cat") in ON_DEVICE]
-    return [
-        *(_table("kernel", kernels) if kernels else []),
-        *_table("operator, CPU time of its own", _own_times(events)),
-    ]
+    """Return tables of a trace: kernels, those of the phases with most time in kernels, and operators.
+
+    The kernels of a phase begin during one of its calls. Operators are without the operators that they call.
+    """
+    kernels = sorted((event for event in events if event.get("cat") in ON_DEVICE), key=lambda event: event["ts"])
+    times = [(kernel["name"], kernel["dur"]) for kernel in kernels]
+    begins, of_phases = np.array([kernel["ts"] for kernel in kernels]), {}
+    for phase, spans in _calls(events).items():
+        of_phases[phase] = [time for first, end in np.searchsorted(begins, spans) for time in times[first:end]]
+    tables = _table("kernel", times)
+    for phase in sorted(of_phases, key=lambda phase: -sum(time for _, time in of_phases[phase]))[:PHASES]:
+        tables += _table(f"kernel in {phase}", of_phases[phase])
+    return [*tables, *_table("operator, CPU time of its own", _own_times(events))]
 
 
 @dataclass(frozen=True)
@@ -218,14 +231,14 @@ def _own_times(events: list[dict[str, Any]]) -> Iterable[tuple[str, float]]:
 
 
 def _table(title: str, times: Iterable[tuple[str, float]]) -> list[str]:
-    """Return a table of names: milliseconds, calls, and share of the time of all names."""
+    """Return a table of names (seconds, calls, microseconds a call, share of all seconds); [] without a name."""
     total: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for name, time in times:
         total[name] += time
         calls[name] += 1
     whole = sum(total.values()) or 1.0
-    lines = ["", f"{'ms':>12} {'calls':>8} {'share':>6}  {title}"]
+    lines = ["", f"{'seconds':>12} {'calls':>8} {'us/call':>10} {'share':>6}  {title}"] if total else []
     for name, time in sorted(total.items(), key=lambda item: -item[1])[:ROWS]:
-        lines.append(f"{time / 1e3:>12.3f} {calls[name]:>8} {time / whole:>6.1%}  {name}")
+        lines.append(f"{time / 1e6:>12.6f} {calls[name]:>8} {time / calls[name]:>10.1f} {time / whole:>6.1%}  {name}")
     return lines

@@ -34,6 +34,7 @@ REWARD_MODEL_TIMEOUTS = (
 )
 _MAX_REPORT = 2**26  # bytes of a report
 _MAX_TIMEOUTS = 4  # a function with so many time-outs and no value ends the run
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _MAX_FAILED = 64  # a function that has failed on so many samples of a stream, and has no value, ends the run
 
 
@@ -111,8 +112,9 @@ class RewardPool:
 
     ``flags`` fill keyword-only parameters of the functions. ``routes`` maps a "data_source" to the functions that score
     its rows (default: all functions score all rows); rewards of other functions are NaN. Values are clipped to
-    +-``clip``. Names in ``models`` are reward models: one further process queries them, with concurrent calls; it
-    receives ``flags`` too.
+    +-``clip``. A value that could overflow the float32 sum over functions with ``weights`` is a fault, too; advantages
+    are at most twice that sum. Names in ``models`` are reward models: one further process queries them, with
+    concurrent calls; it receives ``flags`` too.
     """
 
     def __init__(
@@ -126,9 +128,11 @@ class RewardPool:
         routes: Mapping[str, Sequence[str]] | None = None,
         clip: float | None = None,
         models: Mapping[str, RewardModelSpec] | None = None,
+        weights: Sequence[float] | None = None,
     ):
         self.names, self.timeout, self.retries = list(names), timeout, retries
         self._clip = math.inf if clip is None else clip
+        self._weights = [1.0] * len(self.names) if weights is None else weights
         self._all_functions = tuple(range(len(self.names)))
         self._group_wise: set[int] = set()  # function numbers, as the workers report them
         self._routes = {source: tuple(map(self.names.index, route)) for source, route in (routes or {}).items()}
@@ -392,9 +396,14 @@ class RewardPool:
         members = self._samples_of(number, function)
         if kind == "value":
             values = content[0] if function in self._group_wise else [content[0]]
-            for member, value in zip(members, values, strict=True):
-                limited = math.nan if value is None else max(-self._clip, min(value, self._clip))
-                self._rows[member][2][function] = limited
+            limited = [math.nan if value is None else max(-self._clip, min(value, self._clip)) for value in values]
+            weight, largest = self._weights[function], _FLOAT32_MAX / 2 / len(self.names)
+            if large := next((value for value in limited if abs(value * weight) > largest), None):
+                reason = f"returned {large:g}, beyond float32's range in advantages (--reward-weights {weight:g})"
+                self._report(call, "failed", [reason])
+                return
+            for member, value in zip(members, limited, strict=True):
+                self._rows[member][2][function] = value
             self._succeeded[function] += 1
             self._close_call(members)
         elif kind == "fatal":

@@ -584,6 +584,7 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
         reward_routes(args.reward_routing, args.reward_funcs),
         args.reward_clip,
         models,
+        args.reward_weights,
     )
 
 

@@ -600,6 +600,7 @@ class Trainer:
 
     def log_rollout(self, batch: RolloutBatch, rewards: np.ndarray) -> None:
         """Log the metrics of a rollout that no update follows (--rollout-only)."""
+        self._check_save_directory()
         updates = self.rollouts * self.args.updates_per_rollout
         self.logger.log(updates, self.rollout_metrics(batch, rewards) | self.timers.collect())
 
@@ -651,7 +652,7 @@ class Trainer:
         If it cannot be written, the run goes on, unless --on-save-error is stop or the save is the ``last``. With
         --async-save the last save is complete at the return, others later.
         """
-        self._check_save_directory()
+        checkpoint.on_rank_0(self._check_save_directory)
         self.logger.flush()
         position, save_unfinished = position or self._position(), None
         if self.partial is not None:
@@ -721,7 +722,6 @@ class Trainer:
         A run that ends early is saved but not exported, because its time may be limited. If a save or an export fails,
         GrpoError ends the run after the others.
         """
-        self._check_save_directory()  # raises on rank 0 alone, the steps below on all ranks
         steps = [] if self.args.rollout_only else [self._save_last]
         if not (self.left_early or self.args.rollout_only):
             steps += [self._export_adapter, self._export_hf]

@@ -39,6 +39,7 @@ from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import optimizer_tensors
+from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
@@ -527,6 +528,15 @@ def refuse(root):
     args, model, optimizer, scheduler = build(*TP2, "--save", str(root / "file"))
     try:
         checkpoint.save_checkpoint(args, 2, model, optimizer, scheduler, POSITION)
+    except GrpoError as error:
+        say(f"refused on rank {dist.get_rank()}: {error}")
+
+    # Another run has taken the directory over; rank 0 alone has its lock.
+    lock = SimpleNamespace(taken_by=lambda: "the run of process 7 has taken it over")
+    trainer = SimpleNamespace(args=SimpleNamespace(save="shared"), save_lock=None if dist.get_rank() else lock)
+    trainer._check_save_directory = lambda: Trainer._check_save_directory(trainer)
+    try:
+        Trainer.save(trainer)
     except GrpoError as error:
         say(f"refused on rank {dist.get_rank()}: {error}")
 

@@ -61,6 +61,7 @@ def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path, torchrun):
         r"checkpoint \S+ cannot be loaded: .*shape mismatch.*linear_fc1.weight",
         r"checkpoint files: .*Not a directory",
         r"has the distributed optimizer's state as dp_reshardable, .* or reset Adam with --no-load-optim",
+        r"--save shared is no longer this run's: the run of process 7 has taken it over",
         r"does not hold optimizer\.\S*mtp\S* \(and \d+ more of the optimizer's\): the run that wrote it did not train",
     ):
         lines = re.findall(rf"^refused on rank (\d): .*{message}", out, re.MULTILINE)

@@ -5,7 +5,7 @@
 #   NPROC=2 STALENESS="1 4" bash tools/benchmark/long_tail.sh local runs/long_tail
 #
 # One run without --partial-rollouts, then one for each --max-staleness of STALENESS ("1 2 4"); at the end a table of the updates
-# after the first WARMUP (6), of ITERS (14).
+# after the first WARMUP (6), of ITERS (14). DRY_RUN=1 prints the memory of each run, and no table.
 set -euo pipefail
 impl=${1:?local or transformer_engine} run=${2:?folder for the results}; shift 2
 here=$(cd "$(dirname "$0")" && pwd)
@@ -24,4 +24,4 @@ for bound in $STALENESS; do
     run_one "partial_$bound" --partial-rollouts --max-staleness "$bound" "$@"
     runs+=("$run/partial_$bound")
 done
-python3 "$here/step_table.py" --warm-up "$WARMUP" "${runs[@]}"
+[[ ${DRY_RUN:-0} == 1 ]] || python3 "$here/step_table.py" --warm-up "$WARMUP" "${runs[@]}"

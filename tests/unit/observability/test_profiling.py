@@ -100,12 +100,38 @@ def test_kernels_launched_ahead_do_not_wait():
     assert (phase.busy, phase.waiting, phase.idle) == (2.0, 0.0, 1.0)
 
 
+def tables(trace):
+    """The rows of each table: seconds, calls, microseconds a call, share."""
+    parts = [part.splitlines() for part in "\n".join(kernels_and_operators(trace)).strip().split("\n\n")]
+    return {title.split("share  ")[1]: {row.split()[-1]: row.split()[:4] for row in rows} for title, *rows in parts}
+
+
 def test_tables_of_kernels_and_operators():
-    rows = {line.split()[-1]: line.split()[:3] for line in kernels_and_operators(TRACE) if "%" in line}
-    assert rows["gemm"] == ["4000.000", "1", "57.1%"]
-    assert rows["copy"] == ["1000.000", "1", "14.3%"]
-    assert rows["aten::linear"] == ["2000.000", "1", "57.1%"]
-    assert rows["aten::mm"] == ["1500.000", "2", "42.9%"]
+    found = tables(TRACE)
+    assert found["kernel"]["gemm"] == ["4.000000", "1", "4000000.0", "57.1%"]
+    assert found["kernel"]["copy"] == ["1.000000", "1", "1000000.0", "14.3%"]
+    operators = found["operator, CPU time of its own"]
+    assert operators["aten::linear"] == ["2.000000", "1", "2000000.0", "57.1%"]
+    assert operators["aten::mm"] == ["1.500000", "2", "750000.0", "42.9%"]
+
+
+def test_the_phases_with_most_time_in_kernels_have_tables_of_their_own():
+    """A kernel belongs to the phase in which it begins; the long phase without kernels has no table."""
+    spans = {"idle": [(20, 90)], "rollout": [(10, 11), (12, 14)], "sync": [(14, 15)], "eval": [(15, 16)]}
+    trace = [event("user_annotation", f"phase/{name}", a, b - a) for name, calls in spans.items() for a, b in calls]
+    trace += [event("kernel", "decode", begin, 0.75) for begin in (13.75, 10, 12.5, 11.5)]  # 11.5: in no phase
+    trace += [event("kernel", "broadcast", 14.5, 0.25), event("kernel", "decode", 15.5, 0.2)]
+    found = tables([*trace, *TRACE])
+    assert list(found) == ["kernel", *(f"kernel in {name}" for name in ("update", "rollout", "sync")), *list(found)[4:]]
+    assert found["kernel in rollout"] == {"decode": ["2.250000", "3", "750000.0", "100.0%"]}
+    assert found["kernel in sync"] == {"broadcast": ["0.250000", "1", "250000.0", "100.0%"]}
+    assert set(found["kernel in update"]) == {"gemm", "ncclDevKernel_AllGather", "copy"}
+    assert found["kernel"]["decode"][:2] == ["3.200000", "5"]
+
+
+def test_a_trace_without_a_device_has_tables_of_operators_only():
+    host = [one for one in TRACE if one["cat"] in ("user_annotation", "cpu_op")]
+    assert list(tables(host)) == ["operator, CPU time of its own"]
 
 
 def test_other_ranks_and_other_updates_are_not(tmp_path):

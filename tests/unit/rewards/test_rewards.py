@@ -352,6 +352,26 @@ def test_clip(make_pool):
     np.testing.assert_array_equal(values.ravel(), [1.5, -1.5, 1.25, math.nan])
 
 
+def test_a_reward_that_overflows_the_weighted_sum_is_a_fault(make_pool):
+    """The largest float32 is 3.4e38: half of it divided by two functions and a weight of -100 is 8.5e35."""
+    completions = samples("value 8e35", "value -9e35", "value 1e39", "value 1")
+    values, failures = make_pool("act", "later", weights=[-100.0, 1.0]).score(completions)
+    np.testing.assert_allclose(values[:, 0], [8e35, math.nan, math.nan, 1])
+    assert [failure.reason for failure in failures] == [
+        "returned -9e+35, beyond float32's range in advantages (--reward-weights -100)",
+        "returned 1e+39, beyond float32's range (±3.4e+38)",
+    ]
+    values, failures = make_pool("act", weights=[1e9], clip=2.0).score(completions[:2])
+    assert values.ravel().tolist() == [2, -2] and failures == []
+
+
+def test_a_large_reward_is_a_fault_of_its_whole_group(make_pool):
+    completions = samples("order 1", "order 2", "order 1", "order 1")  # rewards 0, 1; 0, 0
+    values, failures = make_pool("rank", weights=[3e38]).score(completions, group_size=2)
+    np.testing.assert_array_equal(values.ravel(), [math.nan, math.nan, 0, 0])
+    assert [failure.key for failure in failures] == [0, 1]
+
+
 def test_flags_reach_the_workers():
     pool = RewardPool(["soft_overlong"], flags={"max_completion_length": 8, "soft_cache_length": 4})
     assert pool.score([Sample("", "", {}, token_ids=[1] * 6)])[0].tolist() == [[-0.5]]
