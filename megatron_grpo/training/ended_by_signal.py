@@ -34,11 +34,22 @@ def report_signals(words: Sequence[str]) -> None:
 
 
 def _report(save: str | None, process: int, number: signal.Signals | None, passed_on: bool) -> None:
-    """Print the message; nothing if another rank of this host has recorded an error, which is then the cause."""
+    """Print the message, unless another rank of this host has recorded an error, which is then the cause.
+
+    The message about a signal to the whole run is printed once for each host.
+    """
     file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-    of_run = number is None or passed_on
-    if any(file.parents[1].glob(f"*/{file.name}")) or (of_run and os.environ["LOCAL_RANK"] != "0"):
+    attempt = file.parents[1]  # torchrun's folder of all ranks of this host
+    if any(attempt.glob(f"*/{file.name}")):
         return
+    of_run = number is None or passed_on
+    if of_run:
+        try:
+            (attempt / "ended").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:  # a full disk: print it more than once
+            pass
     if number is None:
         message = "torchrun has ended, and the run with it"
     elif not passed_on:
