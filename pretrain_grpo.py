@@ -21,9 +21,11 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_grpo.training.command_line import check_flags
+from megatron_grpo.training.ended_by_signal import report_signals
 from megatron_grpo.utils.process_tree import end_with_launcher
 
 if __name__ == "__main__":
+    report_signals(sys.argv[1:])
     end_with_launcher()
     check_flags(sys.argv[1:])  # a wrong flag ends the run here: the imports below take ten seconds
     gc.disable()  # Python's garbage collector, until run(main): what is imported stays

@@ -6,6 +6,7 @@ and counts (the sum), and rates (total tokens divided by total seconds).
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -113,7 +114,8 @@ class MetricsLogger:
         self.total = total_iterations
         self.interval: list[dict] = []  # the updates since the last row
         self.iteration = start_iteration
-        self.files: dict[str, TextIO] = {}
+        self.files: dict[str, io.FileIO] = {}
+        self.unwritten = {name: bytearray() for name in FILES}  # rows for which the disk had no room
         self.failing: set[str] = set()  # files that could not be written
         self.trackers: list = []
         self.peak_tflops = peak_tflops(args)
@@ -144,10 +146,8 @@ class MetricsLogger:
     def open_files(self) -> None:
         """Open the files in --save to append to them; again, if they were deleted."""
         for name in FILES:
-            # A lone surrogate is written as \udc80, which is its form in JSON.
-            self.files[name] = open(  # noqa: SIM115
-                Path(self.args.save, name), "a", encoding="utf-8", errors="backslashreplace"
-            )
+            # Without Python's buffer, which loses rows on a full disk.
+            self.files[name] = open(Path(self.args.save, name), "ab", buffering=0)  # noqa: SIM115
 
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Add the metrics of one update (a subset of METRICS); write a row every ``--log-interval`` updates.
@@ -203,8 +203,7 @@ class MetricsLogger:
         With ``--log-completions`` the trackers get a table, too. ``iteration``: first update that trains on them.
         """
         if "completions.jsonl" in self.files:
-            for sample in samples:
-                self._append("completions.jsonl", {"iteration": iteration} | sample)
+            self._append("completions.jsonl", *({"iteration": iteration} | sample for sample in samples))
         if self.args.log_completions and samples:
             self._to_trackers("log_table", iteration, *completion_table(samples))
 
@@ -215,9 +214,8 @@ class MetricsLogger:
         uninterrupted one.
         """
         self._write_row()
-        for name, file in self.files.items():
-            with self._file_errors(name):
-                os.fsync(file.fileno())
+        for name in self.files:
+            self._append(name, fsync=True)
         self._to_trackers("flush")
 
     def close(self) -> None:
@@ -257,11 +255,17 @@ class MetricsLogger:
         updates, seconds = (sum(column) for column in zip(*self.recent)) if self.recent else (0, 0.0)
         return (self.total - self.iteration) * seconds / updates if updates else None
 
-    def _append(self, name: str, row: dict) -> None:
-        # Flushed to the operating system now, so that a killed process loses nothing; fsync in flush().
+    def _append(self, name: str, *rows: dict, fsync: bool = False) -> None:
+        """Write rows, after those for which the disk had no room before; a killed process then loses nothing."""
+        unwritten = self.unwritten[name]
+        for row in rows:
+            # A lone surrogate is written as \udc80, which is its form in JSON.
+            unwritten += (json.dumps(_without_nan(row), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         with self._file_errors(name):
-            self.files[name].write(json.dumps(_without_nan(row), ensure_ascii=False) + "\n")
-            self.files[name].flush()
+            while unwritten:
+                del unwritten[: self.files[name].write(unwritten)]
+            if fsync:
+                os.fsync(self.files[name].fileno())
 
     def _to_trackers(self, method: str, *arguments: Any) -> None:
         """Call a method of all trackers.
@@ -283,7 +287,7 @@ class MetricsLogger:
     def _file_errors(self, name: str) -> Iterator[None]:
         """Context in which an error of a file, such as a full disk, ends the run only with --on-save-error stop.
 
-        Rows stay in the file's buffer, and are written when there is room again. The first error is printed.
+        Rows stay in ``unwritten``, and are written when there is room again. The first error is printed.
         """
         try:
             yield

@@ -3,10 +3,11 @@
 import gc
 import gzip
 import json
+import os
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,16 @@ class Profiler:
             self.recording.stop()
             try:
                 self._write(self.recording)
-            except (OSError, ValueError) as error:  # a full disk; a trace that it cut off is not JSON
+            except (OSError, ValueError) as error:
                 directory = Path(self.args.save, "profile")
-                print(f"the profile of rank {self.rank} cannot be written to {directory}: {error}", flush=True)
+                with suppress(OSError):
+                    for path in directory.glob(f"rank{self.rank}.*"):  # checkpoints and metrics need the room
+                        os.truncate(path, 0)  # PyTorch keeps a trace open that it could not write
+                        path.unlink()
+                # PyTorch raises nothing if it cannot write its trace.
+                cut_off = isinstance(error, (FileNotFoundError, ValueError))
+                reason = "its trace is not whole, as on a full disk" if cut_off else error
+                print(f"the profile of rank {self.rank} cannot be written to {directory}: {reason}", flush=True)
         elif self.recording:
             torch.cuda.profiler.stop()
         self.recording = False

@@ -339,6 +339,8 @@ class Watchdog:
             if self.rank == min(answering, default=self.rank):
                 self._tell(hang, {hang.states[rank].machine for rank in answering}, name)
             else:
+                if writer:  # of another host, which has a report of its own
+                    record_for_torchrun(f"the run hangs: {in_words(hang, {})}")
                 self.store.wait(["told"], timedelta(seconds=30))
         sys.stderr.flush()
         if self.rank != min(answering, default=self.rank):

@@ -54,12 +54,11 @@ def run(main) -> None:
         if _prints_error(after_rank_0=False):
             what = "another rank has ended: see torchrun's report of that rank" if gone else "unexpected error"
             print(f"\n{_program_name()}: {_rank_prefix()}{what}", file=sys.stderr)
-            traceback.print_exc()
-            if gone:
+            if not gone or not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+                traceback.print_exc()
+            if gone:  # torchrun has one report per host: this is the cause only on a host where no rank ended earlier
                 _let_cause_end_first()
-                record_for_torchrun(what)  # ranks of this host alone: torchrun has one report per host
-            else:
-                record_for_torchrun(str(error), traceback.format_exc())
+            record_for_torchrun(str(error), traceback.format_exc())
         else:
             _let_cause_end_first()
     except KeyboardInterrupt:

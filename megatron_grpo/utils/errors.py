@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 
 class GrpoError(Exception):
@@ -71,5 +72,7 @@ def record_for_torchrun(message: str, call_stack: str = "", seconds: float | Non
     extra = {"timestamp": str(int(time.time() if seconds is None else seconds))}
     if call_stack:
         extra["py_callstack"] = call_stack
-    with open(file, "w") as opened:
-        json.dump({"message": {"message": message, "extraInfo": extra}}, opened)
+    try:
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    except OSError:  # a full disk: part of a file would end torchrun with a JSONDecodeError in place of its report
+        Path(file).unlink(missing_ok=True)

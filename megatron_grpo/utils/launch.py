@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+from megatron_grpo.utils.process_tree import launcher_process
+
 RECORD = "environment.json"  # in --save, with the launch that wrote there
 
 
@@ -19,8 +21,9 @@ def launch_id() -> str | None:
         return os.environ["TORCHELASTIC_RUN_ID"]
     if os.environ.get("GROUP_WORLD_SIZE") != "1":
         return None
-    started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]  # in clock ticks
-    return f"torchrun {os.uname().nodename} {os.getppid()} {started}"
+    launcher, _ = launcher_process()
+    started = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]  # in clock ticks
+    return f"torchrun {os.uname().nodename} {launcher} {started}"
 
 
 def wrote(directory: str | Path) -> bool:

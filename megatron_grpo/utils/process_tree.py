@@ -7,13 +7,14 @@ import contextlib
 import ctypes
 import functools
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def end_with_launcher() -> None:
     """
     if _LAUNCHED not in os.environ or sys.platform != "linux":
         return
-    launcher, watched = _launcher()
+    launcher, watched = launcher_process()
     # The death signal follows the thread that started this process. The main thread ends with its process; another one
     # may end earlier. The signal needs no thread of this process that runs; the watch covers all other cases.
     if launcher == os.getppid() and _started_by_main_thread(launcher):
@@ -41,7 +42,7 @@ def end_with_launcher() -> None:
     threading.Thread(target=_end_after, args=(launcher, watched), name="launcher watch", daemon=True).start()
 
 
-def _launcher() -> tuple[int, int | None]:
+def launcher_process() -> tuple[int, int | None]:
     """Return the process id of torchrun (the first ancestor without its variable), and a descriptor of the process."""
     process = os.getppid()
     while True:
@@ -67,16 +68,64 @@ def _started_by_main_thread(parent: int) -> bool:
     return False
 
 
+def _has_ended(process: int, descriptor: int | None, seconds: float = 0.0) -> bool:
+    """Return whether another process ends within ``seconds``."""
+    if descriptor is None:
+        time.sleep(seconds)
+        return not Path(f"/proc/{process}").exists()
+    poll = select.poll()  # select() takes no descriptor above 1,023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
 def _end_after(process: int, descriptor: int | None) -> None:
     """Wait for the end of another process, then end this one."""
-    if descriptor is not None:
-        poll = select.poll()  # select() takes no descriptor above 1,023
-        poll.register(descriptor, select.POLLIN)
-        poll.poll()
-    else:
-        while Path(f"/proc/{process}").exists():
-            time.sleep(1.0)
+    while not _has_ended(process, descriptor, seconds=1.0):
+        pass
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork_rank(report: Callable[[int, signal.Signals | None, bool], None]) -> None:
+    """Return in a child of this process, which is the rank; this process waits for the rank and never returns.
+
+    It passes signals on to the rank and ends as the rank ends. If a signal ended the rank, it first calls
+    ``report(process id of the rank, signal, whether it passed this signal on)``. When torchrun ends, it ends the rank
+    and calls ``report`` with None for the signal. Call it on Linux, under torchrun, while this process has one thread.
+    """
+    launcher, watched = launcher_process()
+    passed_on = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+    events = passed_on | {signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, events)
+    parent, rank = os.getpid(), os.fork()
+    if rank == 0:
+        os.setpgid(0, 0)  # torchrun signals the process group of its child; the rank gets each signal once
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback, and within a collective
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCHLD)  # a reason to look at torchrun at once
+    sent, ended, status = set(), 0, 0
+    while not (ended or _has_ended(launcher, watched)):
+        event = signal.sigtimedwait(events, 1.0)
+        if event is not None and event.si_signo != signal.SIGCHLD:
+            os.kill(rank, event.si_signo)
+            sent.add(event.si_signo)
+        ended, status = os.waitpid(rank, os.WNOHANG)
+    if _has_ended(launcher, watched):
+        report(rank, None, False)
+        os._exit(1)  # the kernel ends the rank
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        os._exit(code)
+    report(rank, signal.Signals(-code), -code in sent)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os.kill(parent, -code)
+    os._exit(1)
 
 
 def end_with_parent() -> None:

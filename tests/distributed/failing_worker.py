@@ -1,6 +1,13 @@
-"""Two ranks that fail as the first argument says; the errors pass through the entry point of a run."""
+"""Two ranks that end as the first argument says; errors pass through the entry point of a run, signals do not."""
 
+import os
+import signal
 import sys
+
+from megatron_grpo.training.ended_by_signal import report_signals
+
+if __name__ == "__main__":
+    report_signals(sys.argv[1:])
 
 import torch.distributed as dist
 
@@ -15,7 +22,13 @@ def main() -> None:
     dist.init_process_group("gloo")
     if kind == "everywhere":
         raise GrpoError("--lr is wrong: the cure")
+    if kind == "waits":
+        dist.barrier()
+        os.write(2, f"rank {os.getpid()} waits\n".encode())
+        signal.pause()
     if dist.get_rank() == 1:
+        if kind.startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[kind])
         raise GrpoError("--lr is wrong: the cure") if kind == "rank 1" else ZeroDivisionError("a defect")
     dist.barrier()
 

@@ -1,18 +1,21 @@
-"""torchrun's report of a failed run: its root cause is the error of the rank that failed first."""
+"""Ends of a run under torchrun: the message with cause and cure, and its place in torchrun's report."""
 
 import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
-from ranks import REPO, real_torchrun
+from ranks import REPO, gone, real_torchrun
 
 WORKER = str(REPO / "tests" / "distributed" / "failing_worker.py")
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
 
 
 def root_cause(*command):
     """Return (rank, exit code, text) of the root cause in the report of torchrun on two ranks."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-    status, output = real_torchrun(2, command, environment, timeout=120)
+    status, output = real_torchrun(2, command, ENVIRONMENT, timeout=120)
     assert status == 1, output
     cause = output.rpartition("Root Cause (first observed failure):")[2]
     found = re.search(
@@ -47,3 +50,44 @@ def test_traceback_of_a_defect():
 def test_wrong_flag():
     message = "unknown flag --xyzzy; --help-all lists all flags"
     assert root_cause(str(REPO / "pretrain_grpo.py"), "--xyzzy") == (0, 2, message)
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="without fork_rank a signal has no message")
+@pytest.mark.parametrize(
+    "name, cause",
+    [("SIGKILL", "when the memory of the host"), pytest.param("SIGABRT", "native code", marks=pytest.mark.slow)],
+)
+def test_a_rank_that_a_signal_ends(name, cause, tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    rank, code, text = root_cause(WORKER, name, "--save", str(tmp_path))
+    assert (rank, code) == (1, -signal.Signals[name])
+    assert text.startswith(f"{name} ended rank 1 (process ") and cause in text
+    assert text.endswith(f"The newest checkpoint is iteration 7: --load {tmp_path} resumes from it")
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="without fork_rank a signal has no message")
+@pytest.mark.parametrize(
+    "name, times",
+    [("SIGINT", 2), ("SIGKILL", 1), *(pytest.param("SIGTERM", n, marks=pytest.mark.slow) for n in (1, 2))],
+)
+def test_a_signal_to_torchrun(name, times, tmp_path):
+    """The ranks end, and the message is the last one before torchrun's traceback."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [WORKER, "waits", "--save", str(tmp_path)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as torchrun:
+        pids, lines, signals = [], [], 0
+        for line in torchrun.stderr:
+            lines.append(line)
+            pids += re.findall(r"rank (\d+) waits", line)
+            # The second one as soon as torchrun has begun to pass the first one on.
+            if (len(pids) == 2 and signals == 0) or ("closing signal" in line and signals < times):
+                torchrun.send_signal(signal.Signals[name])
+                signals += 1
+    assert gone(pids) and signals == times, lines
+    what = "torchrun has ended, and the run with it" if name == "SIGKILL" else f"{name} ended the run"
+    message = f"failing_worker.py: {what}. There is no checkpoint: start the run again\n"
+    assert lines.count(message) == 1, lines
+    after = lines[lines.index(message) + 1 :]
+    assert not after or (after[0].startswith("Traceback") and "SignalException" in after[-1]), after

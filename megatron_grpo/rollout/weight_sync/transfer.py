@@ -53,7 +53,10 @@ class SharedDirectory:
             yield
         except Exception as error:  # safetensors raises its own error for a full disk
             if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-                raise GrpoError(f"--weight-sync-dir {self._shared}: {what} cannot be written: {error}") from error
+                raise GrpoError(
+                    f"--weight-sync-dir {self._shared}: {what} cannot be written: {error}; make room there, or choose "
+                    "another directory that the servers see, too"
+                ) from error
             raise
 
     def remove(self) -> None:

@@ -13,6 +13,7 @@ import sys
 import termios
 
 import pytest
+from full_disk import files_up_to
 
 from megatron_grpo.observability import metrics
 from megatron_grpo.observability.metric_guide import METRICS
@@ -23,6 +24,7 @@ from megatron_grpo.rollout.engine import Completion
 def make_args(**overrides):
     values = {"save": None, "log_interval": 1, "tensorboard_dir": None, "wandb_project": None, "swanlab_project": None}
     values |= {"log_completions": False, "device_peak_tflops": None, "include_performance_metrics": False, "beta": 0.0}
+    values |= {"on_save_error": "continue"}
     return argparse.Namespace(**values | {"world_size": 1} | overrides)
 
 
@@ -49,6 +51,23 @@ def test_rows_keep_every_bit(tmp_path):
         "time/step": 0.5,
         "perf/tokens_per_second": 14.0,
     }
+
+
+def test_rows_of_a_full_disk_are_written_when_there_is_room(tmp_path, capsys):
+    """Also rows that are longer than a buffer, and the rest of the row that has filled the disk."""
+    logger = MetricsLogger(make_args(save=str(tmp_path)), 0, 100, 0)
+    texts = [f"{n}" * 12_000 for n in range(10)]
+    with files_up_to(30_000):
+        for n, text in enumerate(texts[:8], start=1):
+            logger.log_completions(n, [{"prompt": "1+1=", "completion": text, "rewards": {"exact": 1.0}}])
+        logger.flush()  # a checkpoint is saved
+    assert capsys.readouterr().out.count("completions.jsonl cannot be written: File too large") == 1
+    logger.flush()  # the next checkpoint, after which a resumed run continues
+    assert [row["completion"] for row in rows(tmp_path / "completions.jsonl")] == texts[:8]
+    for n, text in enumerate(texts[8:], start=9):
+        logger.log_completions(n, [{"prompt": "1+1=", "completion": text, "rewards": {"exact": 1.0}}])
+    assert [row["completion"] for row in rows(tmp_path / "completions.jsonl")] == texts
+    logger.close()
 
 
 @pytest.mark.parametrize("log_interval", [1, 2, 3])

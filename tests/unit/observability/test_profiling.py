@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from full_disk import files_up_to
 
 from megatron_grpo.observability.arguments import check_profiling
 from megatron_grpo.observability.metrics import Timers
@@ -55,6 +56,15 @@ def test_a_full_disk_ends_no_run(tmp_path, capsys):
     (tmp_path / "profile" / "rank0.txt").symlink_to("/dev/full")
     run(parse_args(["--save", str(tmp_path), *RECORD.split()]), 0, 5)
     assert re.search(r"the profile of rank 0 cannot be written to .*No space left", capsys.readouterr().out)
+
+
+def test_a_profile_that_fills_the_disk_leaves_its_room_to_others(tmp_path, capsys):
+    with files_up_to(1_000):  # the trace is longer
+        run(parse_args(["--save", str(tmp_path), *RECORD.split()]), 0, 5)
+    assert (
+        f"cannot be written to {tmp_path}/profile: its trace is not whole, as on a full disk" in capsys.readouterr().out
+    )
+    assert not list((tmp_path / "profile").iterdir())
 
 
 def event(category, name, begin, seconds, thread=1, launch=None):

@@ -459,7 +459,7 @@ def test_rank_0_ends_the_stream_after_an_error_too(start, tmp_path, weights, one
     double = start()
     args = arguments(vllm_server_base_url=[double.url], weight_sync_dir=directory, vllm_mode="server")
     engine = build_vllm_servers(args)
-    with pytest.raises(GrpoError, match=r"--weight-sync-dir .* cannot be written"):
+    with pytest.raises(GrpoError, match=r"--weight-sync-dir .* cannot be written: .*; make room there, or choose"):
         engine.update_weights(left, 1)
     assert next(left, None) is None
     args.weight_sync_dir, left = str(tmp_path), iter(weights.items())

@@ -5,11 +5,11 @@ seconds; a stub stands in for vLLM. test_bad_input_ranks.py has torchrun, two ra
 """
 
 import re
-import resource
 
 import bad_input_cases as cases
 import pytest
 from bad_input_runs import OUR_FRAME, TRAIN, bench, files, finished, launch, model  # noqa: F401 (fixtures)
+from full_disk import files_up_to
 
 from megatron_grpo.utils import cpu_backend
 
@@ -78,15 +78,10 @@ def test_a_reward_that_fails_now_and_then_costs_those_completions_only(bench, ca
 
 
 def test_a_last_save_and_an_export_that_fail_are_both_said(bench, capfd):
-    """A limit of the size of files takes the place of a full disk."""
     words = bench.good + bench.resume()
     before = files(bench.root / "run" / "iter_0000002")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
-    try:
+    with files_up_to(60_000):
         code = launch(TRAIN, words)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     run, error = bench.root / "run", capfd.readouterr().err.strip()
     assert code == 1 and not OUR_FRAME.search(error), error
     assert re.fullmatch(

@@ -1,0 +1,71 @@
+"""Message about a rank that a signal ends: the process itself cannot print one."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
+from megatron_grpo.utils.errors import record_for_torchrun
+from megatron_grpo.utils.process_tree import fork_rank, launcher_process
+
+CAUSES = {
+    signal.SIGKILL: "the kernel sends it when the memory of the host or of the container is exhausted (see `dmesg`): "
+    "leave out --offload-model and --offload-optimizer, lower --reward-workers, or give the job more memory",
+    signal.SIGBUS: "the kernel sends it when shared memory is full: enlarge /dev/shm (`docker run --shm-size`)",
+}
+NATIVE = "a fault in native code, such as CUDA, NCCL or an extension: its message is above, if it printed one"
+
+
+def report_signals(words: Sequence[str]) -> None:
+    """Continue in a forked process, the rank; this process reports a signal that ends the rank.
+
+    The message has cause and cure, and is part of torchrun's report. Without torchrun's error file the function does
+    nothing. ``words``: the command line, for --save.
+    """
+    if not os.environ.get("TORCHELASTIC_ERROR_FILE") or sys.platform != "linux":
+        return
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--save")
+    fork_rank(partial(_report, parser.parse_known_args(words)[0].save))
+
+
+def _report(save: str | None, process: int, number: signal.Signals | None, passed_on: bool) -> None:
+    """Print the message, unless another rank of this host has recorded an error, which is then the cause.
+
+    The message about a signal to the whole run is printed once for each host.
+    """
+    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    attempt = file.parents[1]  # torchrun's folder of all ranks of this host
+    if any(attempt.glob(f"*/{file.name}")):
+        return
+    of_run = number is None or passed_on
+    if of_run:
+        try:
+            (attempt / "ended").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:  # a full disk: print it more than once
+            pass
+    if number is None:
+        message = "torchrun has ended, and the run with it"
+    elif not passed_on:
+        message = f"{number.name} ended rank {os.environ['RANK']} (process {process}): {CAUSES.get(number, NATIVE)}"
+    elif _another_has_ended():
+        message = "torchrun ended the run, because another rank has ended: its report follows"
+    else:
+        message = f"{number.name} ended the run"
+    message += f". {newest_in_words(save)}"
+    print(f"\n{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+    if not of_run:
+        record_for_torchrun(message)
+
+
+def _another_has_ended() -> bool:
+    """Return whether torchrun has fewer child processes than ranks on this host; False if the kernel does not say."""
+    launcher, _ = launcher_process()
+    children = [pid for file in Path(f"/proc/{launcher}/task").glob("*/children") for pid in file.read_text().split()]
+    return 0 < len(children) < int(os.environ["LOCAL_WORLD_SIZE"])
