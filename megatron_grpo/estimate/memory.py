@@ -403,8 +403,8 @@ class Plan:
 
         Forward: the logits of a chunk in float32, their gradient, and those that are kept of earlier chunks. Backward:
         the kept ones, and logits and gradient of a chunk that is made again; the gradient of the output weight, if it
-        is trained, in float32 and in its own dtype. In both three copies of the hidden states: gathered, selected,
-        gradient.
+        is trained, in its own dtype, and in float32 unless --gradient-accumulation-fusion adds it to the buffer. In
+        both three copies of the hidden states: gathered, selected, gradient.
         """
         args, size = self.args, params_dtype(self.args).itemsize
         rows = args.padded_vocab_size // args.tensor_model_parallel_size
@@ -416,7 +416,8 @@ class Plan:
         again = not early or (trained and tokens > KEPT * CHUNK)
         chunk = min(CHUNK, tokens) * rows
         forward = chunk * (4 + size * early) + max(kept - chunk * size, 0)
-        backward = kept + chunk * (4 + size) * again + rows * args.hidden_size * (4 + size) * trained
+        gradient = size if args.gradient_accumulation_fusion else 4 + size
+        backward = kept + chunk * (4 + size) * again + rows * args.hidden_size * gradient * trained
         return max(forward, backward) + 3 * tokens * args.hidden_size * size
 
 
