@@ -41,6 +41,7 @@ MODEL_ARGS=(
     --transformer-impl local        # transformer_engine when it is installed; then add --apply-rope-fusion
     --bias-activation-fusion
     --bias-dropout-fusion
+    --gradient-accumulation-fusion
     --bf16
 )
 DATA_ARGS=(
