@@ -11,7 +11,7 @@ from megatron_grpo.parallel.arguments import generating_width, recompute_note
 from megatron_grpo.parallel.roles import role_of
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import reference_args, teacher_args
-from megatron_grpo.rollout.arguments import has_servers
+from megatron_grpo.rollout.arguments import has_colocated_vllm, has_servers
 from megatron_grpo.rollout.speculation import draft_directory, method_of
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.rules import flag
@@ -220,7 +220,9 @@ def _offload_lines(plan: Plan, peak: float) -> list[str]:
     names = ", ".join(map(flag, given))
     lines = [f"{names}: only while the engine generates; the peak of training stays {peak:.2f}"]
     share = engine_share(args)
-    if share is not None and share + 2 * MARGIN < 1 and args.offload_model | args.offload_optimizer:
+    if has_colocated_vllm(args) and not args.sleep_level:
+        lines.append("nothing is moved with --sleep-level 0: the engine keeps its memory; the columns show the most")
+    elif share is not None and share + 2 * MARGIN < 1 and args.offload_model | args.offload_optimizer:
         nothing = Plan(Namespace(**vars(args) | {"offload_model": False, "offload_optimizer": False}))
         stays = max(nothing.memory(stage).stays for stage in range(len(plan.stages))) / GIB
         lines.append(

@@ -18,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_grpo.estimate.memory import MARGIN, engine_share
 from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.models.fp8_weight import stored
+from megatron_grpo.rollout.arguments import has_colocated_vllm
 from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
@@ -79,7 +80,7 @@ class Offloader:
 
     @torch.no_grad()
     def to_host(self, free: float = math.inf) -> Transfer:
-        """Free the gradients, and offload the others until ``free`` bytes of the device are free; no-op if offloaded.
+        """Free gradients, and offload the others until ``free`` bytes of the device are free; no-op if they are.
 
         GrpoError if host memory is too small. With ``--overlap-param-gather`` no gather may be running
         (``forward.parameters_complete`` completes it).
@@ -92,6 +93,8 @@ class Offloader:
         if self.gradients:
             self.optimizer.zero_grad()  # gradients outside the buffers: float32 copies of 16-bit gradients
         free_fp8_weights(self.model)
+        if free_bytes() >= free:  # torch's allocator keeps what it has cached
+            return Transfer(0, 0, 0.0)
         candidates, self._dropped = self._collect()
         self._copied = []
         _release(self._dropped)
@@ -205,10 +208,14 @@ class Offloader:
 def needed_by_engine(args, engine: Engine | None, margins: int) -> float:
     """Return the bytes of the device that must be free for the engine to wake (None: to start), with so many margins.
 
-    Infinite if only the engine knows its memory, and on a CPU.
+    Infinite if only the engine knows its memory, and on a CPU; 0 for colocated vLLM that never sleeps.
     """
     share = engine_share(args)
-    if share is None or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        return math.inf
+    if engine is not None and has_colocated_vllm(args) and not args.sleep_level:
+        return 0
+    if share is None:
         return math.inf
     awake = 0 if engine is None else engine.device_bytes()[0]
     return (share + margins * MARGIN) * torch.cuda.mem_get_info()[1] - awake

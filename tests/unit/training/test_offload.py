@@ -110,7 +110,21 @@ def test_what_the_engine_needs():
     with gpu:
         assert needed_by_engine(asleep, None, margins=2) == pytest.approx(360)
         assert needed_by_engine(asleep, with_weights, margins=1) == pytest.approx(230)
-        assert needed_by_engine(parse_args(["--sleep-level", "0"]), None, margins=1) == math.inf
+        awake = parse_args(["--sleep-level", "0"])
+        assert needed_by_engine(awake, None, margins=1) == math.inf
+        assert needed_by_engine(awake, with_weights, margins=1) == 0
+
+
+def test_a_device_with_enough_memory_keeps_all():
+    """torch's cache, too: to empty it takes as long as to allocate the memory of the next update again."""
+    optimizer, _ = adam()
+    offloader = Offloader([], optimizer, weights=False, gradients=False, optimizer_state=True)
+    with mock.patch.object(offload, "free_bytes", lambda: 100), mock.patch.object(torch.cuda, "empty_cache") as emptied:
+        assert offloader.to_host(100) == (0, 0, 0.0)
+        assert not emptied.called and not offloader.is_out
+        assert offloader.to_host(101).size
+        assert emptied.called and offloader.is_out
+    offloader.to_device()
 
 
 def test_memory_that_somebody_has_taken():
