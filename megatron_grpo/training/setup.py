@@ -479,20 +479,7 @@ def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_
     # A resume loads the policy's weights; the initial weights are then needed only for the reference model, or as the
     # base of the adapter that it loads.
     if not resume or args.lora_rank or (ref_args is not None and not own_origin):
-        if start:
-            checkpoint.load_weights(start, model)
-        elif args.load_hf:
-            hf.load_hf(model, args, args.load_hf)
-        elif resume:
-            what = (
-                "--lora-rank needs the weights that the run started from"
-                if args.lora_rank
-                else ("--beta > 0 needs the weights that the run started from, as its reference")
-            )
-            raise GrpoError(
-                f"resuming with {what}: give the same --pretrained-checkpoint or --load-hf as before"
-                + ("" if args.lora_rank else ", or --ref-load")
-            )
+        _load_initial_weights(args, model, start, resume)
     if args.lora_rank:
         args.lora_base = base.describe(args, model, start or args.load_hf)
         if resume:
@@ -503,6 +490,20 @@ def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_
     reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, updated)
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     return model, optimizer, scheduler, reference
+
+
+def _load_initial_weights(args, model: forward.Model, start: str | None, resume: bool) -> None:
+    """Load the checkpoint ``start`` or --load-hf; without both, a new run keeps its random weights."""
+    if start:
+        checkpoint.load_weights(start, model)
+    elif args.load_hf:
+        hf.load_hf(model, args, args.load_hf)
+    elif resume:
+        flag, other = ("--lora-rank", "") if args.lora_rank else ("--beta > 0", ", or --ref-load for the reference")
+        raise GrpoError(
+            f"resuming with {flag} needs the weights that the run started from: give the same --pretrained-checkpoint "
+            f"or --load-hf as before{other}"
+        )
 
 
 def _build_teacher(args, teach_args, model_provider: Callable) -> ReferenceModel | TeacherServer | None:
