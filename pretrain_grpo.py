@@ -25,7 +25,7 @@ from megatron_grpo.training.ended_by_signal import report_signals
 from megatron_grpo.utils.process_tree import end_with_launcher
 
 if __name__ == "__main__":
-    report_signals(sys.argv[1:])
+    report_signals(sys.argv[1:])  # forks: the child is the rank, its parent reports the signal that ends the rank
     end_with_launcher()
     check_flags(sys.argv[1:])  # a wrong flag ends the run here: the imports below take ten seconds
     gc.disable()  # Python's garbage collector, until run(main): what is imported stays
@@ -63,7 +63,6 @@ from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import setup
 from megatron_grpo.training.train_step import train_step
 from megatron_grpo.training.trainer import Trainer, mean_of_scored
-from megatron_grpo.utils.errors import EngineLost
 
 
 def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
@@ -225,12 +224,8 @@ def train(args, trainer: Trainer) -> None:
             if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):  # after a rollout's last update
                 trainer.reference.ema_update(args, trainer.model, args.ref_model_mixup_alpha)
             if number == len(updates) and trainer.due(args.eval_interval):
-                try:
+                with trainer.logged_if_saved(row):
                     row |= evaluate(args, trainer)
-                except EngineLost as lost:
-                    if lost.saved:  # the checkpoint holds this update: log it now, a resumed run continues after it
-                        trainer.log(row)
-                    raise
             trainer.log(row)
         if trainer.due(args.save_interval):
             trainer.save()

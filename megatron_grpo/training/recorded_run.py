@@ -110,7 +110,9 @@ def read_ledger(args: Namespace, iteration: int) -> Content:
 
 
 def open_ledger(args: Namespace, batch: int, engine: Engine) -> tuple[Ledger | None, Replay | None]:
-    """Return the ledger to write to, and the recorded batches from ``batch`` on; None without --ledger. Collective."""
+    """Return the ledger to write to, and the recorded batches from ``batch`` on; None without them. Collective."""
+    if recorded_in(args):
+        return None, open_replay(args, batch)
     if not args.ledger:
         return None, None
     found = read_ledger(args, batch * args.updates_per_rollout)

@@ -65,7 +65,7 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader, needed_by_engine
-from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger, open_replay
+from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
 from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
@@ -142,12 +142,14 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         progress.step("checkpoint")
         with memory.phase("the load of the checkpoint"):
             iteration, position = checkpoint.load_checkpoint(args, model, optimizer, scheduler)
+        _check_unfinished(args, position)
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
     elif args.load and not args.finetune:
         print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
     sampler = inputs.train.sampler()
     if position:
         sampler.load_state_dict(position["sampler"])
+    rollouts = position.get("rollouts", 0)
 
     bad_updates = BadUpdates(args.on_bad_update, args.bad_update_factor, args.save)
     bad_updates.load_state_dict(position.get("bad_updates", {}))
@@ -164,9 +166,10 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if roles is not None:
         engine = memory.engine = PlacedEngines(args, roles, inputs.train, sampler, early_exit.check_wait)
         before_exit(engine.close)
-        ledger, replay = open_ledger(args, position.get("rollouts", 0), engine)
+        ledger, replay = open_ledger(args, rollouts, engine)
         engine.start()
-        _continue_groups(args, engine, position)
+        if position:
+            _continue_groups(args, engine, position["stream"])
     else:
         with (
             memory.phase("the start of the engine"),
@@ -175,12 +178,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             engine = memory.engine = build_engine(args, model, inputs.tokenizer)
             if args.environment and not recorded_in(args):
                 engine = memory.engine = build_episodes(args, engine, inputs)
+        ledger, replay = open_ledger(args, rollouts, engine)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     partial_rollouts = _partial_rollouts(args, engine, inputs.train, position)
-    if recorded_in(args):
-        ledger, replay = None, open_replay(args, position.get("rollouts", 0))
-    elif roles is None:
-        ledger, replay = open_ledger(args, position.get("rollouts", 0), engine)
     progress.step("rewards")
     scorer = build_scorer(args, inputs.reward_models) if engine.is_lead else None
     valid_prompts = inputs.valid.first(args.eval_max_prompts) if inputs.valid else []
@@ -217,7 +217,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         background_saves=saves,
         iteration=iteration,
         first_iteration=iteration,
-        rollouts=position.get("rollouts", 0),
+        rollouts=rollouts,
         tokens=position.get("tokens", 0),
     )
 
@@ -325,41 +325,42 @@ def _produce(args, roles: Joint, inputs: Inputs) -> None:
         scorer.close()
 
 
-def _continue_groups(args, engine: PlacedEngines, position: dict[str, Any]) -> None:
-    """Continue with the groups of the checkpoint at ``position`` on engine ranks."""
-    if position and "stream" not in position:
+def _check_unfinished(args, position: dict[str, Any]) -> None:
+    """Raise GrpoError if the flags do not continue the unfinished completions of the checkpoint at ``position``."""
+    if not position or recorded_in(args):
+        return
+    remedy = "load only the weights with --finetune"
+    if args.rollout_ranks and "stream" not in position:
+        raise GrpoError(f"{args.load} was saved without --rollout-ranks: leave it out, or {remedy}")
+    if "stream" in position and not args.rollout_ranks:
         raise GrpoError(
-            f"{args.load} was saved without --rollout-ranks: leave it out, or load only the weights with --finetune"
+            f"{args.load} holds completions of engines on ranks of their own: add --rollout-ranks as before, "
+            f"or {remedy}"
         )
-    if position:
-        directory = checkpoint.subfolder(args.load, DIRECTORY)
-        if directory is None:
-            raise GrpoError(
-                f"{args.load} lacks the unfinished completions ({DIRECTORY}/): load only the weights with --finetune"
-            )
-        engine.restore(position["stream"], directory)
+    if position.get("partial") and not args.partial_rollouts:
+        staleness = position["partial"]["max_staleness"]
+        raise GrpoError(
+            f"{args.load} holds unfinished completions: add --partial-rollouts --max-staleness {staleness}, or {remedy}"
+        )
+
+
+def _continue_groups(args, engine: PlacedEngines, stream: dict[str, Any]) -> None:
+    """Continue with the groups of the checkpoint, of which ``stream`` is the position, on engine ranks."""
+    directory = checkpoint.subfolder(args.load, DIRECTORY)
+    if directory is None:
+        raise GrpoError(
+            f"{args.load} lacks the unfinished completions ({DIRECTORY}/): load only the weights with --finetune"
+        )
+    engine.restore(stream, directory)
 
 
 def _partial_rollouts(args, engine: Engine, dataset: PromptDataset, position: dict[str, Any]) -> PartialRollouts | None:
     """Return the groups of a run with --partial-rollouts, with those of the checkpoint at ``position``."""
-    saved = position.get("partial")
-    if recorded_in(args):
-        return None
-    if "stream" in position and not args.rollout_ranks:
-        raise GrpoError(
-            f"{args.load} holds completions of engines on ranks of their own: add --rollout-ranks as before, or load "
-            "only the weights with --finetune"
-        )
-    if not args.partial_rollouts:
-        if saved:
-            raise GrpoError(
-                f"{args.load} holds unfinished completions: add --partial-rollouts --max-staleness "
-                f"{saved['max_staleness']}, or load only the weights with --finetune"
-            )
+    if recorded_in(args) or not args.partial_rollouts:
         return None
     num_groups = args.generation_batch_size // args.num_generations
     groups = PartialRollouts(engine, num_groups, args.num_generations, args.max_staleness)
-    if saved:
+    if saved := position.get("partial"):
         directory = checkpoint.subfolder(args.load, DIRECTORY)
         groups.load(directory or Path(args.load, DIRECTORY), saved, dataset)
     return groups
@@ -478,20 +479,7 @@ def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_
     # A resume loads the policy's weights; the initial weights are then needed only for the reference model, or as the
     # base of the adapter that it loads.
     if not resume or args.lora_rank or (ref_args is not None and not own_origin):
-        if start:
-            checkpoint.load_weights(start, model)
-        elif args.load_hf:
-            hf.load_hf(model, args, args.load_hf)
-        elif resume:
-            what = (
-                "--lora-rank needs the weights that the run started from"
-                if args.lora_rank
-                else ("--beta > 0 needs the weights that the run started from, as its reference")
-            )
-            raise GrpoError(
-                f"resuming with {what}: give the same --pretrained-checkpoint or --load-hf as before"
-                + ("" if args.lora_rank else ", or --ref-load")
-            )
+        _load_initial_weights(args, model, start, resume)
     if args.lora_rank:
         args.lora_base = base.describe(args, model, start or args.load_hf)
         if resume:
@@ -502,6 +490,20 @@ def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_
     reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, updated)
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     return model, optimizer, scheduler, reference
+
+
+def _load_initial_weights(args, model: forward.Model, start: str | None, resume: bool) -> None:
+    """Load the checkpoint ``start`` or --load-hf; without both, a new run keeps its random weights."""
+    if start:
+        checkpoint.load_weights(start, model)
+    elif args.load_hf:
+        hf.load_hf(model, args, args.load_hf)
+    elif resume:
+        flag, other = ("--lora-rank", "") if args.lora_rank else ("--beta > 0", ", or --ref-load for the reference")
+        raise GrpoError(
+            f"resuming with {flag} needs the weights that the run started from: give the same --pretrained-checkpoint "
+            f"or --load-hf as before{other}"
+        )
 
 
 def _build_teacher(args, teach_args, model_provider: Callable) -> ReferenceModel | TeacherServer | None:

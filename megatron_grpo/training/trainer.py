@@ -26,7 +26,7 @@ from megatron_grpo.data.batch import Bool, FinishReason, Int64, RolloutBatch
 from megatron_grpo.data.pack import shared_tokens
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
-from megatron_grpo.data.share import mean_in_loss, of_completions, with_tokens_of
+from megatron_grpo.data.share import of_completions, with_tokens_of
 from megatron_grpo.estimate.throughput import ModelFlops, TowerFlops
 from megatron_grpo.lora.files import save_adapter
 from megatron_grpo.lora.stream import merged_shards, stream_merged
@@ -449,7 +449,7 @@ class Trainer:
         """Save the run in its state at ``position`` if all ranks are ``able``; return a sentence on how to resume."""
         save = self.args.save
         if not save:
-            return "Nothing is saved: there is no --save"
+            return newest_in_words(save)
         if self.background_saves is not None:
             self.background_saves.wait()
         newest = checkpoint.latest_iteration(save)
@@ -459,9 +459,7 @@ class Trainer:
             newest = checkpoint.latest_iteration(save)
         if newest == self.iteration:
             return f"The run is saved at iteration {newest}: --load {save} resumes from it"
-        if newest is None:
-            return "The run could not be saved, and there is no checkpoint: start it again"
-        return f"The run could not be saved; the newest checkpoint is iteration {newest}: --load {save} resumes from it"
+        return f"The run could not be saved. {newest_in_words(save)}"
 
     def check_engine(self, batch: RolloutBatch, row: dict[str, float]) -> None:
         """Raise GrpoError if the engine did not sample with the trainer's weights.
@@ -478,22 +476,14 @@ class Trainer:
         stale = ((versions < oldest) | (versions > self.synced_iteration)).any()
         limit = weight_check.largest_mismatch(self.args)
         gap = row.get("mismatch/mean_abs", 0.0)
-        if self.args.max_staleness:  # compare the tokens that the present weights sampled
-            sampled = batch.response_mask == 1
-            new = (batch.weight_version == self.synced_iteration) & sampled
-            if self.args.weight_update == "keep":  # the others continue with keys and values of older weights
-                older = np.bincount(batch.completion_of_tokens, sampled & ~new, batch.num_completions) > 0
-                new &= ~older[batch.completion_of_tokens]
-            gaps = np.where(new, np.abs(batch.old_log_probs - batch.rollout_log_probs), 0.0)
-            share = mean_in_loss(batch, new)
-            gap = mean_in_loss(batch, gaps) / share if share else 0.0
+        if self.args.max_staleness:
+            gap = weight_check.gap_of_version(batch, self.synced_iteration, self.args.weight_update == "keep")
         if stale or not gap <= limit:  # nan exceeds every limit
             raise GrpoError(
                 "the engine does not hold the trainer's weights: it sampled with version "
                 f"{np.unique(versions).tolist()}, the last sync "
                 f"was {self.synced_iteration}; mean difference of log-probabilities {gap:.2g} nats, limit {limit:g} "
-                "(--mismatch-limit). The last checkpoint is good; report this with the model's config.json and the "
-                "versions in the banner"
+                f"(--mismatch-limit). {weight_check.ENDING}"
             )
 
     # ---- metrics and logs
@@ -579,6 +569,19 @@ class Trainer:
         self._check_save_directory()
         self.logger.log(self.iteration, metrics | seconds)
         self.profiler.after(self.iteration)
+
+    @contextlib.contextmanager
+    def logged_if_saved(self, metrics: dict[str, float]) -> Iterator[None]:
+        """Context in which the loss of the engine logs the metrics of an update that the checkpoint already holds.
+
+        A resumed run continues after this update.
+        """
+        try:
+            yield
+        except EngineLost as lost:
+            if lost.saved:
+                self.log(metrics)
+            raise
 
     def _check_save_directory(self) -> None:
         """Raise GrpoError if another run has --save now; make the directory again if it was deleted."""

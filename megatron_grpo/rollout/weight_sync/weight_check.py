@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.data.share import mean_in_loss
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.collect import collect_rollout
@@ -102,3 +103,18 @@ def compare_log_probs(
             f"has other log-probabilities than the trainer: {means[worst]:.2g} nats on average, the limit is "
             f"{limit:g} (--mismatch-limit). {ENDING}"
         )
+
+
+def gap_of_version(batch: RolloutBatch, version: int, keeps_cache: bool) -> float:
+    """Return the mean |log p(engine) - log p(trainer)| of the tokens of this version of the weights; 0 without any.
+
+    ``keeps_cache``: completions that began earlier continue with keys and values of older weights; they are left out.
+    """
+    sampled = batch.response_mask == 1
+    of_version = (batch.weight_version == version) & sampled
+    if keeps_cache:
+        older = np.bincount(batch.completion_of_tokens, sampled & ~of_version, batch.num_completions) > 0
+        of_version &= ~older[batch.completion_of_tokens]
+    gaps = np.where(of_version, np.abs(batch.old_log_probs - batch.rollout_log_probs), 0.0)
+    share = mean_in_loss(batch, of_version)
+    return mean_in_loss(batch, gaps) / share if share else 0.0

@@ -127,10 +127,10 @@ def test_a_device_that_does_not_answer_is_left_alone(tmp_path, one_process, monk
     monkeypatch.setattr(trainer_module, "device_answers", lambda: False)
     lost = Lost(tmp_path, newest=2)
     error = lost.end()
-    expected = f"The run could not be saved; the newest checkpoint is iteration 2: --load {tmp_path} resumes from it"
+    expected = f"The run could not be saved. The newest checkpoint is iteration 2: --load {tmp_path} resumes from it"
     assert str(error) == f"no server is left. {expected}" and not error.saved and lost.done == []
     lost = Lost(tmp_path / "none", newest=None)
-    assert str(lost.end()).endswith("The run could not be saved, and there is no checkpoint: start it again")
+    assert str(lost.end()).endswith("The run could not be saved. There is no checkpoint: start the run again")
 
 
 def test_a_rank_that_cannot_take_its_tensors_back_keeps_all_from_saving(tmp_path, one_process, capfd):
