@@ -223,7 +223,7 @@ def check(flags: str, *options) -> tuple[int, str]:
 
     printed = io.StringIO()
     if "--load-hf" in flags:  # random weights all the same
-        flags += " --lr 1e-3 --tolerance 1e-5"
+        flags = f"--lr 1e-3 --tolerance 1e-5 {flags}"  # first: those of a test prevail
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.delenv("RANK", raising=False)  # of a torchrun that another test has imitated
         patch.setattr(check_parallel, "launch", launch)
