@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
 from megatron_grpo.algorithm.losses import LOSSES
@@ -29,7 +30,7 @@ from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.lora.attach import adapters, attach
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import destroy_rank_groups, set_random_seed
+from megatron_grpo.parallel.initialize import destroy_rank_groups, print_rank_0, set_random_seed
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
@@ -263,6 +264,23 @@ def seconds(call: Callable[[], object]) -> float:
     call()
     _synchronize()
     return time.perf_counter() - start
+
+
+def print_kernels(what: str, call: Callable[[], object], count: int) -> None:
+    """Print the ``count`` kinds of kernels of a call that take most of its time; all ranks call it."""
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:  # operators would take minutes to read
+        time_of_call = seconds(call)
+    table = {}
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            calls, total = table.get(event.name, (0, 0.0))
+            table[event.name] = calls + 1, total + event.time_range.elapsed_us() / 1e6
+    busy = sum(total for _, total in table.values())
+    number = sum(calls for calls, _ in table.values())
+    print_rank_0(f"\nprofiled {what}: {time_of_call:.3f} s, {number:,} kernels and copies of {busy:.3f} s")
+    print_rank_0("\n| s | calls | us a call | kernel |\n|--:|--:|--:|---|")
+    for name, (calls, total) in sorted(table.items(), key=lambda row: -row[1][1])[:count]:
+        print_rank_0(f"| {total:.3f} | {calls:,} | {1e6 * total / calls:.1f} | `{name[:110]}` |")
 
 
 def _synchronize() -> None:

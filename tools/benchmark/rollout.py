@@ -7,7 +7,8 @@ Both use the same engine with the same settings. Ours is all of `collect_rollout
 trivial reward in worker processes, and the exchange of the batch between ranks. The two alternate in each round, with
 and without log-probabilities; all completions have the same length (--ignore-eos). Flags that are not in --help are
 those of pretrain_grpo.py. Prints a Markdown table: medians over rounds, and the median of the ratios of the speeds. CPU
-time is that of rank 0's process, without the reward workers, over the tokens of all replicas.
+time is that of rank 0's process, without the reward workers, over the tokens of all replicas. With --kernels N one more
+rollout of ours is profiled: the N kinds of kernels with the largest time are listed.
 """
 
 import argparse
@@ -122,7 +123,10 @@ def main() -> None:
     )
     parser.add_argument("--prompt-length", type=int, default=64, metavar="N", help="tokens of a prompt [64]")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds, after one warm-up round [5]")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="kinds of kernels to list [0: none]")
     own, flags = parser.parse_known_args()
+    if own.kernels and not torch.cuda.is_available():
+        parser.error("--kernels needs a GPU")
     args = made_up.parse(
         ["--max-prompt-length", str(own.prompt_length), *flags], world_size=int(os.environ.get("WORLD_SIZE", "1"))
     )
@@ -146,6 +150,9 @@ def main() -> None:
             f"| {'yes' if log_probs else 'no'} | {ours:,.0f} | {stock:,.0f} | {ratio:.3f} | {ours_cpu:.1f} "
             f"| {stock_cpu:.1f} |"
         )
+    if own.kernels:
+        sampling = Sampling(args.max_completion_length, log_probs=False)
+        made_up.print_kernels("rollout", partial(benchmark.ours, sampling), own.kernels)
     benchmark.engine.close()
     if benchmark.scorer:
         benchmark.scorer.close()

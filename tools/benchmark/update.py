@@ -26,7 +26,6 @@ import made_up
 import torch
 import torch.distributed as dist
 from check_parallel import flags_of
-from torch.profiler import ProfilerActivity, profile
 
 import pretrain_grpo
 from megatron_grpo.estimate.throughput import ModelFlops
@@ -35,23 +34,6 @@ from megatron_grpo.parallel.initialize import initialize_distributed, print_rank
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.trainer import text_flops
 from megatron_grpo.utils.cpu_backend import device
-
-
-def kernels(call, count: int) -> None:
-    """Print the kinds of kernels of a call that take most of the time."""
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:  # operators would take minutes to read
-        seconds = made_up.seconds(call)
-    table = {}
-    for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            calls, total = table.get(event.name, (0, 0.0))
-            table[event.name] = calls + 1, total + event.time_range.elapsed_us() / 1e6
-    busy = sum(total for _, total in table.values())
-    number = sum(calls for calls, _ in table.values())
-    print_rank_0(f"\nprofiled update: {seconds:.3f} s, {number:,} kernels and copies of {busy:.3f} s")
-    print_rank_0("\n| s | calls | us a call | kernel |\n|--:|--:|--:|---|")
-    for name, (calls, total) in sorted(table.items(), key=lambda row: -row[1][1])[:count]:
-        print_rank_0(f"| {total:.3f} | {calls:,} | {1e6 * total / calls:.1f} | `{name[:110]}` |")
 
 
 def measured(flags: list[str], lengths: int | list[int], options: argparse.Namespace) -> str:
@@ -67,7 +49,7 @@ def measured(flags: list[str], lengths: int | list[int], options: argparse.Names
 
     for number in range(options.updates + bool(options.kernels)):
         if number == options.updates:
-            kernels(update, options.kernels)
+            made_up.print_kernels("update", update, options.kernels)
         else:
             made_up.peak_memory(reset=True)
             seconds.append(made_up.seconds(update))
