@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.json_files import read_json_object
 
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.json"
@@ -45,9 +46,9 @@ class Safetensors:
         index = self.dir / self.index
         if index.exists():
             try:
-                weight_map = json.loads(index.read_text())["weight_map"]
+                weight_map = read_json_object(index)["weight_map"]
                 self._where = {name: self.dir / file for name, file in weight_map.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (KeyError, TypeError, AttributeError) as error:
                 raise GrpoError(f"{index} is not an index of tensors: {error!r}") from None
         elif (single := self.dir / self.single).exists():
             self._where = dict.fromkeys(self._open(single).keys(), single)
@@ -100,8 +101,10 @@ class Safetensors:
             asked = f" (needed for tensor {wanted})" if wanted else ""
             try:
                 self._files[path] = self._load(path)
-            except FileNotFoundError:
-                raise GrpoError(f"{path} does not exist{asked}: a shard of the checkpoint is missing") from None
+            except FileNotFoundError:  # of safetensors also without permission
+                missing = "cannot be read" if path.exists() else "does not exist"
+                cause = "change its permissions" if path.exists() else "a shard of the checkpoint is missing"
+                raise GrpoError(f"{path} {missing}{asked}: {cause}") from None
             except (SafetensorError, OSError) as error:
                 raise GrpoError(f"{path} is truncated or not a safetensors file{asked}: {error}") from None
         return self._files[path]
