@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron_grpo.lora.attach import local_adapter
@@ -23,7 +22,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
 from megatron_grpo.utils.rules import flag
 from megatron_grpo.weights import model_weights
-from megatron_grpo.weights.safetensors_files import Safetensors
+from megatron_grpo.weights.safetensors_files import Safetensors, save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -232,7 +231,7 @@ def write_files(
     directory.mkdir(parents=True, exist_ok=True)
     partials = {name: directory / f".{name}.partial" for name in (WEIGHTS, CONFIG)}
     try:
-        save_file(tensors, partials[WEIGHTS], metadata={"format": "pt"} | base)
+        save_tensors(tensors, partials[WEIGHTS], {"format": "pt"} | base)
         partials[CONFIG].write_text(json.dumps(config, indent=2) + "\n")
         for name, partial in partials.items():
             os.replace(partial, directory / name)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_grpo.utils.errors import GrpoError
@@ -149,6 +150,14 @@ class PytorchBin(Safetensors):
         if not isinstance(found, dict):
             raise GrpoError(f"{path} holds a {type(found).__name__}, not a dictionary of tensors")
         return found
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file with the permissions of other new files; the library's lets its own user read only."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
 
 
 class PlannedFile(NamedTuple):

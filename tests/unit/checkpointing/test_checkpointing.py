@@ -247,6 +247,11 @@ def test_a_short_write_is_never_published(tmp_path):
 VERIFY = [sys.executable, str(ROOT / "tools/checkpoint/verify.py")]
 
 
+def test_a_directory_that_cannot_be_looked_at_ends_the_tool_with_one_line(tmp_path):
+    run = subprocess.run([*VERIFY, tmp_path / ("a" * 300)], capture_output=True, text=True)
+    assert run.returncode == 1 and re.fullmatch(r"verify\.py: .*File name too long: .*\n", run.stderr)
+
+
 def test_the_tool_names_every_damaged_file(tmp_path):
     for iteration in (10, 20):
         save(tmp_path, iteration)

@@ -20,7 +20,7 @@ from megatron_grpo.lora.table import check
 from megatron_grpo.lora.targets import saved_weights, targets
 from megatron_grpo.reference.reference_model import BaseReference
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights import hf
+from megatron_grpo.weights import hf, safetensors_files
 from megatron_grpo.weights.stream import stream_hf
 
 LAYERS = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj"
@@ -171,7 +171,7 @@ def test_an_adapter_that_cannot_be_written(world, dense, tmp_path, monkeypatch):
         path.write_bytes(b"part")
         raise SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(safetensors_files, "save_file", full)
     with pytest.raises(GrpoError, match=r"the adapter cannot be written: .*No space left"):
         files.save_adapter(args, chunks, tmp_path)
     assert not list(tmp_path.iterdir())
