@@ -35,9 +35,16 @@ from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.data.row_prompt import parse_prompt
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
+from megatron_grpo.weights.safetensors_files import Safetensors
 
 # vLLM's CPU kernel rotates the wrong rows of latent attention's three-dimensional queries; torch's is correct.
 ON_CPU = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+
+
+class AdapterFiles(Safetensors):
+    """Reader of a PEFT adapter's tensors."""
+
+    single = "adapter_model.safetensors"
 
 
 def transformers_completions(
@@ -117,6 +124,12 @@ def check(args: argparse.Namespace) -> bool:
                 f"--adapter {args.adapter} has DoRA, which vLLM lacks: check merged weights, which "
                 "tools/checkpoint/convert.py --merge-lora writes"
             )
+    for name in ("max_prompts", "max_completion_length"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise GrpoError(f"--{name.replace('_', '-')} ({value}) must be at least 1")
+    for source in (Safetensors(args.hf), *([AdapterFiles(args.adapter)] if args.adapter else [])):
+        for name in source.names():
+            source.shape(name)  # opens every file: transformers and PEFT do not name one that is damaged
     tokenizer = AutoTokenizer.from_pretrained(args.hf)
     rows = [row for path in args.data for _, row in read_rows(path)][: args.max_prompts]
     if not rows:
@@ -167,7 +180,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         return 0 if check(args) else 1
-    except GrpoError as error:
+    except (GrpoError, OSError) as error:
         print(f"check_export.py: {error}", file=sys.stderr)
         return 1
 

@@ -103,20 +103,12 @@ def main() -> None:
             _write(job, descriptors)
             error = None
         except Exception as cause:  # the trainer raises it, on all ranks
-            error = _reason(cause)
+            error = str(cause) or repr(cause)
             with contextlib.suppress(OSError):  # rank 0's process has deleted the directory, or nobody can write there
                 report_failure(job, error)
         for descriptor in descriptors:
             os.close(descriptor)
         jobs.sendall(json.dumps({"error": error}).encode() + b"\n")
-
-
-def _reason(error: BaseException) -> str:
-    """Return the message of an error; torch.save raises another one while it handles that of the file."""
-    within: BaseException | None = error
-    while within is not None and not isinstance(within, OSError):
-        within = within.__context__
-    return str(within or error) or repr(error)
 
 
 def _write(job: Job, descriptors: list[int]) -> None:

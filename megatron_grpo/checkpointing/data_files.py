@@ -6,6 +6,7 @@ A reader checks each item just before it loads it: nothing is loaded unchecked, 
 page cache.
 """
 
+import contextlib
 import io
 import json
 import math
@@ -52,13 +53,25 @@ class _ChecksumStream:
         self.stream.flush()
 
 
+@contextlib.contextmanager
+def file_errors() -> Iterator[None]:
+    """Context that raises the error of a file: torch.save raises another one while it handles that of the file."""
+    try:
+        yield
+    except RuntimeError as error:
+        within: BaseException | None = error
+        while within is not None and not isinstance(within, OSError):
+            within = within.__context__
+        raise within or error from None
+
+
 def write_items(file: Path, items: Iterable[tuple[MetadataIndex, Data]]) -> list[Written]:
     """Write a data file to the disk (fsync); return the places and checksums of the items."""
     results = []
     crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # no reader checks it, and it takes longer than all other checksums
     try:
-        with open(file, "wb") as stream:
+        with file_errors(), open(file, "wb") as stream:
             for index, data in items:
                 start, checked = stream.tell(), _ChecksumStream(stream)
                 if isinstance(data, torch.Tensor):
@@ -118,7 +131,8 @@ class Writer(torch_checkpoint.FileSystemWriter):
             # Not above: the process of background saves imports this module, and needs no megatron-core.
             from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-            torch.save(self.common, Path(self.path, "common.pt"))
+            with file_errors(), open(Path(self.path, "common.pt"), "wb") as stream:
+                torch.save(self.common, stream)
             save_config(CheckpointingConfig("torch_dist", 1), str(self.path))
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from megatron_grpo.lora.attach import local_adapter
@@ -23,7 +22,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
 from megatron_grpo.utils.rules import flag
 from megatron_grpo.weights import model_weights
-from megatron_grpo.weights.safetensors_files import Safetensors
+from megatron_grpo.weights.safetensors_files import Safetensors, save_tensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -40,10 +39,21 @@ _PLAIN: dict[str, tuple] = {
     "exclude_modules": (None, []),
     "layers_to_transform": (None, []),
 }
+# Settings that every adapter has, and the words for their types.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "r": ((int,), "a number"),
+    "lora_alpha": ((int, float), "a number"),
+    "target_modules": ((list, str), "a list of names or a regular expression"),
+    "modules_to_save": ((list, type(None)), "a list of names"),
+}
 
 
 class _AdapterFiles(Safetensors):
     index, single = f"{WEIGHTS}.index.json", WEIGHTS
+
+    def header(self) -> dict[str, str]:
+        """Return the metadata of the file."""
+        return self._open(self.dir / self.single).metadata() or {}
 
 
 def config_of(args: Namespace) -> dict[str, Any]:
@@ -89,10 +99,7 @@ def base_of(args: Namespace) -> dict[str, str]:
 
 def read_base(directory: str | Path) -> dict[str, str]:
     """Return `base_of` the run that wrote an adapter; the defaults for the files of another program."""
-    header: dict[str, str] = {}
-    if (file := Path(directory) / WEIGHTS).exists():
-        with safe_open(file, "pt") as opened:
-            header = opened.metadata() or {}
+    header = _AdapterFiles(directory).header() if (Path(directory) / WEIGHTS).exists() else {}
     return {"lora_base_dtype": "model", "params_dtype": "float32"} | header
 
 
@@ -104,6 +111,12 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     for key, values in _PLAIN.items():
         if config.get(key) not in values:
             raise GrpoError(f"{directory}: {CONFIG} has {key} {config[key]}, which is not supported")
+    for key, (types, words) in _TYPES.items():
+        if not isinstance(config.get(key), types):
+            raise GrpoError(
+                f"{directory}: {CONFIG} has {key} {json.dumps(config.get(key))}, not {words}: give an adapter that "
+                "PEFT or this project has written"
+            )
     return config
 
 
@@ -168,7 +181,7 @@ def open_adapter(args: Namespace, directory: str | Path) -> Callable[..., Tensor
         if source.shape(found[name]) != shape:
             raise GrpoError(
                 f"{directory}: tensor {found[name]} has shape {source.shape(found[name])}, this run's is {shape}: "
-                "give the adapter's --lora-rank and base"
+                f"give the adapter's base, and the {CONFIG} that was written with it"
             )
     if unknown := sorted(found.keys() - expected.keys()):
         raise GrpoError(
@@ -218,7 +231,7 @@ def write_files(
     directory.mkdir(parents=True, exist_ok=True)
     partials = {name: directory / f".{name}.partial" for name in (WEIGHTS, CONFIG)}
     try:
-        save_file(tensors, partials[WEIGHTS], metadata={"format": "pt"} | base)
+        save_tensors(tensors, partials[WEIGHTS], {"format": "pt"} | base)
         partials[CONFIG].write_text(json.dumps(config, indent=2) + "\n")
         for name, partial in partials.items():
             os.replace(partial, directory / name)

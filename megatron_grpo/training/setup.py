@@ -422,10 +422,9 @@ def _check_position(args) -> None:
 def _check_destinations(args) -> None:
     """Raise GrpoError for output directories without write access."""
     export = Path(args.save_hf) if args.save_hf else None
-    if export and export.exists() and not hf.is_replaceable(export):
-        raise GrpoError(
-            f"--save-hf {export} exists and is not a Hugging Face model directory: choose another directory"
-        )
+    if export:
+        inputs = args.load_hf, args.pretrained_checkpoint, args.load, args.save, args.ref_load, args.ref_load_hf
+        hf.check_replaceable("--save-hf", export, (*inputs, args.teacher_load_hf))
     places = {
         "--weight-sync-dir": args.weight_sync_dir,
         "--save": args.save,

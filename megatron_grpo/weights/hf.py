@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -81,10 +81,9 @@ def copy_assets(source: str | Path, target_dir: str | Path, chat_template: str |
     """
     source, target_dir = Path(source), Path(target_dir)
     same = source.resolve() == target_dir.resolve()  # a resumed run reads these files from its --save directory
-    paths = (
-        [] if same else [source] if source.is_file() else [path for pattern in _ASSETS for path in source.glob(pattern)]
-    )
     try:
+        there = [] if same or source.is_file() or not source.exists() else sorted(source.iterdir())
+        paths = [source] if source.is_file() else [path for path in there if any(map(path.match, _ASSETS))]
         target_dir.mkdir(parents=True, exist_ok=True)
         for path in paths:
             if path.is_file():
@@ -204,10 +203,7 @@ def save_hf(
     """
     config = families.for_args(args).hf_from_args(args)
     out_dir, dtype = Path(out_dir).resolve(), dtype or params_dtype(args)
-    if out_dir.exists() and not is_replaceable(out_dir):
-        raise GrpoError(
-            f"{out_dir} exists and is not a Hugging Face model directory: choose another directory for the export"
-        )
+    check_replaceable("--save-hf", out_dir)
     dtypes, files = plan_export(model_weights.table(args), dtype, max_shard_bytes)
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     writer = SafetensorsWriter(partial, files)
@@ -215,9 +211,7 @@ def save_hf(
 
     def start() -> None:
         if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            writer.create()
+            start_export(writer, out_dir)
 
     def write() -> dict[str, dict[int, int]]:
         nonlocal failure
@@ -258,6 +252,27 @@ def plan_export(
     return dtypes, plan_files({name: (shape, dtypes[name]) for name, shape in shapes.items()}, max_shard_bytes)
 
 
+def start_export(writer: SafetensorsWriter, out_dir: Path) -> None:
+    """Create the files of an export, after the leftovers of a killed one are deleted."""
+    old = _old(out_dir)
+    if old.exists() and not out_dir.exists():  # killed between the two renames of `_replace`
+        os.replace(old, out_dir)
+    shutil.rmtree(writer.directory, ignore_errors=True)
+    check_space(out_dir, sum(file.size for file in writer.files))
+    writer.directory.mkdir(parents=True)
+    writer.create()
+
+
+def check_space(target: Path, size: int) -> None:
+    """Raise GrpoError unless the disk of `target` has room for `size` bytes."""
+    existing = next(path for path in (target, *target.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if size > free:
+        raise GrpoError(
+            f"it needs {size / 1e9:.3g} GB, {free / 1e9:.3g} GB are free: make room or change the directory"
+        )
+
+
 def finish_export(
     partial: Path,
     out_dir: Path,
@@ -290,11 +305,20 @@ def on_all_ranks(step: Callable[[], Result], directory: Path, problem: str = "ca
     return [result for result, _ in everyone]
 
 
-def is_replaceable(path: Path) -> bool:
-    """Return whether an export may replace this directory: it is empty, or holds config.json and safetensors."""
-    return path.is_dir() and (
-        not any(path.iterdir()) or ((path / "config.json").exists() and any(path.glob("*.safetensors")))
-    )
+def check_replaceable(flag: str, out_dir: str | Path, inputs: Iterable[str | Path | None] = ()) -> None:
+    """Raise GrpoError if an export to ``out_dir`` would delete one of ``inputs``, or what is no export.
+
+    It may replace a directory that is empty, or holds config.json and safetensors.
+    """
+    path = Path(out_dir)
+    names = [file.name for file in path.iterdir()] if path.is_dir() else [""] * path.exists()
+    if names and not ("config.json" in names and any(name.endswith(".safetensors") for name in names)):
+        raise GrpoError(f"{flag} {path} exists and is not a Hugging Face model directory: choose another directory")
+    for source in inputs:
+        if source and Path(source).resolve().is_relative_to(path.resolve()):
+            raise GrpoError(
+                f"{flag} {path} contains {source}, which the export would replace: choose another directory"
+            )
 
 
 def _write_config(
@@ -313,9 +337,14 @@ def _write_config(
 
 def _replace(partial: Path, out_dir: Path) -> None:
     """Rename `partial` to `out_dir`; rename an existing one first, since os.replace needs an empty target."""
-    old = out_dir.with_name(f".{out_dir.name}.old")
+    old = _old(out_dir)
     shutil.rmtree(old, ignore_errors=True)
     if out_dir.exists():
         os.replace(out_dir, old)
     os.replace(partial, out_dir)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _old(out_dir: Path) -> Path:
+    """Return the name of an earlier export while it is being replaced."""
+    return out_dir.with_name(f".{out_dir.name}.old")

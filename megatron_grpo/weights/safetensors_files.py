@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.json_files import read_json_object
 
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.json"
@@ -45,9 +47,9 @@ class Safetensors:
         index = self.dir / self.index
         if index.exists():
             try:
-                weight_map = json.loads(index.read_text())["weight_map"]
+                weight_map = read_json_object(index)["weight_map"]
                 self._where = {name: self.dir / file for name, file in weight_map.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (KeyError, TypeError, AttributeError) as error:
                 raise GrpoError(f"{index} is not an index of tensors: {error!r}") from None
         elif (single := self.dir / self.single).exists():
             self._where = dict.fromkeys(self._open(single).keys(), single)
@@ -100,8 +102,10 @@ class Safetensors:
             asked = f" (needed for tensor {wanted})" if wanted else ""
             try:
                 self._files[path] = self._load(path)
-            except FileNotFoundError:
-                raise GrpoError(f"{path} does not exist{asked}: a shard of the checkpoint is missing") from None
+            except FileNotFoundError:  # of safetensors also without permission
+                missing = "cannot be read" if path.exists() else "does not exist"
+                cause = "change its permissions" if path.exists() else "a shard of the checkpoint is missing"
+                raise GrpoError(f"{path} {missing}{asked}: {cause}") from None
             except (SafetensorError, OSError) as error:
                 raise GrpoError(f"{path} is truncated or not a safetensors file{asked}: {error}") from None
         return self._files[path]
@@ -146,6 +150,14 @@ class PytorchBin(Safetensors):
         if not isinstance(found, dict):
             raise GrpoError(f"{path} holds a {type(found).__name__}, not a dictionary of tensors")
         return found
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file with the permissions of other new files; the library's lets its own user read only."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
 
 
 class PlannedFile(NamedTuple):

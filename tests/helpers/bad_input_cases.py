@@ -434,6 +434,11 @@ CHECKPOINTS: list[Case] = [
         r"--tensorboard-dir .* choose another directory",
     ),
     ("foreign export", lambda b: ["--save-hf", str(b.thesis())], r"--save-hf .*thesis .*: choose another directory"),
+    (
+        "export onto the base",
+        lambda b: ["--save-hf", str(b.model)],
+        r"--save-hf (\S+) contains \1, which the export would replace: choose another directory",
+    ),
 ]
 
 
@@ -509,7 +514,12 @@ TOOLS: list[Case] = [
     (
         "convert: over other things",
         convert(lambda b: ["--load", b.finished, "--save", b.thesis()], "--megatron-to-hf"),
-        r"thesis .*not a Hugging Face model directory: give another --save",
+        r"thesis .*not a Hugging Face model directory: choose another directory",
+    ),
+    (
+        "convert: a name that is too long",
+        convert(lambda b: ["--load", b.model, "--save", b.root / ("a" * 300)]),
+        r"File name too long: .*: correct the path, or its permissions",
     ),
     ("tiny model: heads", tiny(lambda b: ["--num-query-groups", 3]), r"\(4\) must be a multiple of .*\(3\)"),
     ("tiny model: layers", tiny(lambda b: ["--num-layers", 0]), r"--num-layers \(0\) must be at least 1"),

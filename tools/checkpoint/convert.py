@@ -119,7 +119,7 @@ def model_args(options: argparse.Namespace, architecture: Mapping[str, Any], sou
     args.save = options.save
     merge_architecture(args, architecture, source_name)
     given = {name: size for name in (*SIZES, EXPERT_TENSOR) if (size := getattr(options, name)) != "auto"}
-    if given and options.megatron_to_hf:
+    if given and not options.hf_to_megatron:
         raise GrpoError("a Hugging Face directory has no parallel configuration: leave the parallel sizes out")
     vars(args).update(given)
     if args.num_layers % args.pipeline_model_parallel_size:
@@ -132,6 +132,8 @@ def model_args(options: argparse.Namespace, architecture: Mapping[str, Any], sou
             f"{args.num_experts or 'no'} experts cannot be divided over {args.expert_model_parallel_size} ranks: "
             "change --expert-model-parallel-size"
         )
+    if EXPERT_TENSOR in given and not args.num_experts:
+        raise GrpoError("--expert-tensor-parallel-size has no effect on a model without experts: leave it out")
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
     args.padded_vocab_size = padded_vocab_size(args)
@@ -227,6 +229,10 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
         assets = Path(options.load) / hf.ASSETS_DIR
         if not Path(assets).is_dir():
             assets = stored.get("tokenizer_model")
+        if assets is None or not Path(assets).exists():
+            print_rank_0(
+                f"{options.load} has no {hf.ASSETS_DIR}: the export has no tokenizer (--hf-config DIR has one)"
+            )
     else:
         raise GrpoError(
             f"the checkpoint {options.load} does not store its model family (those of Megatron-LM never do): give "
@@ -244,8 +250,7 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
         print_table(weights, {name: " + ".join(map(str, where)) for name, where in places.items()}, dtype)
         return 0
     out_dir = Path(options.save)
-    if out_dir.exists() and not hf.is_replaceable(out_dir):
-        raise GrpoError(f"{out_dir} exists and is not a Hugging Face model directory: give another --save")
+    hf.check_replaceable("--save", out_dir, (options.load, options.merge_lora, assets))
     start()
     merge = adapter(options, args)
     conversion.megatron_to_hf(args, weights, checkpoint, out_dir, dtype, assets, merge=merge)
@@ -263,8 +268,7 @@ def hf_to_hf(options: argparse.Namespace) -> int:
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
     set_dtype(args, dtype)
     merge = adapter(options, args)
-    if out_dir.exists() and not hf.is_replaceable(out_dir):
-        raise GrpoError(f"{out_dir} exists and is not a Hugging Face model directory: give another --save")
+    hf.check_replaceable("--save", out_dir, (options.load, options.merge_lora))
 
     def parts(weight: Weight) -> Iterator[conversion.Part]:
         for name in weight.hf:
@@ -342,6 +346,14 @@ def convert(options: argparse.Namespace) -> None:
         raise GrpoError("--merge-lora goes with --megatron-to-hf and --hf-to-hf, without --verify and --dry-run")
     if options.hf_to_hf and not options.merge_lora:
         raise GrpoError("--hf-to-hf needs --merge-lora: without an adapter there is nothing to convert")
+    if options.pytorch_bin and not options.hf_to_megatron:
+        raise GrpoError("--pytorch-bin goes with --hf-to-megatron only: leave it out")
+    if options.hf_config and not options.megatron_to_hf:
+        raise GrpoError(
+            "--hf-config goes with --megatron-to-hf only; --load has a config.json of its own: leave it out"
+        )
+    if options.verify and options.dry_run:
+        raise GrpoError("--verify reads what was written, and --dry-run writes nothing: leave one of them out")
     before = time.monotonic()
     directions = {"hf_to_megatron": hf_to_megatron, "megatron_to_hf": megatron_to_hf, "hf_to_hf": hf_to_hf}
     size = next(function for name, function in directions.items() if getattr(options, name))(options)
@@ -354,7 +366,14 @@ def convert(options: argparse.Namespace) -> None:
 def main() -> None:
     """Parse the command line and convert; `run` turns a GrpoError into one message and exit code 1."""
     options = build_parser().parse_args()
-    run(lambda: convert(options))
+
+    def converted() -> None:
+        try:
+            convert(options)
+        except OSError as error:  # a directory that cannot be looked at
+            raise GrpoError(f"{error}: correct the path, or its permissions") from error
+
+    run(converted)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def main() -> int:
             chosen = checkpoint_directory.iterations(args.directory)
         whole = [check(directory) for directory in chosen]
         return 0 if all(whole) else 1
-    except GrpoError as error:
+    except (GrpoError, OSError) as error:  # OSError: a directory that cannot be looked at
         print(f"verify.py: {error}", file=sys.stderr)
         return 1
 

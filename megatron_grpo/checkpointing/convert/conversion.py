@@ -74,8 +74,13 @@ def hf_to_megatron(
     checkpoint, when a tensor cannot be read or writing fails. Chunks: see torch_dist_writer.
     """
     distinct_weights = distinct(weights)
-    _check_space(root, size_of(distinct_weights, dtype))
-    temporary: Path = on_rank_0(lambda: checkpoint_directory.start(root, 0), root)
+
+    def start() -> Path:
+        checkpoint_directory.clean_up(root)  # leftovers of a killed conversion use the disk
+        hf.check_space(root, size_of(distinct_weights, dtype))
+        return checkpoint_directory.start(root, 0)
+
+    temporary: Path = on_rank_0(start, root)
     try:
         mine = share(distinct_weights, dtype, dist.get_rank(), dist.get_world_size())
         with _progress("writing", size_of(distinct_weights, dtype)) as bar:
@@ -130,14 +135,8 @@ def write_hf(
     out_dir = out_dir.resolve()
     config = families.for_args(args).hf_from_args(args)
     dtypes, files = hf.plan_export(weights, dtype, max_shard_bytes)
-    _check_space(out_dir, sum(file.size for file in files))
     partial = out_dir.with_name(f".{out_dir.name}.partial")
     writer = SafetensorsWriter(partial, files)
-
-    def start() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        writer.create()
 
     def write() -> dict[str, dict[int, int]]:
         with _progress("writing", size_of(weights, dtype)) as bar:
@@ -149,7 +148,7 @@ def write_hf(
         writer.close()
         return writer.checksums
 
-    on_rank_0(start, out_dir)
+    on_rank_0(lambda: hf.start_export(writer, out_dir), out_dir)
     try:
         checksums: dict[str, dict[int, int]] = {}
         for found in on_all_ranks(write, out_dir):
@@ -268,13 +267,6 @@ def _logits(
 def on_rank_0(step, directory: Path, problem: str = "cannot be written"):
     """Call `step` on rank 0 only and return its result there; raise GrpoError on every rank when it fails."""
     return on_all_ranks(lambda: step() if dist.get_rank() == 0 else None, directory, problem)[0]
-
-
-def _check_space(target: Path, size: int) -> None:
-    existing = next(path for path in (target, *target.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if size > free:
-        raise GrpoError(f"{target} cannot be written: it needs {size / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
 
 
 def _progress(title: str, size: int) -> tqdm:

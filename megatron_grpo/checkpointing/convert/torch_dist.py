@@ -244,8 +244,8 @@ class Checkpoint:
     def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         """Return a chunk, memory-mapped from its file, in which torch.save wrote each chunk."""
         info = self._stored[MetadataIndex(key, chunk.offsets)]
-        memory = self._file(info.relative_path)
         try:
+            memory = self._file(info.relative_path)
             with open(self.directory / info.relative_path, "rb") as stream:
                 view = self._reader.checked_view(stream, info)
                 meta = torch.load(view, map_location="meta", weights_only=True)  # reads everything except the values

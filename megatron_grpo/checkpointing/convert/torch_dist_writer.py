@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
@@ -68,8 +67,7 @@ def write_common(directory: Path) -> None:
         "optimizer_type": None,
         "content_metadata": CONTENT_METADATA,
     }
-    torch.save(common, directory / "common.pt")
-    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+    data_files.Writer(directory, common).write_common()
 
 
 class _Cut(NamedTuple):

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from megatron_grpo.rollout.servers.engine import Weights, WeightTransfer
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
 from megatron_grpo.rollout.weight_sync.nccl import NcclTransfer, SparseTransfer
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights.safetensors_files import save_tensors
 
 Bucket = list[tuple[str, torch.Tensor]]
 FILE_BYTES = 2**30
@@ -89,7 +89,7 @@ class CheckpointTransfer:
         with self._directory.written("the weights"):
             on_host = ((name, tensor.cpu().contiguous()) for name, tensor in weights)
             for number, part in enumerate(buckets(on_host, FILE_BYTES)):
-                save_file(dict(part), self._directory.path / f"model-{number:05d}.safetensors", {"format": "pt"})
+                save_tensors(dict(part), self._directory.path / f"model-{number:05d}.safetensors", {"format": "pt"})
 
     def close(self) -> None:
         self._directory.remove()

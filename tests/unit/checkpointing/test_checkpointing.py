@@ -1,7 +1,5 @@
 """The directory of a checkpoint under kills and damage."""
 
-import errno
-import io
 import json
 import os
 import random
@@ -14,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron_grpo.checkpointing import background_writer
 from megatron_grpo.checkpointing import checkpoint_directory as cd
+from megatron_grpo.checkpointing import data_files
 from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum
 from megatron_grpo.utils.errors import GrpoError
 
@@ -248,6 +247,11 @@ def test_a_short_write_is_never_published(tmp_path):
 VERIFY = [sys.executable, str(ROOT / "tools/checkpoint/verify.py")]
 
 
+def test_a_directory_that_cannot_be_looked_at_ends_the_tool_with_one_line(tmp_path):
+    run = subprocess.run([*VERIFY, tmp_path / ("a" * 300)], capture_output=True, text=True)
+    assert run.returncode == 1 and re.fullmatch(r"verify\.py: .*File name too long: .*\n", run.stderr)
+
+
 def test_the_tool_names_every_damaged_file(tmp_path):
     for iteration in (10, 20):
         save(tmp_path, iteration)
@@ -264,16 +268,10 @@ def test_the_tool_names_every_damaged_file(tmp_path):
     assert subprocess.run([*VERIFY, tmp_path], capture_output=True).returncode == 0
 
 
-def test_the_reason_of_a_background_save_that_fails_is_that_of_the_file():
-    class Full(io.BytesIO):
-        room = 500
-
-        def write(self, data):
-            self.room -= len(data)
-            if self.room < 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return super().write(data)
-
-    with pytest.raises(Exception) as caught:
-        torch.save(torch.zeros(1000), Full())
-    assert background_writer._reason(caught.value) == "[Errno 28] No space left on device"
+def test_a_full_disk_is_the_reason_of_a_file_that_torch_cannot_write(tmp_path):
+    for tensor in (torch.zeros(4), torch.zeros(100_000)):  # within and beyond Python's buffer
+        with pytest.raises(OSError, match="No space left on device"):
+            data_files.write_items(Path("/dev/full"), [(MetadataIndex("weight"), tensor)])
+    (tmp_path / "common.pt").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        data_files.Writer(tmp_path, {"iteration": 2}).write_common()

@@ -344,7 +344,7 @@ def test_refusals(convert, source, tmp_path, monkeypatch):
         convert(*into, "--save", run)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        with pytest.raises(GrpoError, match=r"out cannot be written: it needs .* GB, 0\.0 GB are free"):
+        with pytest.raises(GrpoError, match=r"out cannot be written: it needs .* GB, 1e-06 GB are free: make room"):
             convert(*into, *out)
     with monkeypatch.context() as patch:
 
@@ -361,9 +361,73 @@ def test_refusals(convert, source, tmp_path, monkeypatch):
         patch.setattr(os, "pwrite", full)
         with pytest.raises(GrpoError, match=r"back cannot be written: .*No space left"):
             convert(*back)
-    with pytest.raises(GrpoError, match="a Hugging Face directory has no parallel configuration"):
-        convert(*back, "--tensor-model-parallel-size", 2)
     assert not [path for path in tmp_path.iterdir() if "back" in path.name]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--megatron-to-hf --tensor-model-parallel-size 2", "a Hugging Face directory has no parallel configuration"),
+        ("--hf-to-hf --merge-lora a --pipeline-model-parallel-size 2", "has no parallel configuration"),
+        ("--hf-to-megatron --expert-tensor-parallel-size 2", "no effect on a model without experts"),
+        ("--megatron-to-hf --pytorch-bin", "--pytorch-bin goes with --hf-to-megatron only"),
+        ("--hf-to-hf --merge-lora a --pytorch-bin", "--pytorch-bin goes with --hf-to-megatron only"),
+        ("--hf-to-megatron --hf-config a", "--hf-config goes with --megatron-to-hf only"),
+        ("--hf-to-megatron --verify --dry-run", "leave one of them out"),
+    ],
+)
+def test_flags_without_an_effect_are_refused(convert, source, tmp_path, words, message):
+    load = source
+    if "--megatron-to-hf" in words:
+        load = tmp_path / "megatron"
+        convert("--hf-to-megatron", "--load", source, "--save", load)
+    with pytest.raises(GrpoError, match=message):
+        convert(*words.split(), "--load", load, "--save", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_does_not_replace_what_it_reads(convert, source, tmp_path):
+    """The Megatron checkpoint lies in a Hugging Face directory, which an export there would delete with it."""
+    convert("--hf-to-megatron", "--load", source, "--save", source / "megatron")
+    with pytest.raises(GrpoError, match=r"--save \S*hf contains \S*hf/megatron, which the export would replace"):
+        convert("--megatron-to-hf", "--load", source / "megatron", "--save", source)
+    assert checkpoint_directory.latest_iteration(source / "megatron") == 0
+
+
+def test_a_killed_conversion_does_not_take_the_room_of_the_next(convert, source, tmp_path, monkeypatch):
+    out, megatron = tmp_path / "out", tmp_path / "megatron"
+    for left, words in (
+        (megatron / "iter_0000000.tmp", ("--hf-to-megatron", "--load", source, "--save", megatron)),
+        (tmp_path / ".out.partial", ("--megatron-to-hf", "--load", megatron, "--save", out)),
+    ):
+        left.mkdir(parents=True)
+        rest = left / "rest"
+        rest.touch()
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _, rest=rest: SimpleNamespace(free=2**30 * (not rest.exists()))
+        )
+        convert(*words)
+    check_same(source, out)
+
+
+def test_an_export_that_was_killed_between_its_renames_is_there_again(convert, source, tmp_path, monkeypatch):
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron")
+    shutil.copytree(source, tmp_path / ".out.old")
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(GrpoError, match="No space left"):
+        convert("--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "out")
+    check_same(source, tmp_path / "out")
+
+
+def test_an_export_without_a_tokenizer_is_announced(convert, source, tmp_path, capsys):
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron")
+    shutil.rmtree(tmp_path / "megatron/hf_assets")
+    convert("--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "out")
+    assert "megatron has no hf_assets: the export has no tokenizer" in capsys.readouterr().out
 
 
 def forget(directory):

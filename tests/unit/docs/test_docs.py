@@ -49,7 +49,7 @@ OTHERS += (
     "--digits --operations --reversed --train --valid --stop-accuracy".split()
 )  # of tools/data/arithmetic.py and make_tiny_model.py
 OTHERS += (
-    "--hf-to-hf --merge-lora --adapter --hf --data".split()
+    "--hf-to-hf --merge-lora --pytorch-bin --adapter --hf --data".split()
 )  # of tools/checkpoint/convert.py and tools/check_export.py
 OTHERS += "--completions --tokens --kernels --prompt --median --mean".split()  # of tools/benchmark/update.py
 OTHERS += ["--warm-up"]  # of tools/benchmark/step_table.py

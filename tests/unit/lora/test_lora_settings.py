@@ -10,6 +10,7 @@ from toy_checkpoints import build, make, toy_args
 import torch
 from good_args import validated
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from megatron_grpo.lora import base, files
 from megatron_grpo.lora.attach import adapters, attach, trained
@@ -19,7 +20,7 @@ from megatron_grpo.lora.table import check
 from megatron_grpo.lora.targets import saved_weights, targets
 from megatron_grpo.reference.reference_model import BaseReference
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights import hf
+from megatron_grpo.weights import hf, safetensors_files
 from megatron_grpo.weights.stream import stream_hf
 
 LAYERS = "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj"
@@ -170,10 +171,47 @@ def test_an_adapter_that_cannot_be_written(world, dense, tmp_path, monkeypatch):
         path.write_bytes(b"part")
         raise SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(safetensors_files, "save_file", full)
     with pytest.raises(GrpoError, match=r"the adapter cannot be written: .*No space left"):
         files.save_adapter(args, chunks, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": None}, "has r null, not a number"),
+        ({"r": "four"}, 'has r "four", not a number'),
+        ({"lora_alpha": None}, "has lora_alpha null, not a number"),
+        ({"target_modules": None}, "has target_modules null, not a list of names or a regular expression"),
+        ({"target_modules": 5}, "has target_modules 5, not a list"),
+        ({"modules_to_save": 7}, "has modules_to_save 7, not a list of names"),
+    ],
+)
+def test_damaged_settings_of_an_adapter(dense, tmp_path, change, message):
+    changed = {key: value for key, value in (CONFIG | change).items() if value is not None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(changed))
+    with pytest.raises(GrpoError, match=message):
+        files.merge_config(toy_args(dense), tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "directory"])
+def test_damaged_weights_of_an_adapter(dense, tmp_path, damage):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    weights = tmp_path / "adapter_model.safetensors"
+    save_file({"a": torch.zeros(4)}, weights)
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    else:
+        weights.unlink()
+        weights.mkdir()
+    args = toy_args(dense)
+    args.explicit = frozenset()
+    with pytest.raises(GrpoError, match=r"adapter_model\.safetensors is truncated or not a safetensors file"):
+        files.merge_config(args, tmp_path)
 
 
 def test_files_come_back_bit_for_bit_and_others_are_refused(world, dense, experts, tmp_path):

@@ -6,6 +6,15 @@ import os
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
+
+
+def main(monkeypatch, *words):
+    # The tool sets variables for vLLM, which no other test may see.
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "argv", ["check_export.py", *map(str, words)])
+    return importlib.import_module("tools.check_export").main()
 
 
 @pytest.mark.parametrize(
@@ -18,15 +27,30 @@ import pytest
     ],
 )
 def test_refusals(config, adapter, message, tmp_path, monkeypatch, capsys):
-    words = ["--hf", str(tmp_path), "--data", "none.jsonl"]
+    words = ["--hf", tmp_path, "--data", "none.jsonl"]
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     if adapter is not None:
         for name, content in adapter.items():
             (tmp_path / name).write_text(json.dumps(content))
-        words += ["--adapter", str(tmp_path)]
-    # The tool sets variables for vLLM, which no other test may see.
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setattr(sys, "argv", ["check_export.py", *words])
-    assert importlib.import_module("tools.check_export").main() == 1
+        words += ["--adapter", tmp_path]
+    assert main(monkeypatch, *words) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", "adapter_model.safetensors"])
+def test_a_truncated_file_is_named(damaged, tmp_path, monkeypatch, capsys):
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+    for name in ("model.safetensors", "adapter_model.safetensors"):
+        save_file({"a": torch.zeros(4)}, tmp_path / name)
+    os.truncate(tmp_path / damaged, 20)
+    assert main(monkeypatch, "--hf", tmp_path, "--adapter", tmp_path, "--data", "none.jsonl") == 1
+    assert f"{tmp_path / damaged} is truncated or not a safetensors file" in capsys.readouterr().err
+
+
+def test_counts_below_one_are_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    for flag in ("--max-prompts", "--max-completion-length"):
+        assert main(monkeypatch, "--hf", tmp_path, "--data", "none.jsonl", flag, 0) == 1
+        assert f"{flag} (0) must be at least 1" in capsys.readouterr().err

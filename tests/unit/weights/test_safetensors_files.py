@@ -17,6 +17,7 @@ from megatron_grpo.weights.safetensors_files import (
     SafetensorsWriter,
     check_checksums,
     plan_files,
+    save_tensors,
     write_checksums,
     write_index,
 )
@@ -176,3 +177,12 @@ class TestPytorchBin:
     def test_none_there(self, tmp_path):
         with pytest.raises(GrpoError, match=r"holds neither pytorch_model\.bin nor pytorch_model\.bin\.index\.json"):
             PytorchBin(tmp_path)
+
+
+def test_other_users_may_read_a_file_if_the_umask_lets_them(tmp_path):
+    before = os.umask(0o022)
+    try:
+        save_tensors({"a": torch.zeros(2)}, tmp_path / "a", {"format": "pt"})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644

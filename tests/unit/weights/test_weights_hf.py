@@ -1,6 +1,7 @@
 """Import against transformers' logits, export and stream bit by bit, and every refusal, in one process."""
 
 import json
+from pathlib import Path
 
 import pytest
 from slow import FEW, slow_except
@@ -28,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights import hf, model_weights
+from megatron_grpo.weights import hf, model_weights, safetensors_files
 from megatron_grpo.weights.safetensors_files import Safetensors
 from megatron_grpo.weights.stream import stream_hf
 
@@ -420,12 +421,39 @@ def test_multi_token_prediction_is_not_every_familys(world, tmp_path):
         model_weights.table(toy_args(tmp_path, mtp_num_layers=1))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"metadata": {}}'])
-def test_index_that_is_none(untied, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "valid JSON"), ("[]", "a JSON object"), ('{"metadata": {}}', "an index of tensors"), (None, None)],
+)
+def test_index_that_is_none(untied, text, message):
     directory, load = untied
-    (directory / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(GrpoError, match=r"model\.safetensors\.index\.json is not an index of tensors"):
+    index = directory / "model.safetensors.index.json"
+    index.unlink()
+    index.mkdir() if text is None else index.write_text(text)
+    expected = r"cannot be read \(Is a directory\)" if text is None else f"is not {message}"
+    with pytest.raises(GrpoError, match=rf"model\.safetensors\.index\.json {expected}"):
         load()
+
+
+def test_a_shard_without_permission_is_not_called_missing(untied, monkeypatch):
+    """Safetensors raises FileNotFoundError for it."""
+    _, load = untied
+
+    def refused(path, **options):
+        raise FileNotFoundError(f"No such file or directory: {path}")
+
+    monkeypatch.setattr(safetensors_files, "safe_open", refused)
+    with pytest.raises(GrpoError, match=r"safetensors cannot be read \(needed for tensor .*: change its permissions"):
+        load()
+
+
+def test_a_tokenizer_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch):
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(GrpoError, match=r"tokenizer files cannot be copied from .*: .*Permission denied"):
+        hf.copy_assets(tmp_path, tmp_path / "copy")
 
 
 def test_pickles_and_empty_directories(untied):
