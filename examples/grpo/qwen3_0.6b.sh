@@ -88,5 +88,5 @@ LOGGING_ARGS=(
     --tensorboard-dir "$SAVE/tensorboard"
 )
 
-torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" \
+exec torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" \
     "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIM_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

@@ -1,6 +1,7 @@
 """Message about a rank that a signal ends: the process itself cannot print one."""
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
-from megatron_grpo.utils.errors import record_for_torchrun
+from megatron_grpo.utils.errors import record_for_torchrun, write_error_file
 from megatron_grpo.utils.process_tree import fork_rank, launcher_process
 
 CAUSES = {
@@ -30,7 +31,28 @@ def report_signals(words: Sequence[str]) -> None:
         return
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--save")
-    fork_rank(partial(_report, parser.parse_known_args(words)[0].save))
+    save, file = parser.parse_known_args(words)[0].save, Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    _write_in_advance(save, file)
+    fork_rank(partial(_withdraw, file), partial(_report, save))
+
+
+def _write_in_advance(save: str | None, file: Path) -> None:
+    """Write what torchrun is to report if SIGKILL ends this process: a link, in contrast to a recorded error."""
+    resume = f"--load {save} resumes from its newest checkpoint" if save else newest_in_words(None)
+    message = (
+        f"SIGKILL ended process {os.getpid()}, the parent of rank {os.environ['RANK']}, which began at the time above: "
+        f"`kill -9`, or a scheduler. {resume}"
+    )
+    in_advance = file.with_name("in_advance.json")
+    write_error_file(in_advance, message)
+    if in_advance.exists():
+        with contextlib.suppress(OSError):  # a file system without links
+            file.symlink_to(in_advance.name)
+
+
+def _withdraw(file: Path) -> None:
+    if file.is_symlink():
+        file.unlink()
 
 
 def _report(save: str | None, process: int, number: signal.Signals | None, passed_on: bool) -> None:
@@ -40,7 +62,7 @@ def _report(save: str | None, process: int, number: signal.Signals | None, passe
     """
     file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     attempt = file.parents[1]  # torchrun's folder of all ranks of this host
-    if any(attempt.glob(f"*/{file.name}")):
+    if not all(path.is_symlink() for path in attempt.glob(f"*/{file.name}")):
         return
     of_run = number is None or passed_on
     if of_run:

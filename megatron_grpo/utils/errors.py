@@ -67,12 +67,18 @@ def record_for_torchrun(message: str, call_stack: str = "", seconds: float | Non
     torchrun shows ``call_stack`` in place of the message, if there is one.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file:
-        return
+    if file:
+        write_error_file(Path(file), message, call_stack, seconds)
+
+
+def write_error_file(file: Path, message: str, call_stack: str = "", seconds: float | None = None) -> None:
+    """Write a file for `record_for_torchrun`; on a full disk, write nothing."""
     extra = {"timestamp": str(int(time.time() if seconds is None else seconds))}
     if call_stack:
         extra["py_callstack"] = call_stack
+    part = file.with_suffix(".part")  # torchrun ends with a JSONDecodeError if it reads half a file
     try:
-        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
-    except OSError:  # a full disk: part of a file would end torchrun with a JSONDecodeError in place of its report
-        Path(file).unlink(missing_ok=True)
+        part.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        os.replace(part, file)
+    except OSError:
+        part.unlink(missing_ok=True)

@@ -85,10 +85,11 @@ def _end_after(process: int, descriptor: int | None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fork_rank(report: Callable[[int, signal.Signals | None, bool], None]) -> None:
+def fork_rank(on_event: Callable[[], None], report: Callable[[int, signal.Signals | None, bool], None]) -> None:
     """Return in a child of this process, which is the rank; this process waits for the rank and never returns.
 
-    It passes signals on to the rank and ends as the rank ends. If a signal ended the rank, it first calls
+    It passes signals on to the rank and ends as the rank ends; it calls ``on_event`` before both, but not if SIGKILL
+    ends this process, which ends the rank. If a signal ended the rank, it then calls
     ``report(process id of the rank, signal, whether it passed this signal on)``. When torchrun ends, it ends the rank
     and calls ``report`` with None for the signal. Call it on Linux, under torchrun, while this process has one thread.
     """
@@ -110,12 +111,14 @@ def fork_rank(report: Callable[[int, signal.Signals | None, bool], None]) -> Non
     while not (ended or _has_ended(launcher, watched)):
         event = signal.sigtimedwait(events, 1.0)
         if event is not None and event.si_signo != signal.SIGCHLD:
+            on_event()
             os.kill(rank, event.si_signo)
             sent.add(event.si_signo)
         ended, status = os.waitpid(rank, os.WNOHANG)
     if _has_ended(launcher, watched):
         report(rank, None, False)
         os._exit(1)  # the kernel ends the rank
+    on_event()
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         os._exit(code)

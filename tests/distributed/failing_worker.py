@@ -27,6 +27,9 @@ def main() -> None:
         os.write(2, f"rank {os.getpid()} waits\n".encode())
         signal.pause()
     if dist.get_rank() == 1:
+        if kind == "parent":
+            os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()
         if kind.startswith("SIG"):
             os.kill(os.getpid(), signal.Signals[kind])
         raise GrpoError("--lr is wrong: the cure") if kind == "rank 1" else ZeroDivisionError("a defect")

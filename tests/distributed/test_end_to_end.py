@@ -230,8 +230,12 @@ def start(words: list[str], output: Path) -> tuple[Any, list[int]]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    wait_until(lambda: process.poll() is not None or len(children(process.pid)) == 2, 600, "two ranks")
-    return process, sorted(children(process.pid), key=lambda pid: b"RANK=1" in environment_of(pid))
+
+    def members() -> list[int]:  # torchrun's children are the parents of the ranks
+        return [rank for parent in children(process.pid) for rank in children(parent)]
+
+    wait_until(lambda: process.poll() is not None or len(members()) == 2, 600, "two ranks")
+    return process, sorted(members(), key=lambda pid: b"RANK=1" in environment_of(pid))
 
 
 def environment_of(pid: int) -> list[bytes]:

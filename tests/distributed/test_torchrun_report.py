@@ -66,6 +66,18 @@ def test_a_rank_that_a_signal_ends(name, cause, tmp_path):
     assert text.endswith(f"The newest checkpoint is iteration 7: --load {tmp_path} resumes from it")
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="without fork_rank a signal has no message")
+def test_the_parent_of_a_rank_is_killed(tmp_path):
+    rank, code, text = root_cause(WORKER, "parent", "--save", str(tmp_path))
+    assert (rank, code) == (1, -9)
+    assert re.fullmatch(
+        rf"SIGKILL ended process \d+, the parent of rank 1, .*--load {tmp_path} resumes from its newest checkpoint",
+        text,
+    )
+
+
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="without fork_rank a signal has no message")
 @pytest.mark.parametrize(

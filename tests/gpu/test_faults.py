@@ -69,7 +69,8 @@ def test_a_killed_launcher_leaves_nothing_on_the_gpu(task, tmp_path):
 @pytest.mark.gpus(2)
 def test_a_stopped_rank_is_named_while_the_other_waits_in_nccl(task, tmp_path):
     torchrun, processes = start(task, tmp_path / "run", 2, "--watchdog-timeout", "20", "--save-interval", "2")
-    rank = next(p for p in processes if p.environ().get("RANK") == "1" and p.ppid() == torchrun.pid)
+    parents = [p.pid for p in processes if p.ppid() == torchrun.pid]
+    rank = next(p for p in processes if p.environ().get("RANK") == "1" and p.ppid() in parents)
     rank.send_signal(signal.SIGSTOP)
     output = torchrun.communicate(timeout=240)[0]
     assert torchrun.returncode
