@@ -341,7 +341,12 @@ def main() -> int:
         if inside:
             parser.error("under torchrun, give --out, a folder that is shared by all ranks")
         options.out = Path(tempfile.mkdtemp(prefix="check_parallel_"))
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out} cannot be made: {error.strerror}")
+    if not options.worker and (options.out / "results.jsonl").exists():
+        parser.error(f"--out {options.out} holds an earlier comparison, perhaps of other weights: give another folder")
     if inside:
         worker(layouts, flags, options.out)
         if int(os.environ["RANK"]) > 0 or options.worker:

@@ -70,6 +70,12 @@ def _estimate(
             f"--advantage-estimator {estimator.name} returned advantages of shape {advantages.shape}: return one "
             f"of each {'token' if estimator.per_token else 'completion'} ({size})"
         )
+    if not np.isfinite(advantages).all():
+        largest = np.nanmax(np.abs(rewards), initial=0)
+        raise GrpoError(
+            f"--advantage-estimator {estimator.name} returned infinity or NaN for rewards of up to {largest:g}: give "
+            "smaller --reward-weights, or another estimator"
+        )
     return (None, advantages) if estimator.per_token else (advantages, None)
 
 

@@ -231,6 +231,17 @@ def check(flags: str, *options) -> tuple[int, str]:
         return check_parallel.main(), printed.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("results.jsonl/out", "cannot be made: Not a directory"), (".", "holds an earlier comparison")],
+)
+def test_folders_that_are_refused(tmp_path, capsys, name, message):
+    (tmp_path / "results.jsonl").touch()
+    with pytest.raises(SystemExit):
+        check("", "--layouts", "TP1", "--out", tmp_path / name)
+    assert message in capsys.readouterr().err
+
+
 @pytest.fixture(scope="session")
 def dense(tmp_path_factory, tiny_models):
     """Where the dense model's results are, and what the tool returned."""

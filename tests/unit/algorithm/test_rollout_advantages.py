@@ -21,6 +21,7 @@ from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.utils.errors import GrpoError
 
 NAN = float("nan")
 
@@ -81,6 +82,15 @@ def test_estimators(flags, expected):
     assert batch.token_advantages is None and batch.advantages.dtype == np.float32
     assert metrics["advantage/mean"] == pytest.approx(np.mean(expected), abs=1e-7)
     assert metrics["advantage/std"] == pytest.approx(statistics.stdev(np.array(expected).tolist()))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("first", "largest"), [(3e38, r"3e\+38"), (np.inf, "inf")])
+def test_advantages_beyond_float32_are_refused(first, largest):
+    """Recorded rewards with other weights: no reward function is called that could fail. RLOO's is 3e38 + 3e38."""
+    args = arguments("--advantage-estimator rloo --scale-rewards none")
+    with pytest.raises(GrpoError, match=rf"rloo returned infinity or NaN for rewards of up to {largest}: give smaller"):
+        estimate_advantages(args, rollout([0] * 4), np.float32([first, 0, -3e38, NAN]))
 
 
 def test_gdpo_takes_the_matrix_and_the_weights():
