@@ -28,10 +28,10 @@ from megatron_grpo.models.attention_kernels import (
     Blocks,
     FlashAttention4,
     Kernel,
-    KeyCopies,
     SharedKeys,
     Varlen,
 )
+from megatron_grpo.models.row_copies import RowCopies
 from megatron_grpo.models.shared_prompts import SharedPack
 from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
@@ -207,10 +207,10 @@ def blocks(
 
 
 @lru_cache(maxsize=8)
-def shared_keys(cu_seqlens: tuple[int, ...], cp_size: int, shared: SharedPrompts) -> KeyCopies:
+def shared_keys(cu_seqlens: tuple[int, ...], cp_size: int, shared: SharedPrompts) -> RowCopies:
     """Return the keys of whole sequences among the gathered ones, on the CPU."""
     gathered = _gathered_positions(np.array(cu_seqlens), cp_size)
-    return KeyCopies(torch.from_numpy(np.argsort(gathered)[shared.keys]), cu_seqlens[-1])
+    return RowCopies(torch.from_numpy(np.argsort(gathered)[shared.keys]), cu_seqlens[-1])
 
 
 @lru_cache(maxsize=8)
@@ -221,7 +221,7 @@ def segments(
     device: torch.device,
     left: int,
     shared: SharedPrompts | None = None,
-) -> tuple[tuple[torch.Tensor, torch.Tensor, int, int], KeyCopies]:
+) -> tuple[tuple[torch.Tensor, torch.Tensor, int, int], RowCopies]:
     """Return the segments of `Varlen` under context parallelism or with shared prompts, and their keys.
 
     Each of a rank's two chunks of a sequence is a segment of queries, without context parallelism each sequence. Its
@@ -243,7 +243,7 @@ def segments(
     keys = np.argsort(_gathered_positions(cu, cp_size))[keys[places]]
     arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
     cu_queries, cu_keys, keys = (to_device(torch.from_numpy(x), device) for x in arrays)
-    return (cu_queries, cu_keys, int(chunk.max()), int(key_counts.max())), KeyCopies(keys, int(cu[-1]))
+    return (cu_queries, cu_keys, int(chunk.max()), int(key_counts.max())), RowCopies(keys, int(cu[-1]))
 
 
 @lru_cache(maxsize=8)

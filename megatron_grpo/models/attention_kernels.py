@@ -21,6 +21,8 @@ from typing import Protocol
 
 import torch
 
+from megatron_grpo.models.row_copies import RowCopies
+
 
 class Kernel(Protocol):
     """Interface of kernels: q and out are ``[t_q, heads, d]``, k and v ``[t_k, groups, d]``, lse ``[heads, t_q]``."""
@@ -133,37 +135,6 @@ class FlashAttention4(Varlen):
 
 
 @dataclass(frozen=True)
-class KeyCopies:
-    """Keys of a pack that several segments of queries see: the pack's key at ``rows`` int64 ``[k]`` for each copy."""
-
-    rows: torch.Tensor
-    count: int  # keys of the pack
-
-    def copy(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the copies ``[k, groups, d]`` of keys or values ``[t, groups, d]``."""
-        return x.index_select(0, self.rows)
-
-    def sum(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Return the sums ``[t, groups, d]`` of the gradients ``[k, groups, d]`` of the copies of each key.
-
-        They are summed in at least float32, because sums in bf16 lose digits.
-        """
-        if gradients.is_cuda:
-            from megatron_grpo.models.gpu_kernels import sum_rows  # Triton exists with a GPU only
-
-            return sum_rows(gradients, *self._by_key)
-        dtype = torch.promote_types(gradients.dtype, torch.float32)
-        sums = gradients.new_zeros(self.count, *gradients.shape[1:], dtype=dtype)
-        return sums.index_add_(0, self.rows, gradients.to(dtype)).to(gradients.dtype)
-
-    @functools.cached_property
-    def _by_key(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The copies sorted by their key, int64 ``[k]``, and where those of each key begin, ``[t + 1]``."""
-        keys, order = self.rows.sort(stable=True)
-        return order, torch.searchsorted(keys, torch.arange(self.count + 1, device=keys.device))
-
-
-@dataclass(frozen=True)
 class SharedKeys:
     """`Kernel` in which several segments of queries attend to the same keys and values.
 
@@ -171,7 +142,7 @@ class SharedKeys:
     """
 
     kernel: Kernel
-    copies: KeyCopies
+    copies: RowCopies
 
     def forward(self, q, k, v):
         return self.kernel.forward(q, self.copies.copy(k), self.copies.copy(v))

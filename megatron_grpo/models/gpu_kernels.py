@@ -5,6 +5,8 @@ rotations of queries and keys), the gradient of `RootMeanSquareNorm`, `swiglu_gr
 float32.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -253,7 +255,7 @@ def _swiglu_gradient(x, grad, out, size, block: tl.constexpr):
 
 def sum_rows(x: torch.Tensor, order: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
     """Return ``[t, ...]``: row i is the sum of the rows order[begins[i]:begins[i + 1]] of ``x`` ``[k, ...]``."""
-    x, rows, size = x.contiguous(), len(begins) - 1, x[0].numel()
+    x, rows, size = x.contiguous(), len(begins) - 1, math.prod(x.shape[1:])
     out = x.new_empty(rows, *x.shape[1:])
     if out.numel():
         _sum_rows[(rows, triton.cdiv(size, 1024))](x, order, begins, out, size, 1024)

@@ -16,12 +16,12 @@ from launch import torchrun
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention, visible_keys
-from megatron_grpo.models.attention_kernels import KeyCopies
 from megatron_grpo.models.gpu_kernels import HeadsOfPack, RootMeanSquareNorm, swiglu_gradient
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.layer_specs import bias_dropout_add
 from megatron_grpo.models.norm import BranchNorm
 from megatron_grpo.models.rope import cosines_and_sines, rotate_pack
+from megatron_grpo.models.row_copies import RowCopies
 from megatron_grpo.models.self_attention import Norm, queries_keys_values
 from megatron_grpo.models.softcap import soft_capped_attention
 from megatron_grpo.rollout.weight_sync.nccl import send_packed
@@ -281,12 +281,14 @@ def test_gradient_of_swiglu(size):
     assert relative(swiglu_gradient(upstream, x), want) < 4e-3
 
 
-@pytest.mark.parametrize("heads", [(8, 128), (3, 40), (20, 192)], ids=str)
+@pytest.mark.parametrize("heads", [(8, 128), (3, 40), (20, 192), (2048,)], ids=str)
 def test_gradients_of_shared_keys(heads):
     """Sums in bf16 of gradients of copies: keys that no segment sees, that one sees, and that hundreds see."""
     rows = torch.cat([torch.randint(0, 500, (3000,)), torch.full((300,), 7), torch.arange(600, 700)]).cuda()
     gradients = torch.randn(len(rows), *heads, device="cuda", dtype=torch.bfloat16)
     want = torch.zeros(900, *heads, device="cuda", dtype=torch.float64).index_add_(0, rows, gradients.double())
-    got = KeyCopies(rows, 900).sum(gradients)
+    got = RowCopies(rows, 900).sum(gradients)
     assert got.dtype == torch.bfloat16 and relative(got, want) < 4e-3
     assert not got[700:].any()
+    none = RowCopies(rows[:0], 900)  # a rank without tokens
+    assert none.sum(gradients[:0]).shape == (900, *heads) and not none.sum(gradients[:0]).any()

@@ -1,0 +1,53 @@
+"""The all-gather dispatcher beside megatron-core's own, on one rank in float64."""
+
+from types import SimpleNamespace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pretrain_grpo  # noqa: F401  first: it prepares for machines without a GPU
+
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+from megatron_grpo.models.expert_dispatch import AllGatherDispatcher  # isort: skip
+
+ALONE = SimpleNamespace(ep=None, tp=None, expt_tp=None, tp_ep=None)
+
+
+def results(kind: type, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor) -> list[torch.Tensor]:
+    """Return what experts receive, what the layer returns if expert e multiplies by e + 2, and gradients."""
+    experts = probs.shape[1]
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=hidden.shape[-1],
+        num_attention_heads=1,
+        num_moe_experts=experts,
+        moe_router_pre_softmax=True,
+        moe_router_topk=1,
+        moe_ffn_hidden_size=8,
+    )
+    dispatcher = kind(experts, list(range(experts)), config=config, pg_collection=ALONE)
+    leaves = hidden.clone().requires_grad_(), probs.clone().requires_grad_()
+    tokens, weights = dispatcher.dispatch_preprocess(leaves[0], chosen, leaves[1])
+    tokens, counts, weights = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(tokens, weights))
+    factors = torch.repeat_interleave(torch.arange(2, experts + 2), counts).double()
+    output = dispatcher.token_combine(dispatcher.combine_preprocess(tokens * (factors * weights)[:, None]))
+    output = dispatcher.combine_postprocess(output)
+    return [tokens, counts, weights, output, *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 99), st.floats(0, 1))
+def test_all_gather_dispatcher(tokens: int, experts: int, seed: int, share: float):
+    """Tokens without an expert here, experts without tokens, and tokens with all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, 1, 8, generator=generator, dtype=torch.float64)
+    chosen = torch.rand(tokens, experts, generator=generator) < share
+    probs = torch.rand(tokens, experts, generator=generator, dtype=torch.float64) * chosen
+    for own, theirs in zip(
+        *(results(kind, hidden, probs, chosen) for kind in (AllGatherDispatcher, MoEAllGatherTokenDispatcher)),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, theirs)
