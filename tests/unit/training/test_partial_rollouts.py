@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from bad_input_bench import Bench
 from bad_input_runs import TRAIN, StubEngine, launch
+from noted_signal import raise_noted_signal
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from megatron_grpo.rollout.engine import Completion
@@ -52,7 +53,7 @@ class Slow(StubEngine):
         if self.rollouts == self.stop_in:
             type(self).stop_in = None
             if self.happens == "SIGTERM":
-                signal.raise_signal(signal.SIGTERM)  # to this thread: another one could run late
+                raise_noted_signal(signal.SIGTERM)
             else:
                 raise self.happens
         done = []
@@ -94,9 +95,8 @@ def runs(tiny_models, tmp_path_factory):
             bench = bench_of(tmp_path_factory.mktemp(name), tiny_models["qwen3"])
             Slow.rollouts, Slow.happens, Slow.stop_in = 0, what, 6 if what else None
             assert launch(TRAIN, bench.words) == (what is not None and what != "SIGTERM")
-            if (
-                what
-            ):  # a signal and a lost engine end the rollout; a run that crashed saves nothing more, as a killed one
+            if what:
+                # A signal and a lost engine end the rollout; a run that crashed saves nothing more, as a killed one.
                 assert latest_iteration(bench.save) == {"stopped": 5, "lost": 5, "crashed": 4}[name]
                 assert launch(TRAIN, [*bench.words, "--load", str(bench.save)]) == 0
             saves[name] = bench.save
