@@ -1,49 +1,132 @@
-"""The way of tokens to their experts and back, for the ``local`` layer spec with the all-gather dispatcher."""
+"""The way of tokens to their experts and back, for the ``local`` layer spec.
+
+A token's output is the sum of its experts' outputs, its gradient the sum of theirs. megatron-core's dispatchers sum in the
+precision of the tokens, with atomic operations; these sum in float32, in the same order in every run.
+"""
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.models.row_copies import CopyRows, RowCopies, SumCopies
 
 
 class LocalMoELayer(MoELayer):
-    """megatron-core's layer, with `AllGatherDispatcher` for ``--moe-token-dispatcher-type allgather``."""
+    """megatron-core's layer, with the dispatchers of this module.
+
+    With ``--moe-shared-expert-overlap`` megatron-core's all-to-all dispatcher stays: it runs the shared experts, too.
+    """
 
     def __init__(self, config: TransformerConfig, *args, pg_collection: ProcessGroupCollection | None = None, **kwargs):
         # megatron-core 0.16 gives the groups to its own class only; those of the program are the default ones.
         groups = pg_collection or get_default_pg_collection()
         super().__init__(config, *args, pg_collection=groups, **kwargs)
-        if isinstance(self.token_dispatcher, MoEAllGatherTokenDispatcher):
+        kind = {
+            MoEAllGatherTokenDispatcher: AllGatherDispatcher,
+            MoEAlltoAllTokenDispatcher: None if config.moe_shared_expert_overlap else AllToAllDispatcher,
+        }.get(type(self.token_dispatcher))
+        if kind:
             local = self.num_local_experts, self.local_expert_indices
-            self.token_dispatcher = AllGatherDispatcher(*local, config=self.config, pg_collection=groups)
+            self.token_dispatcher = kind(*local, config=self.config, pg_collection=groups)
 
 
 class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """megatron-core's dispatcher, which sums the outputs of a token's experts, and their gradients, in float32.
+    """Every rank receives all tokens, and returns for each the sum of its own experts' outputs."""
 
-    Its own sums are ``scatter_add`` and the gradient of ``index_select``, in bf16 and with atomic operations.
-    """
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[t, h]`` and ``[t, E]`` of all ranks, one after the other."""
+        if self.tp_size * self.ep_size == 1:
+            return hidden_states, probs
+        self.routing_map = _gather(self.routing_map, self.tp_ep_group)
+        return tuple(GatherRows.apply(x, self.tp_ep_group) for x in (hidden_states, probs))
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return this rank's tokens ``[k, h]`` sorted by expert, their number for each expert ``[E]``, and ``[k]``.
+        """Return this rank's tokens ``[k, h]`` sorted by expert, their number for each expert, and ``[k]``.
 
         The last are the probabilities. ``hidden_states`` is ``[t, h]``, ``probs`` ``[t, experts of all ranks]``.
         """
-        first, tokens = self.local_expert_indices[0], len(hidden_states)
-        chosen, probs = (x[:, first : first + self.num_local_experts].T for x in (self.routing_map, probs))
-        tokens_per_expert = chosen.sum(1).cpu()
-        places = chosen.flatten().nonzero()[:, 0]
-        self.copies = RowCopies(places % tokens, tokens)
-        self.local_probs = probs.flatten().index_select(0, places)
+        first = self.local_expert_indices[0]
+        chosen, probs = (x[:, first : first + self.num_local_experts] for x in (self.routing_map, probs))
+        tokens_per_expert = chosen.sum(0).cpu()
         self.routing_map = None
-        return CopyRows.apply(hidden_states, self.copies), tokens_per_expert, self.local_probs
+        self.copies, probs = _copies_by_expert(chosen, probs)
+        return CopyRows.apply(hidden_states, self.copies), tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sums ``[t, h]`` of the outputs ``[k, h]`` of this rank's experts for each token."""
         return SumCopies.apply(hidden_states, self.copies)
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the sums of all ranks for this rank's tokens."""
+        if self.tp_size * self.ep_size == 1:
+            return hidden_states
+        return SumRanks.apply(hidden_states, self.tp_ep_group)
+
+
+class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
+    """A rank sends each token to the ranks of its experts, once for each of them."""
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens ``[k, h]`` sorted by expert, and their probabilities ``[k]``."""
+        self.hidden_shape, self.probs = hidden_states.shape, probs
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(routing_map))
+        self.copies, probs = _copies_by_expert(routing_map, probs)
+        return CopyRows.apply(hidden_states.view(-1, self.hidden_shape[-1]), self.copies), probs
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the sums of the outputs ``[k, h]`` for each token, in the shape of the layer's input."""
+        return SumCopies.apply(hidden_states, self.copies).view(self.hidden_shape)
+
+
+def _copies_by_expert(chosen: torch.Tensor, probs: torch.Tensor) -> tuple[RowCopies, torch.Tensor]:
+    """Return the tokens of the experts, in their order, and their probabilities; both are ``[t, E]``."""
+    places = chosen.T.flatten().nonzero()[:, 0]
+    return RowCopies(places % len(chosen), len(chosen)), probs.T.flatten().index_select(0, places)
+
+
+class GatherRows(torch.autograd.Function):
+    """The rows of all ranks, ``[t, ...]`` to ``[ranks * t, ...]``; a row's gradient is the sum of all ranks'."""
+
+    @staticmethod
+    def forward(ctx, x, group: dist.ProcessGroup):
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _sum_ranks(grad, ctx.group), None
+
+
+class SumRanks(torch.autograd.Function):
+    """The sum of all ranks' ``[ranks * t, ...]``, of which each rank has its own ``[t, ...]``."""
+
+    @staticmethod
+    def forward(ctx, x, group: dist.ProcessGroup):
+        ctx.group = group
+        return _sum_ranks(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gather(grad, ctx.group), None
+
+
+def _gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered
+
+
+def _sum_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A reduce-scatter that sends each summand in its own precision and rounds their float32 sum once."""
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received.unflatten(0, (group.size(), -1)).sum(0)

@@ -1,19 +1,24 @@
-"""The all-gather dispatcher beside megatron-core's own, on one rank in float64."""
+"""The dispatchers beside megatron-core's own, on one rank in float64."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pretrain_grpo  # noqa: F401  first: it prepares for machines without a GPU
 
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher  # isort: skip
+from megatron.core.transformer.moe.token_dispatcher import (  # isort: skip
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-from megatron_grpo.models.expert_dispatch import AllGatherDispatcher  # isort: skip
+from megatron_grpo.models.expert_dispatch import AllGatherDispatcher, AllToAllDispatcher  # isort: skip
 
-ALONE = SimpleNamespace(ep=None, tp=None, expt_tp=None, tp_ep=None)
+ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+ALONE = SimpleNamespace(ep=ONE, tp=ONE, expt_tp=ONE, tp_ep=ONE)
 
 
 def results(kind: type, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor) -> list[torch.Tensor]:
@@ -38,16 +43,18 @@ def results(kind: type, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch
     return [tokens, counts, weights, output, *torch.autograd.grad(output.square().sum(), leaves)]
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [(AllGatherDispatcher, MoEAllGatherTokenDispatcher), (AllToAllDispatcher, MoEAlltoAllTokenDispatcher)],
+    ids=lambda kinds: kinds[0].__name__,
+)
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 99), st.floats(0, 1))
-def test_all_gather_dispatcher(tokens: int, experts: int, seed: int, share: float):
+def test_beside_megatron_core(kinds: tuple[type, type], tokens: int, experts: int, seed: int, share: float):
     """Tokens without an expert here, experts without tokens, and tokens with all of them."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, 1, 8, generator=generator, dtype=torch.float64)
     chosen = torch.rand(tokens, experts, generator=generator) < share
     probs = torch.rand(tokens, experts, generator=generator, dtype=torch.float64) * chosen
-    for own, theirs in zip(
-        *(results(kind, hidden, probs, chosen) for kind in (AllGatherDispatcher, MoEAllGatherTokenDispatcher)),
-        strict=True,
-    ):
+    for own, theirs in zip(*(results(kind, hidden, probs, chosen) for kind in kinds), strict=True):
         torch.testing.assert_close(own, theirs)
