@@ -282,8 +282,8 @@ def test_gradient_of_swiglu(size):
 
 
 @pytest.mark.parametrize("heads", [(8, 128), (3, 40), (20, 192), (2048,)], ids=str)
-def test_gradients_of_shared_keys(heads):
-    """Sums in bf16 of gradients of copies: keys that no segment sees, that one sees, and that hundreds see."""
+def test_sums_of_copies(heads):
+    """Sums of copies in bf16: of rows without a copy, with one, and with hundreds (shared keys, tokens of experts)."""
     rows = torch.cat([torch.randint(0, 500, (3000,)), torch.full((300,), 7), torch.arange(600, 700)]).cuda()
     gradients = torch.randn(len(rows), *heads, device="cuda", dtype=torch.bfloat16)
     want = torch.zeros(900, *heads, device="cuda", dtype=torch.float64).index_add_(0, rows, gradients.double())
