@@ -7,6 +7,7 @@ warnings.filterwarnings("ignore", message="(?i).*(apex|transformer ?engine).*not
 warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")  # about kernels' order on a GPU
 warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated.*")  # in megatron-core and vLLM
 warnings.filterwarnings("ignore", message="MimoModelConfig is experimental.*")  # megatron-core 0.19, at its import
+warnings.filterwarnings("ignore", message="The legacy GroupedMLP will be deprecated")  # not used: GroupedExperts is
 
 # megatron-core's: its DDP hooks keep AccumulateGrad nodes, and its optimizer reads .grad of each parameter's copy.
 warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")

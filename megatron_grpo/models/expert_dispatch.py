@@ -1,37 +1,16 @@
 """The way of tokens to their experts and back, for the ``local`` layer spec.
 
-A token's output is the sum of its experts' outputs, its gradient the sum of theirs. megatron-core's dispatchers sum in the
-precision of the tokens, with atomic operations; these sum in float32, in the same order in every run.
+A token's output is the sum of its experts' outputs, its gradient the sum of theirs. megatron-core's dispatchers sum in
+the precision of the tokens, with atomic operations; these sum in float32, in the same order in every run.
 """
 
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.models.row_copies import CopyRows, RowCopies, SumCopies
-
-
-class LocalMoELayer(MoELayer):
-    """megatron-core's layer, with the dispatchers of this module.
-
-    With ``--moe-shared-expert-overlap`` megatron-core's all-to-all dispatcher stays: it runs the shared experts, too.
-    """
-
-    def __init__(self, config: TransformerConfig, *args, pg_collection: ProcessGroupCollection | None = None, **kwargs):
-        # megatron-core 0.16 gives the groups to its own class only; those of the program are the default ones.
-        groups = pg_collection or get_default_pg_collection()
-        super().__init__(config, *args, pg_collection=groups, **kwargs)
-        kind = {
-            MoEAllGatherTokenDispatcher: AllGatherDispatcher,
-            MoEAlltoAllTokenDispatcher: None if config.moe_shared_expert_overlap else AllToAllDispatcher,
-        }.get(type(self.token_dispatcher))
-        if kind:
-            local = self.num_local_experts, self.local_expert_indices
-            self.token_dispatcher = kind(*local, config=self.config, pg_collection=groups)
 
 
 class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
@@ -84,6 +63,23 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sums of the outputs ``[k, h]`` for each token, in the shape of the layer's input."""
         return SumCopies.apply(hidden_states, self.copies).view(self.hidden_shape)
+
+
+def replace_dispatchers(model: torch.nn.Module) -> None:
+    """Give all layers with experts the dispatchers of this module.
+
+    With ``--moe-shared-expert-overlap`` megatron-core's all-to-all dispatcher stays: it runs the shared experts, too.
+    """
+    for layer in model.modules():
+        if not isinstance(layer, MoELayer):
+            continue
+        kind = {
+            MoEAllGatherTokenDispatcher: AllGatherDispatcher,
+            MoEAlltoAllTokenDispatcher: None if layer.shared_expert_overlap else AllToAllDispatcher,
+        }.get(type(layer.token_dispatcher))
+        if kind:
+            local = layer.num_local_experts, layer.local_expert_indices
+            layer.token_dispatcher = kind(*local, config=layer.config, pg_collection=get_default_pg_collection())
 
 
 def _copies_by_expert(chosen: torch.Tensor, probs: torch.Tensor) -> tuple[RowCopies, torch.Tensor]:

@@ -9,6 +9,7 @@ from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_grpo.data.pack import IGNORED_LABEL, SharedPrompts
 from megatron_grpo.models.config import transformer_config_from_args
+from megatron_grpo.models.expert_dispatch import replace_dispatchers
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
 from megatron_grpo.models.layer_graphs import LayerGraphs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
@@ -205,6 +206,8 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
         model.mtp.requires_grad_(False)  # not trained: no gradient, no optimizer state, no weight decay
     if config.gradient_accumulation_fusion and pre_process:
         AddingEmbedding.replace(model)
+    if args.transformer_impl == "local":
+        replace_dispatchers(model)
     if args.rotary_base_local:
         model.rotary_pos_emb = TwoRopes(model.rotary_pos_emb, args)
     if args.mrope_section:

@@ -22,7 +22,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
-from megatron_grpo.models.expert_dispatch import LocalMoELayer
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import BranchNorm, RMSNorm, take_residual, with_post_layernorm
 from megatron_grpo.models.router_replay import Replay
@@ -190,10 +189,8 @@ def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
     mlp = _submodules(parts.mlp)
     if not isinstance(mlp, MoESubmodules):
         names |= _FUSED_MLP_NORM
-    else:
-        parts.mlp.module = LocalMoELayer
-        if config.moe_grouped_gemm:
-            mlp.experts = GroupedExperts
-        elif config.add_bias_linear:
-            _submodules(mlp.experts).linear_fc2 = ExpertRowParallelLinear
+    elif config.moe_grouped_gemm:
+        mlp.experts = GroupedExperts
+    elif config.add_bias_linear:
+        _submodules(mlp.experts).linear_fc2 = ExpertRowParallelLinear
     parts.sharded_state_dict_keys_map = names

@@ -24,7 +24,9 @@ def main() -> None:
         lines = (run / "metrics.jsonl").read_text().splitlines()
         rows = [row for row in map(json.loads, lines) if row["iteration"] > own.warm_up and "loss" in row]
         if not rows:
-            parser.error(f"{run / 'metrics.jsonl'} has no update after the first {own.warm_up}: give a smaller --warm-up")
+            parser.error(
+                f"{run / 'metrics.jsonl'} has no update after the first {own.warm_up}: give a smaller --warm-up"
+            )
         mean = {phase: sum(row.get(f"time/{phase}", 0.0) for row in rows) / len(rows) for phase in PHASES}
         tokens = sum(row["tokens/update"] for row in rows) / sum(row["time/step"] for row in rows)
         length = sum(row["completion/length_mean"] for row in rows) / len(rows)
