@@ -18,10 +18,15 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``[t, h]`` and ``[t, E]`` of all ranks, one after the other."""
-        if self.tp_size * self.ep_size == 1:
+        alone = self.tp_size * self.ep_size == 1
+        chosen = self.routing_map if alone else _gather(self.routing_map, self.tp_ep_group)
+        self.routing_map = self._of_local_experts(chosen)
+        # The host reads the counts while the tokens are on their way, and launches what follows.
+        self.tokens_per_expert = self.routing_map.sum(0).to("cpu", non_blocking=True)
+        self.counted = torch.cuda.current_stream().record_event()
+        if alone:
             return hidden_states, probs
-        self.routing_map = _gather(self.routing_map, self.tp_ep_group)
-        return tuple(GatherRows.apply(x, self.tp_ep_group) for x in (hidden_states, probs))
+        return GatherRows.apply(hidden_states, self.tp_ep_group), GatherRows.apply(probs, self.tp_ep_group)
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -30,12 +35,15 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
 
         The last are the probabilities. ``hidden_states`` is ``[t, h]``, ``probs`` ``[t, experts of all ranks]``.
         """
-        first = self.local_expert_indices[0]
-        chosen, probs = (x[:, first : first + self.num_local_experts] for x in (self.routing_map, probs))
-        tokens_per_expert = chosen.sum(0).cpu()
+        self.counted.synchronize()
+        count = int(self.tokens_per_expert.sum())
+        self.copies, probs = _copies_by_expert(self.routing_map, self._of_local_experts(probs), count)
         self.routing_map = None
-        self.copies, probs = _copies_by_expert(chosen, probs)
-        return CopyRows.apply(hidden_states, self.copies), tokens_per_expert, probs
+        return CopyRows.apply(hidden_states, self.copies), self.tokens_per_expert, probs
+
+    def _of_local_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the columns ``[t, E]`` of this rank's experts."""
+        return x.narrow(1, self.local_expert_indices[0], self.num_local_experts)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sums ``[t, h]`` of the outputs ``[k, h]`` of this rank's experts for each token."""
@@ -57,7 +65,7 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
         """Return the tokens ``[k, h]`` sorted by expert, and their probabilities ``[k]``."""
         self.hidden_shape, self.probs = hidden_states.shape, probs
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(routing_map))
-        self.copies, probs = _copies_by_expert(routing_map, probs)
+        self.copies, probs = _copies_by_expert(routing_map, probs, len(probs) * self.config.moe_router_topk)
         return CopyRows.apply(hidden_states.view(-1, self.hidden_shape[-1]), self.copies), probs
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -82,9 +90,12 @@ def replace_dispatchers(model: torch.nn.Module) -> None:
             layer.token_dispatcher = kind(*local, config=layer.config, pg_collection=get_default_pg_collection())
 
 
-def _copies_by_expert(chosen: torch.Tensor, probs: torch.Tensor) -> tuple[RowCopies, torch.Tensor]:
-    """Return the tokens of the experts, in their order, and their probabilities; both are ``[t, E]``."""
-    places = chosen.T.flatten().nonzero()[:, 0]
+def _copies_by_expert(chosen: torch.Tensor, probs: torch.Tensor, count: int) -> tuple[RowCopies, torch.Tensor]:
+    """Return the tokens of the experts, in their order, and their probabilities.
+
+    ``chosen`` and ``probs`` are ``[t, E]``; ``count`` is how many are chosen, so that the host need not wait for it.
+    """
+    places = chosen.T.flatten().nonzero_static(size=count)[:, 0]
     return RowCopies(places % len(chosen), len(chosen)), probs.T.flatten().index_select(0, places)
 
 

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +20,9 @@ ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 ALONE = SimpleNamespace(ep=ONE, tp=ONE, expt_tp=ONE, tp_ep=ONE)
 
 
-def results(kind: type, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor) -> list[torch.Tensor]:
+def results(
+    kind: type, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, topk: int
+) -> list[torch.Tensor]:
     """Return what experts receive, what the layer returns if expert e multiplies by e + 2, and gradients."""
     experts = probs.shape[1]
     config = TransformerConfig(
@@ -30,7 +31,7 @@ def results(kind: type, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch
         num_attention_heads=1,
         num_moe_experts=experts,
         moe_router_pre_softmax=True,
-        moe_router_topk=1,
+        moe_router_topk=topk,
         moe_ffn_hidden_size=8,
     )
     dispatcher = kind(experts, list(range(experts)), config=config, pg_collection=ALONE)
@@ -43,18 +44,27 @@ def results(kind: type, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch
     return [tokens, counts, weights, output, *torch.autograd.grad(output.square().sum(), leaves)]
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [(AllGatherDispatcher, MoEAllGatherTokenDispatcher), (AllToAllDispatcher, MoEAlltoAllTokenDispatcher)],
-    ids=lambda kinds: kinds[0].__name__,
-)
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 99), st.floats(0, 1))
-def test_beside_megatron_core(kinds: tuple[type, type], tokens: int, experts: int, seed: int, share: float):
+def test_all_gather_beside_megatron_core(tokens: int, experts: int, seed: int, share: float):
     """Tokens without an expert here, experts without tokens, and tokens with all of them."""
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(tokens, 1, 8, generator=generator, dtype=torch.float64)
     chosen = torch.rand(tokens, experts, generator=generator) < share
-    probs = torch.rand(tokens, experts, generator=generator, dtype=torch.float64) * chosen
-    for own, theirs in zip(*(results(kind, hidden, probs, chosen) for kind in kinds), strict=True):
-        torch.testing.assert_close(own, theirs)
+    compare(AllGatherDispatcher, MoEAllGatherTokenDispatcher, chosen, 1, generator)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 99), st.data())
+def test_all_to_all_beside_megatron_core(tokens: int, experts: int, seed: int, data: st.DataObject):
+    """Every token has ``topk`` experts; some experts have no token."""
+    generator = torch.Generator().manual_seed(seed)
+    topk = data.draw(st.integers(1, experts))
+    ranks = torch.rand(tokens, experts, generator=generator).argsort(1)
+    compare(AllToAllDispatcher, MoEAlltoAllTokenDispatcher, ranks < topk, topk, generator)
+
+
+def compare(own: type, theirs: type, chosen: torch.Tensor, topk: int, generator: torch.Generator):
+    hidden = torch.randn(len(chosen), 1, 8, generator=generator, dtype=torch.float64)
+    probs = torch.rand(chosen.shape, generator=generator, dtype=torch.float64) * chosen
+    for got, want in zip(*(results(kind, hidden, probs, chosen, topk) for kind in (own, theirs)), strict=True):
+        torch.testing.assert_close(got, want)
