@@ -329,6 +329,8 @@ def main() -> int:
         layouts = list(options.layouts)
         inside = "RANK" in os.environ  # under torchrun
         worlds = [int(os.environ["WORLD_SIZE"])] if inside else options.world_sizes
+        if min(worlds) < 1:
+            parser.error(f"--world-sizes {min(worlds)}: give numbers of ranks, 1 or more")
         if options.all:
             layouts += [layout for world in worlds for layout in all_layouts(flags, world)]
         layouts += random_layouts(flags, worlds, options.random, options.seed) if options.random else []
