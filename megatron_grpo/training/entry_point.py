@@ -1,4 +1,4 @@
-"""Exit of a run: one message for a GrpoError, a traceback for any other error, and an immediate exit."""
+"""Exit of a run: one message for an error of the user's, a traceback for any other error, and an immediate exit."""
 
 import gc
 import os
@@ -28,6 +28,8 @@ def before_exit(step: Callable[[], None]) -> None:
 def run(main) -> None:
     """Call ``main``; a ``GrpoError`` ends the run with one message and exit code 1, any other error with its traceback.
 
+    A file without permission ends it with one message, too.
+
     If every rank fails, only rank 0 prints the error (without a process group, the first process of each host). If one
     rank fails, this rank prints the error with its number two seconds later, so that rank 0 prints first. The process
     exits at once. torchrun ends the ranks that wait for this rank in a collective, or they fail because the connection
@@ -41,17 +43,15 @@ def run(main) -> None:
         main()
     except Preempted as error:
         print_rank_0(f"left the rollout: {error}")
-    except GrpoError as error:
-        code, raised = 1, time.time()
-        if _prints_error(after_rank_0=True):
-            print(f"\n{_program_name()}: {_rank_prefix()}error: {error}", file=sys.stderr, flush=True)
-            record_for_torchrun(str(error), seconds=raised)
-        else:
-            _let_cause_end_first()
     except Exception as error:
-        code = 1
-        gone = peer_has_ended(error)
-        if _prints_error(after_rank_0=False):
+        code, raised = 1, time.time()
+        message, gone = _in_words(error), peer_has_ended(error)
+        if not _prints_error(after_rank_0=message is not None):
+            _let_cause_end_first()
+        elif message is not None:
+            print(f"\n{_program_name()}: {_rank_prefix()}error: {message}", file=sys.stderr, flush=True)
+            record_for_torchrun(message, seconds=raised)
+        else:
             what = "another rank has ended: see torchrun's report of that rank" if gone else "unexpected error"
             print(f"\n{_program_name()}: {_rank_prefix()}{what}", file=sys.stderr)
             if not gone or not os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -59,8 +59,6 @@ def run(main) -> None:
             if gone:  # torchrun has one report per host: this is the cause only on a host where no rank ended earlier
                 _let_cause_end_first()
             record_for_torchrun(str(error), traceback.format_exc())
-        else:
-            _let_cause_end_first()
     except KeyboardInterrupt:
         code = 130
     sys.stdout.flush()
@@ -72,6 +70,13 @@ def run(main) -> None:
         step()
     # Threads and child processes of engines, such as a thread in a blocked NCCL call, would block sys.exit.
     os._exit(code)
+
+
+def _in_words(error: Exception) -> str | None:
+    """Return the message of an error that the user can correct; None for another error, which needs its traceback."""
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return f"{error.filename}: permission denied: correct the mode of it and of its folders, or give another"
+    return str(error) if isinstance(error, GrpoError) else None
 
 
 def _let_cause_end_first() -> None:

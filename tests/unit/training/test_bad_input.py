@@ -4,6 +4,8 @@ pretrain_grpo.py and the tools run in this process as ``__main__``, since a proc
 seconds; a stub stands in for vLLM. test_bad_input_ranks.py has torchrun, two ranks, vLLM. Cases: bad_input_cases.py.
 """
 
+import errno
+import os
 import re
 
 import bad_input_cases as cases
@@ -92,3 +94,20 @@ def test_a_last_save_and_an_export_that_fail_are_both_said(bench, capfd):
     ), error
     assert files(run / "iter_0000002") == before
     assert not [path.name for path in run.iterdir() if path.name.endswith((".partial", ".tmp"))]
+
+
+def test_a_checkpoint_of_another_user(bench, monkeypatch, capfd):
+    """The file system's answer is made up: root, who may run the tests, reads every file."""
+
+    words, stat = bench.resume(), os.stat
+
+    def denied(path, *args, **kwargs):
+        if str(path).endswith("/latest_checkpointed_iteration.txt"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", denied)
+    capfd.readouterr()
+    assert launch(TRAIN, bench.good + words) == 1
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and "latest_checkpointed_iteration.txt: permission denied: correct the mode" in lines[0]
