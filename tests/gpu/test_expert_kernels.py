@@ -1,4 +1,4 @@
-"""Experts in one grouped product against megatron-core's, one after the other, in bf16."""
+"""Experts in one grouped product, and their dispatchers, against megatron-core's, in bf16."""
 
 import pytest
 import torch
@@ -9,8 +9,12 @@ if not torch.cuda.is_available():
 pytestmark = pytest.mark.xdist_group("experts")
 
 import torch.distributed as dist
+from dispatchers import results
 from experts_worker import KINDS, build, make_config, problem, run, stacked
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
+
+from megatron_grpo.models.expert_dispatch import AllGatherDispatcher, AllToAllDispatcher
 
 EXPERTS, HIDDEN, TOKENS, CHOSEN = 32, 2048, 8192, 8
 
@@ -47,3 +51,19 @@ def test_grouped_experts(world, fused, name):
     assert max(gaps.values()) < 1e-2, gaps
     idle = torch.tensor(counts) == 0
     assert not got["d weight1"][idle].any() and not got["d weight2"][idle].any()
+
+
+@pytest.mark.parametrize(
+    "own, theirs",
+    [(AllGatherDispatcher, MoEAllGatherTokenDispatcher), (AllToAllDispatcher, MoEAlltoAllTokenDispatcher)],
+)
+def test_dispatchers(world, own, theirs):
+    """One rank; megatron-core's are given float64, because their sums in bf16 are less exact."""
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, 1, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    scores = torch.rand(TOKENS, EXPERTS, device="cuda")
+    chosen = torch.zeros(TOKENS, EXPERTS, device="cuda", dtype=torch.bool).scatter(1, scores.topk(CHOSEN).indices, True)
+    got = results(own, hidden, (scores * chosen).bfloat16(), chosen, CHOSEN)
+    want = results(theirs, hidden.double(), (scores * chosen).bfloat16().double(), chosen, CHOSEN)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and float((a.double() - b).norm() / b.double().norm()) < 1e-2

@@ -91,7 +91,8 @@ def test_two_gpus_with_transformer_engine():
 
 @pytest.mark.gpus(2)
 def test_experts_on_two_gpus():
-    check("TP1", "EP2", "TP2 SP EP2 ETP1", flags=EXPERTS)
+    allgather = "--moe-token-dispatcher-type allgather"
+    check("TP1", f"TP1: {allgather}", "EP2", f"EP2: {allgather}", "TP2 SP EP2 ETP1", flags=EXPERTS)
 
 
 @needs_te

@@ -1,47 +1,18 @@
 """The dispatchers beside megatron-core's own, on one rank in float64."""
 
-from types import SimpleNamespace
-
 import torch
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pretrain_grpo  # noqa: F401  first: it prepares for machines without a GPU
 
+from dispatchers import results  # isort: skip
 from megatron.core.transformer.moe.token_dispatcher import (  # isort: skip
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-
 from megatron_grpo.models.expert_dispatch import AllGatherDispatcher, AllToAllDispatcher  # isort: skip
-
-ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-ALONE = SimpleNamespace(ep=ONE, tp=ONE, expt_tp=ONE, tp_ep=ONE)
-
-
-def results(
-    kind: type, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, topk: int
-) -> list[torch.Tensor]:
-    """Return what experts receive, what the layer returns if expert e multiplies by e + 2, and gradients."""
-    experts = probs.shape[1]
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=hidden.shape[-1],
-        num_attention_heads=1,
-        num_moe_experts=experts,
-        moe_router_pre_softmax=True,
-        moe_router_topk=topk,
-        moe_ffn_hidden_size=8,
-    )
-    dispatcher = kind(experts, list(range(experts)), config=config, pg_collection=ALONE)
-    leaves = hidden.clone().requires_grad_(), probs.clone().requires_grad_()
-    tokens, weights = dispatcher.dispatch_preprocess(leaves[0], chosen, leaves[1])
-    tokens, counts, weights = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(tokens, weights))
-    factors = torch.repeat_interleave(torch.arange(2, experts + 2), counts).double()
-    output = dispatcher.token_combine(dispatcher.combine_preprocess(tokens * (factors * weights)[:, None]))
-    output = dispatcher.combine_postprocess(output)
-    return [tokens, counts, weights, output, *torch.autograd.grad(output.square().sum(), leaves)]
 
 
 @settings(deadline=None, max_examples=60)
