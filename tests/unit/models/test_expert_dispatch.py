@@ -1,7 +1,6 @@
 """The dispatchers beside megatron-core's own, on one rank in float64."""
 
 import torch
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
