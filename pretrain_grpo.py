@@ -41,7 +41,6 @@ from megatron.core import parallel_state
 
 from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.algorithm.arguments import needs_old_log_probs
-from megatron_grpo.algorithm.importance_sampling import importance_weights
 from megatron_grpo.algorithm.kl import kl_term
 from megatron_grpo.algorithm.loss_metrics import report
 from megatron_grpo.algorithm.losses import LOSSES
@@ -52,7 +51,6 @@ from megatron_grpo.algorithm.updates import divide_rollout
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack
-from megatron_grpo.data.share import mean_in_loss
 from megatron_grpo.models import forward, router_replay
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.context_parallel import whole_pack
@@ -142,20 +140,6 @@ def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
     return metrics | {"tokens/update": int(batch.lengths[completions].sum())}
 
 
-def correct(args, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
-    """Return the batch with rollout importance weights, p(trainer) / p(engine) of its tokens, and their metrics."""
-    weights, clipped = importance_weights(
-        args.rollout_importance_sampling_mode,
-        batch.old_log_probs,
-        batch.rollout_log_probs,
-        batch.response_mask,
-        batch.cu_seqlens,
-        args.rollout_importance_sampling_threshold,
-        args.rollout_importance_sampling_lower_bound,
-    )
-    return replace(batch, rollout_importance_weights=weights), {"mismatch/clipped": mean_in_loss(batch, clipped)}
-
-
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
     """Return mean reward and accuracy on the held-out prompts, for greedy completions.
 
@@ -210,9 +194,6 @@ def train(args, trainer: Trainer) -> None:
         metrics |= of_advantages
         if args.overlong_filter:
             batch = drop_overlong(batch)
-        if args.rollout_importance_sampling_mode:
-            batch, of_weights = correct(args, batch)
-            metrics |= of_weights
         trainer.log_completions(batch)
         updates = args.num_iterations * divide(batch.num_completions)
         for number, completions in enumerate(updates, start=1):

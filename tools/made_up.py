@@ -245,8 +245,6 @@ def two_updates(args, trainer, batch: RolloutBatch) -> tuple[list[dict], float, 
     batch = off_policy(args, trainer, batch)
     if "advantage_estimator" in args.explicit:  # else the made-up advantages are used
         batch, _ = estimate_advantages(args, batch, batch.rewards[:, 0])
-    if args.rollout_importance_sampling_mode:
-        batch, _ = pretrain_grpo.correct(args, batch)
     rows, shuffle, loss = [], not args.no_shuffle_completions, LOSSES.get(args.loss_type)
     updates = divide_rollout(batch.num_completions, 2, shuffle, loss, args.seed)
     batch = share(args, batch, updates)

@@ -7,7 +7,6 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,9 +129,6 @@ def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
     batch = our_batch(data)
     if args.overlong_filter:
         batch = drop_overlong(batch)
-    mode = args.rollout_importance_sampling_mode
-    if mode:
-        batch = replace(batch, rollout_importance_weights=_importance_weights(args, batch))
     everyone = np.arange(batch.num_completions)
     aggregation = LOSSES.get(args.loss_type).aggregation
     weights = token_weights(aggregation, batch.response_lengths, args.micro_batch_size, args.max_completion_length)
@@ -144,14 +140,7 @@ def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
     tokens = batch.response_positions(everyone)
     owner = np.repeat(np.arange(batch.num_completions), batch.lengths)[tokens]
     tensors = {"advantages": batch.advantages_of(tokens, owner), "completion": owner}
-    for name in (
-        "rollout_importance_weights",
-        "policy_mask",
-        "kl_cov",
-        "rollout_log_probs",
-        "ref_log_probs",
-        "old_log_probs",
-    ):
+    for name in ("policy_mask", "kl_cov", "rollout_log_probs", "ref_log_probs", "old_log_probs"):
         if getattr(batch, name) is not None:
             tensors[name] = getattr(batch, name)[tokens]
     tensors = {k: torch.from_numpy(v if v.dtype == np.int64 else v.astype(np.float64)) for k, v in tensors.items()}
@@ -173,11 +162,17 @@ def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
 
 def our_importance_weights(data: Data, flags: str) -> Tensor:
     """Return the rollout importance weights of tokens in the loss, [n, s]; 0 elsewhere."""
-    batch = our_batch(data)
-    flat = _importance_weights(our_args(flags), batch)
-    weights = torch.zeros_like(data.mask)
-    weights[data.tokens == 1] = torch.from_numpy(np.concatenate([flat[a + 1 : b] for a, b in _bounds(batch)])).double()
-    return weights * data.mask
+    args = our_args(flags)
+    there = data.mask == 1
+    found = importance_weights(
+        args.rollout_importance_sampling_mode,
+        data.old[there],
+        data.rollout[there],
+        there.nonzero()[:, 0],
+        args.rollout_importance_sampling_threshold,
+        args.rollout_importance_sampling_lower_bound,
+    )
+    return torch.zeros_like(data.mask).masked_scatter(there, found.weights)
 
 
 def our_mismatch(data: Data, *names: str) -> Tensor:
@@ -207,18 +202,6 @@ def our_advantages(data: Data, flags: str) -> Tensor:
 def summed(data: Data) -> Tensor:
     """Return the sums of rewards, [n]; NaN for completions without any score."""
     return data.rewards.nansum(1).float().double().masked_fill(data.rewards.isnan().all(1), torch.nan)
-
-
-def _importance_weights(args, batch: RolloutBatch):
-    bounds = args.rollout_importance_sampling_threshold, args.rollout_importance_sampling_lower_bound
-    return importance_weights(
-        args.rollout_importance_sampling_mode,
-        batch.old_log_probs,
-        batch.rollout_log_probs,
-        batch.response_mask,
-        batch.cu_seqlens,
-        *bounds,
-    ).weights
 
 
 def _bounds(batch: RolloutBatch):

@@ -98,7 +98,7 @@ def needs_old_log_probs(args: Namespace) -> bool:
     With one update per rollout, the update computes these log-probabilities itself; then only computations on the host
     before the update need the forward pass, and adapters with dropout, which the engine does not have.
     """
-    reads = (args.rollout_importance_sampling_mode, args.m2po_threshold, args.kl_in_reward, args.teacher_kl_coef)
+    reads = (args.m2po_threshold, args.kl_in_reward, args.teacher_kl_coef)
     return args.updates_per_rollout > 1 or any(reads) or args.router_replay_mode == "R2" or bool(args.lora_dropout)
 
 

@@ -42,7 +42,9 @@ def report(
     values |= {name: tensor.sum() for name, tensor in of_tokens.items()}
     values["ratio/min"] = ratio.amin() if len(ratio) else ratio.new_ones(())
     values["ratio/max"] = ratio.amax() if len(ratio) else ratio.new_ones(())
-    values |= mismatch(old, batch["rollout_log_probs"])
+    values |= mismatch(old, batch["rollout_log_probs"], batch.get("newest"))
+    if policy.weight_clipped is not None:
+        values["mismatch/clipped"] = policy.weight_clipped.sum().to(old)
     return {name: value.detach() for name, value in values.items()}
 
 
@@ -62,4 +64,6 @@ def update_metrics(totals: Mapping[str, float]) -> dict[str, float]:
         for name, value in totals.items()
         if name != "tokens" and not name.startswith("mismatch/")
     }
+    if "mismatch/clipped" in totals:
+        row["mismatch/clipped"] = totals["mismatch/clipped"] / tokens
     return row | mismatch_metrics(totals)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.algorithm import losses, masks
+from megatron_grpo.algorithm.importance_sampling import importance_weights
 from megatron_grpo.algorithm.registry import LOSSES, TOKEN_STATISTICS, PolicyLoss, call
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
@@ -23,6 +24,7 @@ class PolicyTerm(NamedTuple):
     clip_low: Tensor  # 1.0 on tokens that the loss type clips below, else 0.0
     clip_high: Tensor  # the same, above
     masked: Tensor  # 1.0 on tokens that a mask leaves out, else 0.0
+    weight_clipped: Tensor | None  # True on tokens whose importance weight a bound changes; None: they have none
     metrics: Mapping[str, Tensor]  # of the loss type: `PolicyLoss.metrics`
 
 
@@ -32,15 +34,24 @@ def policy_term(args, log_probs: Tensor, old: Tensor, batch: dict[str, Tensor]) 
     loss = policy.loss
     if "kl_cov" in batch:
         loss = loss + batch["kl_cov"] * (log_probs - old).abs()
+    weight_clipped = None
     if args.rollout_importance_sampling_mode:
-        loss = batch["rollout_importance_weights"] * loss
+        weights, weight_clipped = importance_weights(
+            args.rollout_importance_sampling_mode,
+            old,
+            batch["rollout_log_probs"],
+            batch["completion"],
+            args.rollout_importance_sampling_threshold,
+            args.rollout_importance_sampling_lower_bound,
+        )
+        loss = weights * loss
     mask = batch.get("policy_mask", torch.ones_like(old))
     if args.off_policy_sequence_mask_delta is not None:
         engine, delta = batch["rollout_log_probs"], args.off_policy_sequence_mask_delta
         mask = mask * masks.off_policy_sequences(log_probs, engine, batch["advantages"], batch["completion"], delta)
     no_clip = torch.zeros_like(old)
     low, high = (no_clip if clipped is None else clipped for clipped in (policy.clip_low, policy.clip_high))
-    return PolicyTerm(mask * loss, low, high, 1 - mask, policy.metrics)
+    return PolicyTerm(mask * loss, low, high, 1 - mask, weight_clipped, policy.metrics)
 
 
 def _policy_loss(args, log_probs: Tensor, old: Tensor, batch: Mapping[str, Tensor]) -> PolicyLoss:

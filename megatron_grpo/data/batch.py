@@ -99,8 +99,8 @@ class RolloutBatch:
     old_log_probs: Annotated[Float32 | None, ArrayField("token", packed="label", complete=True)] = None
     # Under the reference model; NaN on other tokens.
     ref_log_probs: Annotated[Float32 | None, ArrayField("token", packed="label", complete=True)] = None
-    # Factors of the policy term: algorithm/importance_sampling.py.
-    rollout_importance_weights: Annotated[Float32 | None, PER_LABEL] = None
+    # With --max-staleness: 1 on tokens that the engine sampled with the trainer's weights (`weight_check`).
+    newest: Annotated[Float32 | None, PER_LABEL] = None
     # 0 where an update leaves the policy term out: algorithm/masks.py.
     policy_mask: Annotated[Float32 | None, PER_LABEL] = None
     kl_cov: Annotated[Float32 | None, PER_LABEL] = None  # factor of |lp - lp_old| in the policy term of one update

@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -187,7 +187,12 @@ class Trainer:
         Prints the first failure of each reward function. Prompts without a kept group return to the sampler.
         """
         batch = self._collect(plan, partial(self.computes, divide=divide))
-        return self._with_images(batch) if divide is not None else batch
+        if divide is None:
+            return batch
+        if self.args.max_staleness:
+            keeps_cache = self.args.weight_update == "keep"
+            batch = replace(batch, newest=weight_check.newest_tokens(batch, self.iteration, keeps_cache))
+        return self._with_images(batch)
 
     def _with_images(self, batch: RolloutBatch) -> RolloutBatch:
         if self.images is None:
@@ -475,9 +480,7 @@ class Trainer:
         versions = batch.weight_version[batch.response_mask == 1]
         stale = ((versions < oldest) | (versions > self.synced_iteration)).any()
         limit = weight_check.largest_mismatch(self.args)
-        gap = row.get("mismatch/mean_abs", 0.0)
-        if self.args.max_staleness:
-            gap = weight_check.gap_of_version(batch, self.synced_iteration, self.args.weight_update == "keep")
+        gap = row.get("mismatch/newest_mean_abs" if self.args.max_staleness else "mismatch/mean_abs", 0.0)
         if stale or not gap <= limit:  # nan exceeds every limit
             raise GrpoError(
                 "the engine does not hold the trainer's weights: it sampled with version "

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_grpo.algorithm.importance_sampling import importance_weights
 
@@ -31,9 +32,13 @@ def weights_by_loops(mode, trainer, engine, response_mask, cu_seqlens, high, low
     return weights, outside / tokens
 
 
-def check_against_loops(mode, *recording) -> float:
-    """Compare one mode with the loops; return the clipped share of the tokens."""
-    result, (weights, clipped) = importance_weights(mode, *recording), weights_by_loops(mode, *recording)
-    np.testing.assert_allclose(result.weights, weights, rtol=1e-6)
-    assert result.clipped.sum() / recording[2].sum() == pytest.approx(clipped)
+def check_against_loops(mode, trainer, engine, response_mask, cu_seqlens, high, low=None) -> float:
+    """Compare one mode with the loops, on the tokens in the loss; return the clipped share of them."""
+    in_loss = response_mask == 1
+    completion = np.repeat(np.arange(len(cu_seqlens) - 1), np.diff(cu_seqlens))[in_loss]
+    tensors = (torch.from_numpy(values) for values in (trainer[in_loss], engine[in_loss], completion))
+    result = importance_weights(mode, *tensors, high, low)
+    weights, clipped = weights_by_loops(mode, trainer, engine, response_mask, cu_seqlens, high, low)
+    np.testing.assert_allclose(result.weights, np.array(weights)[in_loss], rtol=1e-5)
+    assert float(result.clipped.double().mean()) == pytest.approx(clipped)
     return clipped

@@ -83,17 +83,17 @@ def train(save: Path, flags: list[str], corrected: bool = True) -> None:
 
 def train_uncorrected() -> None:
     """Run the training program with rollout importance weights of 1."""
-    import numpy as np
+    import torch
 
     import pretrain_grpo
-    from megatron_grpo.algorithm.importance_sampling import ImportanceWeights, importance_weights
+    from megatron_grpo.algorithm import policy_term
+    from megatron_grpo.algorithm.importance_sampling import ImportanceWeights
     from megatron_grpo.training.entry_point import run
 
-    def ones(*words) -> ImportanceWeights:
-        weights, clipped = importance_weights(*words)
-        return ImportanceWeights(np.ones_like(weights), np.zeros_like(clipped))
+    def ones(mode, log_probs, *rest) -> ImportanceWeights:
+        return ImportanceWeights(torch.ones_like(log_probs), torch.zeros_like(log_probs, dtype=torch.bool))
 
-    pretrain_grpo.importance_weights = ones
+    policy_term.importance_weights = ones
     run(pretrain_grpo.main)
 
 

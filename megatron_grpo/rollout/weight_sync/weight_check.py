@@ -22,7 +22,6 @@ from megatron.core import parallel_state
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
-from megatron_grpo.data.share import mean_in_loss
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.collect import collect_rollout
@@ -105,8 +104,8 @@ def compare_log_probs(
         )
 
 
-def gap_of_version(batch: RolloutBatch, version: int, keeps_cache: bool) -> float:
-    """Return the mean |log p(engine) - log p(trainer)| of the tokens of this version of the weights; 0 without any.
+def newest_tokens(batch: RolloutBatch, version: int, keeps_cache: bool) -> np.ndarray:
+    """Return ``[total]``: 1 on the tokens that were sampled with this version of the weights, else 0.
 
     ``keeps_cache``: completions that began earlier continue with keys and values of older weights; they are left out.
     """
@@ -115,6 +114,4 @@ def gap_of_version(batch: RolloutBatch, version: int, keeps_cache: bool) -> floa
     if keeps_cache:
         older = np.bincount(batch.completion_of_tokens, sampled & ~of_version, batch.num_completions) > 0
         of_version &= ~older[batch.completion_of_tokens]
-    gaps = np.where(of_version, np.abs(batch.old_log_probs - batch.rollout_log_probs), 0.0)
-    share = mean_in_loss(batch, of_version)
-    return mean_in_loss(batch, gaps) / share if share else 0.0
+    return of_version.astype(np.float32)

@@ -77,7 +77,7 @@ def test_refusals(flags):
         ("--num-iterations 2", True),
         ("--steps-per-generation 2", True),
         ("--global-batch-size 64 --generation-batch-size 128", True),
-        ("--rollout-importance-sampling-mode icepop", True),
+        ("--rollout-importance-sampling-mode icepop", False),
         ("--m2po-threshold 0.04", True),
         ("--kl-in-reward", True),
         ("--teacher-load-hf t --teacher-kl-coef 1", True),

@@ -11,24 +11,20 @@ import pretrain_grpo
 from megatron_grpo.algorithm.arguments import IMPORTANCE_SAMPLING_MODES
 from megatron_grpo.algorithm.importance_sampling import importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.utils.errors import GrpoError
 
 NAN = math.nan
 
 # ---- weights
 
-# Two completions of two and three tokens, each behind one token of a prompt; the last token is not in the loss.
-CU_SEQLENS = np.array([0, 3, 7])
-LOSS_MASK = np.uint8([0, 1, 1, 0, 1, 1, 0])
+# Two completions, of two tokens in the loss each.
+COMPLETION = torch.tensor([0, 0, 1, 1])
 RATIOS = [4.0, 0.25, 16.0, 1.0]  # geometric means 1 and 4
 
 
-def recorded(ratios: list[float]) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities of trainer and engine with these ratios on the tokens in the loss, NaN elsewhere."""
-    trainer, engine = np.full((2, len(LOSS_MASK)), NAN, np.float32)
-    engine[LOSS_MASK == 1] = [-3.0, -5.0, -4.0, -9.0]
-    trainer[LOSS_MASK == 1] = engine[LOSS_MASK == 1] + np.log(ratios)
-    return trainer, engine
+def recorded(ratios: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of trainer and engine with these ratios, and the completion of each token."""
+    engine = torch.tensor([-3.0, -5.0, -4.0, -9.0])
+    return engine + torch.tensor(ratios).log(), engine, COMPLETION
 
 
 @pytest.mark.parametrize(
@@ -42,15 +38,14 @@ def recorded(ratios: list[float]) -> tuple[np.ndarray, np.ndarray]:
     ],
 )
 def test_weights_by_hand(mode, expected, clipped):
-    result = importance_weights(mode, *recorded(RATIOS), LOSS_MASK, CU_SEQLENS, 2.0, 0.3)
-    assert result.weights.dtype == np.float32
-    np.testing.assert_allclose(result.weights, [1, *expected[:2], 1, *expected[2:], 1], rtol=1e-6)
-    assert result.clipped.sum() / np.sum(LOSS_MASK) == clipped
+    result = importance_weights(mode, *recorded(RATIOS), 2.0, 0.3)
+    torch.testing.assert_close(result.weights, torch.tensor(expected))
+    assert result.clipped.float().mean() == clipped
 
 
 @pytest.mark.parametrize("mode", IMPORTANCE_SAMPLING_MODES)
 def test_equal_policies_are_not_weighed(mode):
-    result = importance_weights(mode, *recorded([1.0] * 4), LOSS_MASK, CU_SEQLENS, 2.0, 0.5)
+    result = importance_weights(mode, *recorded([1.0] * 4), 2.0, 0.5)
     assert (result.weights == 1).all() and not result.clipped.any()
 
 
@@ -64,41 +59,49 @@ def test_weights_against_loops(mode):
     assert 0 < check_against_loops(mode, trainer, engine, response_mask, cu_seqlens, 2.0, 0.5) < 1
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("value", [NAN, -math.inf])
-def test_missing_log_probabilities_are_refused(which, value):
-    arrays = recorded(RATIOS)
-    arrays[which][5] = value
-    with pytest.raises(GrpoError, match="1 of 4 are missing or infinite"):
-        importance_weights("token_truncate", *arrays, LOSS_MASK, CU_SEQLENS, 2.0)
-
-
 def test_unknown_mode():
     with pytest.raises(ValueError, match="'token'"):
-        importance_weights("token", *recorded(RATIOS), LOSS_MASK, CU_SEQLENS, 2.0)
+        importance_weights("token", *recorded(RATIOS), 2.0)
+
+
+def loss_of(flags: str, batch: dict, log_probs: torch.Tensor, monkeypatch) -> tuple[torch.Tensor, dict]:
+    monkeypatch.setattr(pretrain_grpo.parallel_state, "get_data_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(pretrain_grpo, "whole_pack", lambda values, *_: values)
+    args = parse_args(f"--rollout-importance-sampling-threshold 2 --epsilon 0.2 --epsilon-high 0.2 {flags}".split())
+    return pretrain_grpo.loss_func(args, batch, 1, 1, torch.stack([log_probs, torch.zeros(len(log_probs))]))
 
 
 def test_the_loss_weighs_the_policy_term_alone(monkeypatch):
     """By hand: d loss / d lp = w (-c A + beta (1 - exp(-x))), x = lp - lp_ref, with ratio 1."""
-    monkeypatch.setattr(pretrain_grpo.parallel_state, "get_data_parallel_world_size", lambda: 1)
-    monkeypatch.setattr(pretrain_grpo, "whole_pack", lambda values, *_: values)
-    args = parse_args(
-        "--rollout-importance-sampling-mode token_mask --beta 0.1 --epsilon 0.2 --epsilon-high 0.2".split()
-    )
     weights, corrections, advantages = torch.tensor([[0.5, 0.5, 0.25], [0.0, 1.5, 1.0], [2.0, -1.0, 3.0]])
-    x = torch.tensor([0.3, -0.2, 1.0])
+    ratios, x = torch.tensor([2.5, 1.5, 1.0]), torch.tensor([0.3, -0.2, 1.0])
     log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     batch = {"weights": weights, "advantages": advantages, "ref_log_probs": log_probs.detach() - x}
-    batch |= {"rollout_log_probs": torch.full((3,), NAN), "completion": torch.tensor([0, 0, 1]), "own_labels": None}
-    with pytest.raises(KeyError):  # never without them by mistake
-        pretrain_grpo.loss_func(args, batch, 1, 1, torch.stack([log_probs, torch.zeros(3)]))
-    output = torch.stack([log_probs, torch.zeros(3)])
-    loss, report = pretrain_grpo.loss_func(args, batch | {"rollout_importance_weights": corrections}, 1, 1, output)
+    batch |= {"rollout_log_probs": log_probs.detach() - ratios.log(), "completion": torch.tensor([0, 0, 1])}
+    batch["own_labels"] = None
+    flags = "--rollout-importance-sampling-mode token_mask --beta 0.1"
+    loss, report = loss_of(flags, batch, log_probs, monkeypatch)
     loss.backward()
     k3 = torch.exp(-x) - 1 + x
     torch.testing.assert_close(loss.detach(), (weights * (-corrections * advantages + 0.1 * k3)).sum())
     torch.testing.assert_close(log_probs.grad, weights * (-corrections * advantages + 0.1 * (1 - torch.exp(-x))))
-    assert {"mismatch/tokens", "mismatch/abs_sum", "mismatch/max"} <= report.keys()
+    assert {"mismatch/tokens", "mismatch/abs_sum", "mismatch/max"} <= report.keys() and report["mismatch/clipped"] == 1
+    without = loss_of(
+        "--rollout-importance-sampling-mode token_mask",
+        batch | {"rollout_log_probs": log_probs * NAN},
+        log_probs,
+        monkeypatch,
+    )
+    assert without[0].isnan()  # never 1 by mistake
+
+
+def test_later_updates_keep_the_weights_of_the_first(monkeypatch):
+    """The weight is of lp_old, whatever lp has become; the ratio lp / lp_old is the loss's own."""
+    log_probs, old = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.1, -1.9])
+    batch = {"weights": torch.ones(2), "advantages": torch.ones(2), "completion": torch.tensor([0, 0])}
+    batch |= {"own_labels": None, "old_log_probs": old, "rollout_log_probs": old - torch.tensor([1.5, 0.5]).log()}
+    loss, _ = loss_of("--rollout-importance-sampling-mode token_truncate --beta 0", batch, log_probs, monkeypatch)
+    torch.testing.assert_close(loss, -(torch.tensor([1.5, 0.5]) * (log_probs - old).exp()).sum())
 
 
 # ---- mismatch
@@ -124,6 +127,15 @@ def test_mismatch_by_hand():
             "mismatch/effective_sample_size": sum(r) ** 2 / sum(x**2 for x in r) / 3,
         }
     )
+
+
+def test_mismatch_of_the_newest_weights():
+    trainer, engine = torch.tensor([-1.0, -2.0, -0.5, -3.0]), torch.tensor([-1.5, -2.25, NAN, -2.0])
+    totals = mismatch(trainer, engine, torch.tensor([1.0, 1.0, 1.0, 0.0]))
+    metrics = mismatch_metrics({name: value.item() for name, value in totals.items()})
+    assert metrics["mismatch/newest_mean_abs"] == pytest.approx((0.5 + 0.25) / 2)
+    none = mismatch(trainer, engine, torch.zeros(4))
+    assert "mismatch/newest_mean_abs" not in mismatch_metrics({name: value.item() for name, value in none.items()})
 
 
 def test_k3_estimates_the_divergence_from_the_engine_to_the_trainer():

@@ -23,7 +23,8 @@ NAN = math.nan
 
 def reported(log_probs, old, engine, ref, masked, **metrics):
     zero = torch.zeros_like(old)
-    policy = PolicyTerm(zero, masked, zero, masked, {f"foo/{name}": tensor for name, tensor in metrics.items()})
+    metrics = {f"foo/{name}": tensor for name, tensor in metrics.items()}
+    policy = PolicyTerm(zero, masked, zero, masked, masked == 1, metrics)
     batch = {"ref_log_probs": ref, "rollout_log_probs": engine}
     return report(log_probs.sum(), policy, log_probs, old, 2 * masked, batch)
 
@@ -45,6 +46,7 @@ def test_an_update_by_hand():
     totals["ratio/min"] = min(part["ratio/min"].item() for part in parts)
     assert {name for name in totals if is_extreme(name)} == {"ratio/min", "ratio/max", "mismatch/max"}
     row = update_metrics(totals)
+    assert row["mismatch/clipped"] == pytest.approx(2 / 3)
     assert {name: value for name, value in row.items() if not name.startswith("mismatch/")} == pytest.approx(
         {
             "loss": -6.0,
@@ -65,6 +67,7 @@ def test_an_update_by_hand():
 def test_an_update_without_tokens():
     row = update_metrics({name: value.item() for name, value in reported(*torch.zeros(5, 0)).items()})
     assert row == {"loss": 0, "entropy": 0, "kl": 0, "clip/low": 0, "clip/high": 0, "clip/masked": 0} | {
+        "mismatch/clipped": 0,
         "ratio/mean": 0,
         "ratio/min": 1,
         "ratio/max": 1,

@@ -231,7 +231,6 @@ def test_no_function_changes_the_batch_that_it_receives():
     for function in (
         lambda: estimate_advantages(args, batch, batch.rewards[:, 0])[0],
         lambda: drop_overlong(batch),
-        lambda: pretrain_grpo.correct(args, batch)[0],
         lambda: update_statistics(args, batch, np.arange(4), 0, lambda *_: np.zeros((2, 10), np.float32)),
     ):
         assert function() is not batch

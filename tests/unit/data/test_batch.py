@@ -37,7 +37,7 @@ def filled(batch):
     batch.rewards = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
     batch.old_log_probs = -np.arange(total, dtype=np.float32)
     batch.ref_log_probs = -np.arange(total, dtype=np.float32) - 1000
-    batch.rollout_importance_weights = np.arange(total, dtype=np.float32) + 0.25
+    batch.newest = np.arange(total, dtype=np.float32) + 0.25
     batch.teacher_log_probs = -np.arange(total, dtype=np.float32) - 2000
     batch.routed_experts = np.arange(6 * total, dtype=np.int16).reshape(total, 3, 2)
     kept = np.stack([np.arange(total) + 5000, batch.tokens, np.full(total, -1)], axis=1)
@@ -289,7 +289,7 @@ def test_context_ranks_share_a_pack(batch, cp_size, pad_multiple, more, data):
             "old_log_probs",
             "ref_log_probs",
             "rollout_log_probs",
-            "rollout_importance_weights",
+            "newest",
             "advantages",
             "weights",
         ):
