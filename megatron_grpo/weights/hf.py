@@ -229,6 +229,7 @@ def save_hf(
     def finish() -> None:
         if dist.get_rank() == 0:
             finish_export(partial, out_dir, files, checksums, config, dtype, tokenizer_dir, args.chat_template)
+            writer.release()
 
     checksums: dict[str, dict[int, int]] = {}
     try:
@@ -238,8 +239,7 @@ def save_hf(
                 checksums.setdefault(name, {}).update(parts)
         on_all_ranks(finish, out_dir)
     except GrpoError:  # on all ranks
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+        writer.discard()
         raise
 
 
@@ -253,13 +253,12 @@ def plan_export(
 
 
 def start_export(writer: SafetensorsWriter, out_dir: Path) -> None:
-    """Create the files of an export, after the leftovers of a killed one are deleted."""
+    """Create the files of an export, after the leftovers of a killed one are deleted; refuse if another one runs."""
     old = _old(out_dir)
     if old.exists() and not out_dir.exists():  # killed between the two renames of `_replace`
         os.replace(old, out_dir)
-    shutil.rmtree(writer.directory, ignore_errors=True)
+    writer.claim()
     check_space(out_dir, sum(file.size for file in writer.files))
-    writer.directory.mkdir(parents=True)
     writer.create()
 
 

@@ -8,9 +8,11 @@ process holds one tensor at a time, and the files are the same byte for byte for
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
+import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
@@ -208,8 +210,8 @@ def _planned(file: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype
 class SafetensorsWriter:
     """Writer of planned files in a directory; each tensor is written at its offset.
 
-    One process calls `create` before any process calls `write`. `checksums`: those of the tensors that this process
-    wrote. Raises OSError when writing fails.
+    One process calls `claim` and `create` before any process calls `write`, and `release` or `discard` at the end.
+    `checksums`: those of the tensors that this process wrote. Raises OSError when writing fails.
     """
 
     def __init__(self, directory: Path, files: Iterable[PlannedFile]):
@@ -217,6 +219,39 @@ class SafetensorsWriter:
         self.checksums: dict[str, dict[int, int]] = {}  # tensor -> number of the part -> zlib.crc32 of its bytes
         self._places = {name: (file.name, *place) for file in self.files for name, place in file.places.items()}
         self._open: dict[str, int] = {}
+        self._claim: int | None = None
+
+    def claim(self) -> None:
+        """Lock the directory, which is made if needed, and delete what a killed process left in it.
+
+        Raises GrpoError if another process has it.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        claim = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(claim)
+            raise GrpoError(
+                f"another export is writing {self.directory}: wait for its end, or choose another directory"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        self._claim = claim
+        for path in self.directory.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def release(self) -> None:
+        """End the claim; nothing without one."""
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+    def discard(self) -> None:
+        """Delete the directory, if this process has claimed it."""
+        if self._claim is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.release()
 
     def create(self) -> None:
         """Create the files with their headers, at full size."""

@@ -148,16 +148,16 @@ def write_hf(
         writer.close()
         return writer.checksums
 
-    on_rank_0(lambda: hf.start_export(writer, out_dir), out_dir)
+    checksums: dict[str, dict[int, int]] = {}
     try:
-        checksums: dict[str, dict[int, int]] = {}
+        on_rank_0(lambda: hf.start_export(writer, out_dir), out_dir)
         for found in on_all_ranks(write, out_dir):
             for name, parts in found.items():
                 checksums.setdefault(name, {}).update(parts)
         on_rank_0(lambda: hf.finish_export(partial, out_dir, files, checksums, config, dtype, assets), out_dir)
+        writer.release()
     except BaseException:
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+        writer.discard()
         raise
 
 

@@ -186,3 +186,18 @@ def test_other_users_may_read_a_file_if_the_umask_lets_them(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+
+
+def test_one_export_at_a_time(tmp_path):
+    first, second = (SafetensorsWriter(tmp_path / "out", []) for _ in range(2))
+    first.claim()
+    (tmp_path / "out" / "shard").touch()
+    with pytest.raises(GrpoError, match=r"another export is writing \S*out: wait for its end"):
+        second.claim()
+    second.discard()
+    assert (tmp_path / "out" / "shard").exists()
+    first.release()  # or its process was killed
+    second.claim()
+    assert not any((tmp_path / "out").iterdir())
+    second.discard()
+    assert not (tmp_path / "out").exists()
