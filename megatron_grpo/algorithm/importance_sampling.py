@@ -69,6 +69,7 @@ def importance_weights(
         bounded = completion_mean(log_ratio, completion).exp()
     outside = bounded > threshold
     if mode == "icepop":
+        assert lower_bound is not None
         outside |= bounded < lower_bound
     if mode in ("token_truncate", "sequence_truncate"):
         return ImportanceWeights(bounded.clamp(max=threshold), outside)

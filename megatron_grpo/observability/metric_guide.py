@@ -192,6 +192,7 @@ REMEDIES = {
     "lr": "Not as intended: --lr-decay-iters and --lr-warmup-iters count updates.",
     "mismatch/mean_abs": "About 1e-6 in float32 and 0.01 in bfloat16. Larger: run tools/check_engine.py and "
     "--check-weight-sync; then use rollout importance weights (--rollout-importance-sampling-mode).",
+    "mismatch/newest_mean_abs": "As mismatch/mean_abs without --max-staleness; --mismatch-limit bounds it.",
     "mismatch/max_abs": "Single large values are rounding errors of unlikely tokens. With a large mean: see "
     "mismatch/mean_abs.",
     "mismatch/kl": "Growing during a run: training is off-policy; use rollout importance weights "
