@@ -330,7 +330,7 @@ def main() -> int:
         inside = "RANK" in os.environ  # under torchrun
         worlds = [int(os.environ["WORLD_SIZE"])] if inside else options.world_sizes
         if min(worlds) < 1:
-            parser.error(f"--world-sizes {min(worlds)}: give numbers of ranks, 1 or more")
+            parser.error(f"--world-sizes ({min(worlds)}) must be at least 1")
         if options.all:
             layouts += [layout for world in worlds for layout in all_layouts(flags, world)]
         layouts += random_layouts(flags, worlds, options.random, options.seed) if options.random else []

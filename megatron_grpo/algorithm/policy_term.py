@@ -24,7 +24,7 @@ class PolicyTerm(NamedTuple):
     clip_low: Tensor  # 1.0 on tokens that the loss type clips below, else 0.0
     clip_high: Tensor  # the same, above
     masked: Tensor  # 1.0 on tokens that a mask leaves out, else 0.0
-    weight_clipped: Tensor | None  # True on tokens whose importance weight a bound changes; None: they have none
+    weight_clipped: Tensor | None  # `ImportanceWeights.clipped`; None without --rollout-importance-sampling-mode
     metrics: Mapping[str, Tensor]  # of the loss type: `PolicyLoss.metrics`
 
 

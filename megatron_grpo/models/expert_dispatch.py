@@ -4,29 +4,34 @@ A token's output is the sum of its experts' outputs, its gradient the sum of the
 the precision of the tokens, with atomic operations; these sum in float32, in the same order in every run.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
-from megatron_grpo.models.row_copies import CopyRows, RowCopies, SumCopies
+from megatron_grpo.models.row_copies import RowCopies
+
+Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
     """Every rank receives all tokens, and returns for each the sum of its own experts' outputs."""
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gather, self.sum = (partial(function, group=self.tp_ep_group) for function in (_gather, _sum_ranks))
+
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``[t, h]`` and ``[t, E]`` of all ranks, one after the other."""
-        alone = self.tp_size * self.ep_size == 1
-        chosen = self.routing_map if alone else _gather(self.routing_map, self.tp_ep_group)
-        self.routing_map = self._of_local_experts(chosen)
+        self.routing_map = self._of_local_experts(self.gather(self.routing_map))
         # The host reads the counts while the tokens are on their way, and launches what follows.
         self.tokens_per_expert = self.routing_map.sum(0).to("cpu", non_blocking=True)
         self.counted = torch.cuda.current_stream().record_event()
-        if alone:
-            return hidden_states, probs
-        return GatherRows.apply(hidden_states, self.tp_ep_group), GatherRows.apply(probs, self.tp_ep_group)
+        return tuple(LinearMap.apply(x, self.gather, self.sum) for x in (hidden_states, probs))
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -39,7 +44,7 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
         count = int(self.tokens_per_expert.sum())
         self.copies, probs = _copies_by_expert(self.routing_map, self._of_local_experts(probs), count)
         self.routing_map = None
-        return CopyRows.apply(hidden_states, self.copies), self.tokens_per_expert, probs
+        return LinearMap.apply(hidden_states, self.copies.copy, self.copies.sum), self.tokens_per_expert, probs
 
     def _of_local_experts(self, x: torch.Tensor) -> torch.Tensor:
         """Return the columns ``[t, E]`` of this rank's experts."""
@@ -47,13 +52,11 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sums ``[t, h]`` of the outputs ``[k, h]`` of this rank's experts for each token."""
-        return SumCopies.apply(hidden_states, self.copies)
+        return LinearMap.apply(hidden_states, self.copies.sum, self.copies.copy)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sums of all ranks for this rank's tokens."""
-        if self.tp_size * self.ep_size == 1:
-            return hidden_states
-        return SumRanks.apply(hidden_states, self.tp_ep_group)
+        return LinearMap.apply(hidden_states, self.sum, self.gather)
 
 
 class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
@@ -66,11 +69,12 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
         self.hidden_shape, self.probs = hidden_states.shape, probs
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(routing_map))
         self.copies, probs = _copies_by_expert(routing_map, probs, len(probs) * self.config.moe_router_topk)
-        return CopyRows.apply(hidden_states.view(-1, self.hidden_shape[-1]), self.copies), probs
+        hidden_states = hidden_states.view(-1, self.hidden_shape[-1])
+        return LinearMap.apply(hidden_states, self.copies.copy, self.copies.sum), probs
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sums of the outputs ``[k, h]`` for each token, in the shape of the layer's input."""
-        return SumCopies.apply(hidden_states, self.copies).view(self.hidden_shape)
+        return LinearMap.apply(hidden_states, self.copies.sum, self.copies.copy).view(self.hidden_shape)
 
 
 def replace_dispatchers(model: torch.nn.Module) -> None:
@@ -99,40 +103,35 @@ def _copies_by_expert(chosen: torch.Tensor, probs: torch.Tensor, count: int) -> 
     return RowCopies(places % len(chosen), len(chosen)), probs.T.flatten().index_select(0, places)
 
 
-class GatherRows(torch.autograd.Function):
-    """The rows of all ranks, ``[t, ...]`` to ``[ranks * t, ...]``; a row's gradient is the sum of all ranks'."""
+class LinearMap(torch.autograd.Function):
+    """A linear function of a tensor, and its transpose for the gradient: ``apply(x, function, transpose)``."""
 
     @staticmethod
-    def forward(ctx, x, group: dist.ProcessGroup):
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _sum_ranks(grad, ctx.group), None
-
-
-class SumRanks(torch.autograd.Function):
-    """The sum of all ranks' ``[ranks * t, ...]``, of which each rank has its own ``[t, ...]``."""
-
-    @staticmethod
-    def forward(ctx, x, group: dist.ProcessGroup):
-        ctx.group = group
-        return _sum_ranks(x, group)
+    def forward(ctx, x, function: Map, transpose: Map):
+        ctx.transpose = transpose
+        return function(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return _gather(grad, ctx.group), None
+        return ctx.transpose(grad), None, None
 
 
 def _gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the rows ``[ranks * t, ...]`` of all ranks' ``[t, ...]``; the transpose of `_sum_ranks`."""
+    if group.size() == 1:
+        return x
     gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered
 
 
 def _sum_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A reduce-scatter that sends each summand in its own precision and rounds their float32 sum once."""
+    """Add all ranks' ``[ranks * t, ...]``, and return this rank's rows ``[t, ...]`` of the sum.
+
+    In contrast to a reduce-scatter, each summand is sent in its own precision, and their float32 sum is rounded once.
+    """
+    if group.size() == 1:
+        return x
     x = x.contiguous()
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group)

@@ -36,29 +36,3 @@ class RowCopies:
         """The copies sorted by their row, int64 ``[k]``, and where those of each row begin, ``[t + 1]``."""
         rows, order = self.rows.sort(stable=True)
         return order, torch.searchsorted(rows, torch.arange(self.count + 1, device=rows.device))
-
-
-class CopyRows(torch.autograd.Function):
-    """`RowCopies.copy` with gradients: ``apply(x, copies)``."""
-
-    @staticmethod
-    def forward(ctx, x, copies: RowCopies):
-        ctx.copies = copies
-        return copies.copy(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.copies.sum(grad), None
-
-
-class SumCopies(torch.autograd.Function):
-    """`RowCopies.sum` with gradients: ``apply(x, copies)``."""
-
-    @staticmethod
-    def forward(ctx, x, copies: RowCopies):
-        ctx.copies = copies
-        return copies.sum(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.copies.copy(grad), None

@@ -196,25 +196,17 @@ def save_hf(
     `tokenizer_dir`: source of the tokenizer files, of generation_config.json and of config.json's special token ids.
     `dtype`: dtype of the written weights, None for the model's; a weight whose mapping sets a dtype keeps that one.
     `shards`: this rank's tensors by the weights' names, instead of the model's (an adapter merged into them).
-    All ranks must see the directory: each rank writes the tensors that it owns, one at a time. The files are written to
-    a directory beside `out_dir`, which is renamed at the end, so `out_dir` is always complete. Raises GrpoError on
-    every rank when `out_dir` exists and is not a Hugging Face model directory (the export would replace it), or when
-    writing fails.
+    All ranks must see the directory: each rank writes the tensors that it owns, one at a time (`write_export`).
+    `out_dir` is always complete. Raises GrpoError on every rank when `out_dir` exists and is not a Hugging Face model
+    directory (the export would replace it), or when writing fails.
     """
     config = families.for_args(args).hf_from_args(args)
     out_dir, dtype = Path(out_dir).resolve(), dtype or params_dtype(args)
     check_replaceable("--save-hf", out_dir)
     dtypes, files = plan_export(model_weights.table(args), dtype, max_shard_bytes)
-    partial = out_dir.with_name(f".{out_dir.name}.partial")
-    writer = SafetensorsWriter(partial, files)
-    failure: OSError | None = None
 
-    def start() -> None:
-        if dist.get_rank() == 0:
-            start_export(writer, out_dir)
-
-    def write() -> dict[str, dict[int, int]]:
-        nonlocal failure
+    def write(writer: SafetensorsWriter) -> None:
+        failure: OSError | None = None
         for name, tensor, part, parts in owned_hf_tensors(model_chunks, args, shards):
             try:
                 if failure is None:
@@ -223,24 +215,8 @@ def save_hf(
                 failure = error  # raised after the last collective call: the other ranks still gather with this one
         if failure is not None:
             raise failure
-        writer.close()
-        return writer.checksums
 
-    def finish() -> None:
-        if dist.get_rank() == 0:
-            finish_export(partial, out_dir, files, checksums, config, dtype, tokenizer_dir, args.chat_template)
-            writer.release()
-
-    checksums: dict[str, dict[int, int]] = {}
-    try:
-        on_all_ranks(start, out_dir)
-        for found in on_all_ranks(write, out_dir):
-            for name, parts in found.items():
-                checksums.setdefault(name, {}).update(parts)
-        on_all_ranks(finish, out_dir)
-    except GrpoError:  # on all ranks
-        writer.discard()
-        raise
+    write_export(out_dir, files, write, config, dtype, tokenizer_dir, args.chat_template)
 
 
 def plan_export(
@@ -252,14 +228,53 @@ def plan_export(
     return dtypes, plan_files({name: (shape, dtypes[name]) for name, shape in shapes.items()}, max_shard_bytes)
 
 
-def start_export(writer: SafetensorsWriter, out_dir: Path) -> None:
-    """Create the files of an export, after the leftovers of a killed one are deleted; refuse if another one runs."""
-    old = _old(out_dir)
-    if old.exists() and not out_dir.exists():  # killed between the two renames of `_replace`
-        os.replace(old, out_dir)
-    writer.claim()
-    check_space(out_dir, sum(file.size for file in writer.files))
-    writer.create()
+def write_export(
+    out_dir: Path,
+    files: list[PlannedFile],
+    write: Callable[[SafetensorsWriter], None],
+    config: dict,
+    dtype: torch.dtype,
+    tokenizer_dir: str | Path | None,
+    chat_template: str | None = None,
+) -> None:
+    """Write the planned files with index, checksums, config.json and tokenizer to `out_dir`. Collective.
+
+    Each rank's `write` writes its tensors. All is written to a directory beside `out_dir`, which is renamed at the end.
+    Leftovers of a killed export are deleted. Raises GrpoError on every rank when another export is under way, the disk
+    has no room, or writing fails.
+    """
+    writer = SafetensorsWriter(out_dir.with_name(f".{out_dir.name}.partial"), files)
+    checksums: dict[str, dict[int, int]] = {}
+
+    def start() -> None:
+        writer.claim()
+        old = _old(out_dir)
+        if old.exists() and not out_dir.exists():  # killed between the two renames of `_replace`
+            os.replace(old, out_dir)
+        check_space(out_dir, sum(file.size for file in files))
+        writer.create()
+
+    def add() -> dict[str, dict[int, int]]:
+        write(writer)
+        writer.close()
+        return writer.checksums
+
+    def finish() -> None:
+        write_index(writer.directory, files)
+        write_checksums(writer.directory, checksums)
+        _write_config(writer.directory, config, dtype, tokenizer_dir, chat_template)
+        _replace(writer.directory, out_dir)
+        writer.release()
+
+    try:
+        on_rank_0(start, out_dir)
+        for found in on_all_ranks(add, out_dir):
+            for name, parts in found.items():
+                checksums.setdefault(name, {}).update(parts)
+        on_rank_0(finish, out_dir)
+    except BaseException:
+        writer.discard()
+        raise
 
 
 def check_space(target: Path, size: int) -> None:
@@ -270,23 +285,6 @@ def check_space(target: Path, size: int) -> None:
         raise GrpoError(
             f"it needs {size / 1e9:.3g} GB, {free / 1e9:.3g} GB are free: make room or change the directory"
         )
-
-
-def finish_export(
-    partial: Path,
-    out_dir: Path,
-    files: list[PlannedFile],
-    checksums: dict[str, dict[int, int]],
-    config: dict,
-    dtype: torch.dtype,
-    tokenizer_dir: str | Path | None,
-    chat_template: str | None = None,
-) -> None:
-    """Write index, checksums, config.json and tokenizer beside the tensor files; rename `partial` to `out_dir`."""
-    write_index(partial, files)
-    write_checksums(partial, checksums)
-    _write_config(partial, config, dtype, tokenizer_dir, chat_template)
-    _replace(partial, out_dir)
 
 
 def on_all_ranks(step: Callable[[], Result], directory: Path, problem: str = "cannot be written") -> list[Result]:
@@ -302,6 +300,14 @@ def on_all_ranks(step: Callable[[], Result], directory: Path, problem: str = "ca
         if error is not None:
             raise GrpoError(f"{directory} {problem}: {error}")
     return [result for result, _ in everyone]
+
+
+def on_rank_0(step: Callable[[], Result], directory: Path, problem: str = "cannot be written") -> Result | None:
+    """Call `step` on rank 0 only and return its result, also to other ranks; raise GrpoError on all ranks if it fails.
+
+    Collective.
+    """
+    return on_all_ranks(lambda: step() if dist.get_rank() == 0 else None, directory, problem)[0]
 
 
 def check_replaceable(flag: str, out_dir: str | Path, inputs: Iterable[str | Path | None] = ()) -> None:

@@ -183,7 +183,7 @@ def verify(
     written = torch_dist.Checkpoint(checkpoint)
     count = conversion.verify(args, weights, written, source, dtype)
     print_rank_0(f"verified: {count} tensors are equal bit by bit")
-    if checked := conversion.on_rank_0(lambda: check_checksums(source), source.dir, "is damaged"):
+    if checked := hf.on_rank_0(lambda: check_checksums(source), source.dir, "is damaged"):
         print_rank_0(f"checksums: {checked} tensors in {source.dir} have the checksums of their writer")
     print_rank_0(conversion.compare_logits(args, weights, written, source, dtype))
 

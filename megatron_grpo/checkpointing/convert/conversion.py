@@ -29,7 +29,7 @@ from megatron_grpo.parallel.initialize import set_random_seed
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf, model_weights
-from megatron_grpo.weights.hf import on_all_ranks
+from megatron_grpo.weights.hf import on_all_ranks, on_rank_0
 from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import Safetensors, SafetensorsWriter
 
@@ -135,30 +135,16 @@ def write_hf(
     out_dir = out_dir.resolve()
     config = families.for_args(args).hf_from_args(args)
     dtypes, files = hf.plan_export(weights, dtype, max_shard_bytes)
-    partial = out_dir.with_name(f".{out_dir.name}.partial")
-    writer = SafetensorsWriter(partial, files)
 
-    def write() -> dict[str, dict[int, int]]:
+    def write(writer: SafetensorsWriter) -> None:
         with _progress("writing", size_of(weights, dtype)) as bar:
             for weight in share(weights, dtype, dist.get_rank(), dist.get_world_size()):
                 for name, index, tensor in parts_of(weight):
                     part, parts = (index[0], weight.hf[name][0]) if index else (0, 1)
                     writer.write(name, tensor.to(dtypes[name]), part, parts)
                 bar.update(size_of([weight], dtype))
-        writer.close()
-        return writer.checksums
 
-    checksums: dict[str, dict[int, int]] = {}
-    try:
-        on_rank_0(lambda: hf.start_export(writer, out_dir), out_dir)
-        for found in on_all_ranks(write, out_dir):
-            for name, parts in found.items():
-                checksums.setdefault(name, {}).update(parts)
-        on_rank_0(lambda: hf.finish_export(partial, out_dir, files, checksums, config, dtype, assets), out_dir)
-        writer.release()
-    except BaseException:
-        writer.discard()
-        raise
+    hf.write_export(out_dir, files, write, config, dtype, assets)
 
 
 def verify(
@@ -262,11 +248,6 @@ def _logits(
     pack = packed_seq_params(torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens), "local")
     positions = torch.arange(len(tokens))[None]
     return model(tokens[None], positions, attention_mask=None, packed_seq_params=pack)[0]
-
-
-def on_rank_0(step, directory: Path, problem: str = "cannot be written"):
-    """Call `step` on rank 0 only and return its result there; raise GrpoError on every rank when it fails."""
-    return on_all_ranks(lambda: step() if dist.get_rank() == 0 else None, directory, problem)[0]
 
 
 def _progress(title: str, size: int) -> tqdm:

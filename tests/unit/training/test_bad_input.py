@@ -98,7 +98,6 @@ def test_a_last_save_and_an_export_that_fail_are_both_said(bench, capfd):
 
 def test_a_checkpoint_of_another_user(bench, monkeypatch, capfd):
     """The file system's answer is made up: root, who may run the tests, reads every file."""
-
     words, stat = bench.resume(), os.stat
 
     def denied(path, *args, **kwargs):

@@ -1,7 +1,6 @@
 """Early ends by signal or time, and megatron-core's schedules of learning rate and weight decay against formulas."""
 
 import math
-import os
 import signal
 import time
 from types import SimpleNamespace
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
+
+from noted_signal import raise_noted_signal
 
 from megatron_grpo.training import early_exit, train_step
 from megatron_grpo.training.early_exit import EarlyExit
@@ -40,9 +41,7 @@ def test_without_the_flags_nobody_is_asked(votes):
 def test_a_signal_is_noted_and_told_at_the_next_question(votes, number, tmp_path):
     leaving = EarlyExit(None, on_signal=True, grace=1e6, save=tmp_path)
     assert leaving.reason() is None
-    os.kill(os.getpid(), number)  # would end this process without the handler
-    while leaving._signal is None:  # another thread reads it
-        time.sleep(0.001)
+    raise_noted_signal(number)  # would end this process without the handler
     assert number.name in leaving.reason()
     assert votes == [([0, 0], dist.ReduceOp.MAX), ([number, 0], dist.ReduceOp.MAX)]
     assert (tmp_path / "preempted").read_text() == f"{number.name}\n"  # whatever happens next
