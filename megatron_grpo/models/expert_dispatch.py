@@ -1,4 +1,4 @@
-"""The way of tokens to their experts and back, for the ``local`` layer spec.
+"""The way of tokens to their experts and back.
 
 A token's output is the sum of its experts' outputs, its gradient the sum of theirs. megatron-core's dispatchers sum in
 the precision of the tokens, with atomic operations; these sum in float32, in the same order in every run.
@@ -80,10 +80,11 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
 def replace_dispatchers(model: torch.nn.Module) -> None:
     """Give all layers with experts the dispatchers of this module.
 
-    With ``--moe-shared-expert-overlap`` megatron-core's all-to-all dispatcher stays: it runs the shared experts, too.
+    megatron-core's stay in FP8, for which they pad, and its all-to-all with ``--moe-shared-expert-overlap``: it runs
+    the shared experts, too.
     """
     for layer in model.modules():
-        if not isinstance(layer, MoELayer):
+        if not isinstance(layer, MoELayer) or layer.config.fp8:
             continue
         kind = {
             MoEAllGatherTokenDispatcher: AllGatherDispatcher,

@@ -1,8 +1,8 @@
-"""The experts of a mixture-of-experts layer for the ``local`` layer spec with ``--moe-grouped-gemm``.
+"""The experts of a mixture-of-experts layer with ``--moe-grouped-gemm``.
 
-megatron-core's experts need a package (GroupedMLP: grouped_gemm; TEGroupedMLP: Transformer Engine) or run one expert
-after the other (SequentialMLP). Here all experts of a rank share two stacked weights and two calls of torch's grouped
-matrix product, a CUTLASS kernel for bfloat16 on CUDA and a loop inside torch elsewhere.
+megatron-core's experts need a package (GroupedMLP: grouped_gemm) or launch a product for each expert (SequentialMLP;
+TEGroupedMLP, Transformer Engine's). Here all experts of a rank share two stacked weights and two calls of torch's
+grouped matrix product, a CUTLASS kernel for bfloat16 on CUDA and a loop inside torch elsewhere.
 """
 
 import torch
@@ -56,9 +56,7 @@ class GroupedExperts(MegatronModule):
         name: str | None = None,
     ):
         super().__init__(config)
-        assert config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu)
-        assert config.moe_latent_size is None and not config.moe_apply_probs_on_input
-        assert not config.fp8 and not config.fp4 and "moe_act" not in (config.recompute_modules or ())
+        assert self.can_compute(config)
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         # Every rank would add the whole bias of linear_fc2 to its partial sum.
@@ -79,6 +77,14 @@ class GroupedExperts(MegatronModule):
                 for fc1, fc2 in zip(*weights, strict=True):
                     config.init_method(fc1)
                     config.output_layer_init_method(fc2)
+
+    @staticmethod
+    def can_compute(config: TransformerConfig) -> bool:
+        """Return whether these experts have all that ``config`` asks for; some of it only Transformer Engine's have."""
+        usual = config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu)
+        usual = usual and config.moe_latent_size is None and not config.moe_apply_probs_on_input
+        te = config.fp8 or config.fp4 or config.use_te_activation_func or config.fine_grained_activation_offloading
+        return usual and not te and "moe_act" not in (config.recompute_modules or ())
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor

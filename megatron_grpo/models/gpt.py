@@ -206,8 +206,7 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
         model.mtp.requires_grad_(False)  # not trained: no gradient, no optimizer state, no weight decay
     if config.gradient_accumulation_fusion and pre_process:
         AddingEmbedding.replace(model)
-    if args.transformer_impl == "local":
-        replace_dispatchers(model)
+    replace_dispatchers(model)
     if args.rotary_base_local:
         model.rotary_pos_emb = TwoRopes(model.rotary_pos_emb, args)
     if args.mrope_section:

@@ -145,6 +145,10 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
         mlp = _submodules(layer.submodules.mlp)
         if isinstance(mlp, MoESubmodules):
             mlp.router = Router
+            if config.moe_grouped_gemm and GroupedExperts.can_compute(config):
+                mlp.experts = GroupedExperts
+            elif config.add_bias_linear and not use_te:
+                _submodules(mlp.experts).linear_fc2 = ExpertRowParallelLinear
     return layers
 
 
@@ -169,7 +173,7 @@ def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:
 
 
 def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
-    """Replace norm, attention and experts of a layer of the local spec by the modules of this package."""
+    """Replace norm and attention of a layer of the local spec by the modules of this package."""
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = BranchNorm
     attention = parts.self_attention.submodules
@@ -186,11 +190,6 @@ def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
         parts.self_attention.module = PackedSelfAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    mlp = _submodules(parts.mlp)
-    if not isinstance(mlp, MoESubmodules):
+    if not isinstance(_submodules(parts.mlp), MoESubmodules):
         names |= _FUSED_MLP_NORM
-    elif config.moe_grouped_gemm:
-        mlp.experts = GroupedExperts
-    elif config.add_bias_linear:
-        _submodules(mlp.experts).linear_fc2 = ExpertRowParallelLinear
     parts.sharded_state_dict_keys_map = names

@@ -83,10 +83,19 @@ def test_two_gpus():
     )
 
 
+@needs_te
+def test_experts_with_transformer_engine():
+    grouped = f"{TE} --moe-grouped-gemm"
+    allgather = "--moe-token-dispatcher-type allgather"
+    check("TP1", f"TP1: {grouped}", f"TP1: {grouped} {allgather} --moe-permute-fusion", f"TP1: {TE}", flags=EXPERTS)
+
+
 @pytest.mark.gpus(2)
 @needs_te
 def test_two_gpus_with_transformer_engine():
     check("TP1", f"TP2 SP: {TE}", f"PP2: {TE}", f"CP2: {TE}")
+    grouped = f"{TE} --moe-grouped-gemm --moe-permute-fusion"
+    check("TP1", f"EP2: {grouped}", f"EP2: {grouped} --moe-token-dispatcher-type allgather", flags=EXPERTS)
 
 
 @pytest.mark.gpus(2)
