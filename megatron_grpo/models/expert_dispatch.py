@@ -67,10 +67,42 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens ``[k, h]`` sorted by expert, and their probabilities ``[k]``."""
         self.hidden_shape, self.probs = hidden_states.shape, probs
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(routing_map))
+        counts = self.preprocess(routing_map)
+        if self._sorts_chunks:  # the host's copy follows
+            self.received = self.num_global_tokens_per_local_expert
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         self.copies, probs = _copies_by_expert(routing_map, probs, len(probs) * self.config.moe_router_topk)
         hidden_states = hidden_states.view(-1, self.hidden_shape[-1])
         return LinearMap.apply(hidden_states, self.copies.copy, self.copies.sum), probs
+
+    @property
+    def _sorts_chunks(self) -> bool:
+        """Whether tokens of several ranks, sorted by rank, go to several experts, without expert tensor parallelism."""
+        return self.tp_size == 1 and self.ep_size > 1 and self.num_local_experts > 1
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return this rank's tokens ``[k, h]`` sorted by expert, their number for each expert, and ``[k]``.
+
+        megatron-core splits the tokens into a chunk for each rank and expert, and joins them again.
+        """
+        if self.tp_size > 1:
+            return super().dispatch_postprocess(hidden_states, probs)
+        for point in ("before_permutation_2", "before_finish"):
+            self.tokens_per_expert = self._maybe_dtoh_and_synchronize(point, self.tokens_per_expert)
+        if self._sorts_chunks:
+            self.sorting = sorted_by_expert(self.received, len(probs))
+            hidden_states, probs = (LinearMap.apply(x, *self.sorting) for x in (hidden_states, probs))
+        return hidden_states, self.tokens_per_expert, probs
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the outputs ``[k, h]`` of this rank's experts sorted by the ranks that receive them."""
+        if self.tp_size > 1:
+            return super().combine_preprocess(hidden_states)
+        if not self._sorts_chunks:
+            return hidden_states
+        return LinearMap.apply(hidden_states, *reversed(self.sorting))
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the sums of the outputs ``[k, h]`` for each token, in the shape of the layer's input."""
@@ -102,6 +134,24 @@ def _copies_by_expert(chosen: torch.Tensor, probs: torch.Tensor, count: int) -> 
     """
     places = chosen.T.flatten().nonzero_static(size=count)[:, 0]
     return RowCopies(places % len(chosen), len(chosen)), probs.T.flatten().index_select(0, places)
+
+
+def sorted_by_expert(counts: torch.Tensor, count: int) -> tuple[Map, Map]:
+    """Return the maps from rows sorted by rank and expert to rows sorted by expert and rank, and back.
+
+    ``counts`` ``[ranks, E]`` has the rows of each rank for each expert; they are ``count`` together.
+    """
+
+    def starts(sizes: torch.Tensor) -> torch.Tensor:
+        return (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
+
+    place = torch.arange(count, device=counts.device)
+    moved = starts(counts.T).T - starts(counts)  # by how many rows each chunk moves
+    maps = []
+    for shift, sizes in ((-moved.T, counts.T), (moved, counts)):
+        rows = place + shift.flatten().repeat_interleave(sizes.flatten(), output_size=count)
+        maps.append(partial(torch.index_select, dim=0, index=rows))
+    return maps[0], maps[1]
 
 
 class LinearMap(torch.autograd.Function):

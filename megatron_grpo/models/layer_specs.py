@@ -13,8 +13,6 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -24,7 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import BranchNorm, RMSNorm, take_residual, with_post_layernorm
-from megatron_grpo.models.router_replay import Replay
+from megatron_grpo.models.router import Router
 from megatron_grpo.models.self_attention import PackedSelfAttention
 from megatron_grpo.models.two_ropes import with_two_ropes
 from megatron_grpo.parallel.arguments import has_packed_attention, uses_flash_attention_4
@@ -56,24 +54,6 @@ class LatentAttention(MLASelfAttention):
 
     def _resolve_qk_norm_config(self, submodules):
         return vars(submodules)
-
-
-class Router(TopKRouter):
-    """megatron-core's router with two corrections.
-
-    megatron-core's count of tokens per expert fails with a padding mask, and its list of replay records keeps them
-    alive after the model is freed.
-    """
-
-    def __init__(self, config: TransformerConfig, pg_collection=None, **more: Any):
-        super().__init__(config, pg_collection, **more)
-        if config.moe_enable_routing_replay:
-            RouterReplay.global_router_replay_instances.remove(self.router_replay)
-            self.router_replay = Replay(config)
-
-    def _apply_expert_bias(self, routing_map, padding_mask=None):
-        mask = None if padding_mask is None else padding_mask[:, None]
-        super()._apply_expert_bias(routing_map, padding_mask=mask)
 
 
 def bias_dropout_add(training: bool, fused: bool) -> Callable:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
 from megatron_grpo.models.expert_dispatch import AllGatherDispatcher, AllToAllDispatcher
+from megatron_grpo.models.router import Float32Logits
 
 EXPERTS, HIDDEN, TOKENS, CHOSEN = 32, 2048, 8192, 8
 
@@ -51,6 +52,21 @@ def test_grouped_experts(world, fused, name):
     assert max(gaps.values()) < 1e-2, gaps
     idle = torch.tensor(counts) == 0
     assert not got["d weight1"][idle].any() and not got["d weight2"][idle].any()
+
+
+def test_float32_logits_of_the_router():
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, HIDDEN, device="cuda").bfloat16() for rows in (TOKENS, 128))
+    leaves = [tensor.requires_grad_() for tensor in (x, weight)]
+    upstream = torch.randn(TOKENS, 128, device="cuda") * 1e-6
+    logits = Float32Logits.apply(*leaves)
+    exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
+    want = exact[0] @ exact[1].T
+    assert float((logits - want).norm() / want.norm()) < 1e-6
+    for got, right in zip(
+        torch.autograd.grad(logits, leaves, upstream), torch.autograd.grad(want, exact, upstream.double()), strict=True
+    ):
+        assert float((got.double() - right).norm() / right.norm()) < 2**-8
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,11 @@ from megatron.core.transformer.moe.token_dispatcher import (  # isort: skip
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
 )
-from megatron_grpo.models.expert_dispatch import AllGatherDispatcher, AllToAllDispatcher  # isort: skip
+from megatron_grpo.models.expert_dispatch import (  # isort: skip
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    sorted_by_expert,
+)
 
 
 @settings(deadline=None, max_examples=60)
@@ -31,6 +35,16 @@ def test_all_to_all_beside_megatron_core(tokens: int, experts: int, seed: int, d
     topk = data.draw(st.integers(1, experts))
     ranks = torch.rand(tokens, experts, generator=generator).argsort(1)
     compare(AllToAllDispatcher, MoEAlltoAllTokenDispatcher, ranks < topk, topk, generator)
+
+
+@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=1)))
+def test_rows_of_several_ranks_are_sorted_by_expert_and_back(counts: list[list[int]]):
+    """A row is (its expert, its rank, its number); they arrive sorted by rank."""
+    rows = [(e, rank, i) for rank, sizes in enumerate(counts) for e, size in enumerate(sizes) for i in range(size)]
+    received = torch.tensor(rows).view(-1, 3)
+    to, back = sorted_by_expert(torch.tensor(counts), len(rows))
+    assert to(received).tolist() == [list(row) for row in sorted(rows)]
+    assert torch.equal(back(to(received)), received)
 
 
 def compare(own: type, theirs: type, chosen: torch.Tensor, topk: int, generator: torch.Generator):

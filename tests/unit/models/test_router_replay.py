@@ -16,7 +16,7 @@ import pretrain_grpo
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.models import forward
-from megatron_grpo.models.layer_specs import Router
+from megatron_grpo.models.router import Router
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
