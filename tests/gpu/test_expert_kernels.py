@@ -62,7 +62,7 @@ def test_float32_logits_of_the_router():
     logits = Float32Logits.apply(*leaves)
     exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
     want = exact[0] @ exact[1].T
-    assert float((logits - want).norm() / want.norm()) < 1e-6
+    assert float((logits - want).norm() / want.norm()) < 1e-5
     for got, right in zip(
         torch.autograd.grad(logits, leaves, upstream), torch.autograd.grad(want, exact, upstream.double()), strict=True
     ):
