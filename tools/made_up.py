@@ -268,17 +268,33 @@ def print_kernels(what: str, call: Callable[[], object], count: int) -> None:
     """Print the ``count`` kinds of kernels of a call that take most of its time; all ranks call it."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:  # operators would take minutes to read
         time_of_call = seconds(call)
-    table = {}
+    table, transfers = {}, []
     for event in recorded.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             calls, total = table.get(event.name, (0, 0.0))
             table[event.name] = calls + 1, total + event.time_range.elapsed_us() / 1e6
+            if event.name.startswith("nccl"):
+                transfers.append((event.time_range.start, event.time_range.elapsed_us() / 1e6))
     busy = sum(total for _, total in table.values())
     number = sum(calls for calls, _ in table.values())
     print_rank_0(f"\nprofiled {what}: {time_of_call:.3f} s, {number:,} kernels and copies of {busy:.3f} s")
+    _print_waiting([time for _, time in sorted(transfers)])
     print_rank_0("\n| s | calls | us a call | kernel |\n|--:|--:|--:|---|")
     for name, (calls, total) in sorted(table.items(), key=lambda row: -row[1][1])[:count]:
         print_rank_0(f"| {total:.3f} | {calls:,} | {1e6 * total / calls:.1f} | `{name[:110]}` |")
+
+
+def _print_waiting(transfers: list[float]) -> None:
+    """Print for how long each rank's NCCL kernels wait for other ranks, from their seconds in the order of their begin.
+
+    The last rank that launches a transfer does not wait in it; its time is that of the transfer.
+    """
+    of_ranks: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, transfers)
+    if len(transfers) and len({len(times) for times in of_ranks}) == 1:  # pipeline stages have different ones
+        own = sum(map(min, zip(*of_ranks, strict=True)))
+        waits = ", ".join(f"{sum(times) - own:.3f}" for times in of_ranks)
+        print_rank_0(f"transfers {own:.3f} s; the ranks wait in them for each other {waits} s")
 
 
 def _synchronize() -> None:

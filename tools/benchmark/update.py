@@ -9,7 +9,8 @@ Flags are those of pretrain_grpo.py; the weights are random. Every completion ha
 --mean a length of a lognormal distribution of which --tokens is the longest. With --prompt the --num-generations
 completions of a group have a prompt of so many tokens, which --share-prompts computes once. --layouts (as in
 tools/check_parallel.py) are measured one after the other in the same launch. The first update of --updates is left out
-of the median. With --kernels N one more update is profiled: the N kinds of kernels with the largest time are listed.
+of the median. With --kernels N one more update is profiled: the N kinds of kernels with the largest time are listed,
+after the time of transfers between ranks and that in which the ranks wait for each other in them.
 Prints a Markdown table of rank 0; TFLOP/s are those of the model's matrix products on each rank (`text_flops`), without
 padding.
 """

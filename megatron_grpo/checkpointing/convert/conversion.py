@@ -7,6 +7,7 @@ holds one of them at a time. Functions that read or write files of both formats 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from argparse import Namespace
@@ -24,6 +25,7 @@ from tqdm import tqdm
 from megatron_grpo.checkpointing import checkpoint_directory
 from megatron_grpo.checkpointing.convert import torch_dist_writer
 from megatron_grpo.checkpointing.convert.torch_dist import Checkpoint
+from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.initialize import set_random_seed
 from megatron_grpo.utils.arguments import args_to_json
@@ -74,28 +76,29 @@ def hf_to_megatron(
     checkpoint, when a tensor cannot be read or writing fails. Chunks: see torch_dist_writer.
     """
     distinct_weights = distinct(weights)
+    with contextlib.ExitStack() as ending:
 
-    def start() -> Path:
-        checkpoint_directory.clean_up(root)  # leftovers of a killed conversion use the disk
-        hf.check_space(root, size_of(distinct_weights, dtype))
-        return checkpoint_directory.start(root, 0)
-
-    temporary: Path = on_rank_0(start, root)
-    try:
-        mine = share(distinct_weights, dtype, dist.get_rank(), dist.get_world_size())
-        with _progress("writing", size_of(distinct_weights, dtype)) as bar:
-            torch_dist_writer.write(temporary, args, distinct_weights, mine, source.read, dtype, bar.update)
+        def start() -> Path:
+            ending.callback(RunLock(root).release)
+            checkpoint_directory.clean_up(root)  # leftovers of a killed conversion use the disk
+            hf.check_space(root, size_of(distinct_weights, dtype))
+            return checkpoint_directory.start(root, 0)
 
         def finish() -> None:
             torch_dist_writer.write_common(temporary)
             hf.copy_assets(source.dir, root / hf.ASSETS_DIR)
             checkpoint_directory.publish(temporary, args_to_json(args))
 
-        on_rank_0(finish, root)
-    except BaseException:
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        temporary: Path = on_rank_0(start, root)
+        try:
+            mine = share(distinct_weights, dtype, dist.get_rank(), dist.get_world_size())
+            with _progress("writing", size_of(distinct_weights, dtype)) as bar:
+                torch_dist_writer.write(temporary, args, distinct_weights, mine, source.read, dtype, bar.update)
+            on_rank_0(finish, root)
+        except BaseException:
+            if dist.get_rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
 
 def megatron_to_hf(

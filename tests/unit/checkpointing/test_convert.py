@@ -9,10 +9,12 @@ import re
 import shutil
 from argparse import Namespace
 from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from convert_tool import check_same, load_tool
+from lock_holder import Holder
 from slow import FEW, slow_except
 from toy_checkpoints import FAMILIES, add_mtp, build, make, same_bits, tensors_of, toy_args
 
@@ -408,6 +410,17 @@ def test_a_killed_conversion_does_not_take_the_room_of_the_next(convert, source,
         )
         convert(*words)
     check_same(source, out)
+
+
+def test_another_process_that_writes_to_save_is_named(convert, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(conversion, "RunLock", partial(conversion.RunLock, patience=0.0))
+    words = "--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron"
+    with Holder(tmp_path / "megatron") as other:
+        with pytest.raises(GrpoError, match=f"is in use by the run of process {other.process.pid} on "):
+            convert(*words)
+        assert os.listdir(tmp_path / "megatron") == ["run.lock"]
+    convert(*words)
+    assert not (tmp_path / "megatron" / "run.lock").exists()
 
 
 def test_an_export_that_was_killed_between_its_renames_is_there_again(convert, source, tmp_path, monkeypatch):

@@ -4,51 +4,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
-from ranks import REPO
+from lock_holder import Holder
 
 from megatron_grpo.checkpointing import run_lock
 from megatron_grpo.checkpointing.run_lock import NAME, RunLock
 from megatron_grpo.utils.errors import GrpoError
-
-HOLDER = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-from megatron_grpo.checkpointing.run_lock import RunLock
-try:
-    lock = RunLock(sys.argv[2], patience=0.3, lease=1.0, beat=0.05)
-except Exception as error:
-    print(error, flush=True)
-    os._exit(1)
-print("held", lock.taken_over, flush=True)
-sys.stdin.readline()
-lock.release()
-"""
-
-
-class Holder:
-    """A process that holds the lock of a directory, or prints why it does not."""
-
-    def __init__(self, save):
-        command = [sys.executable, "-c", HOLDER, str(REPO), str(save)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.answer = self.process.stdout.readline().strip()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.communicate()
-
-    def end(self, *, killed):
-        if killed:
-            self.process.kill()
-        self.process.communicate("\n" if not killed else None)
 
 
 def test_a_second_run_is_refused_and_named_the_first(tmp_path):
