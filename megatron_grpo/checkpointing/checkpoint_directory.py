@@ -114,14 +114,15 @@ def verify(directory: Path) -> None:
     """
     if not (directory / MANIFEST).exists():
         if any((directory / name).exists() for name in (ARGS, CHECKSUMS)):
-            raise GrpoError(_damaged(directory, f"{MANIFEST} is missing"))
+            raise GrpoError(damaged(directory, f"{MANIFEST} is missing"))
         _check_foreign(directory)
         return
     for problem in damage(directory):
-        raise GrpoError(_damaged(directory, problem))
+        raise GrpoError(damaged(directory, problem))
 
 
-def _damaged(directory: Path, problem: str) -> str:
+def damaged(directory: Path, problem: str) -> str:
+    """Return the message about a damaged checkpoint."""
     return f"checkpoint {directory} is damaged: {problem}{way_out(directory)}"
 
 

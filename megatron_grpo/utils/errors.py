@@ -10,6 +10,10 @@ class GrpoError(Exception):
     """An error that the user can correct: the message has the cause and the cure; the run ends with exit code 1."""
 
 
+class InputError(GrpoError):
+    """An error of a file that is read. What is written meanwhile is not at fault, and is not named in the message."""
+
+
 class EngineLost(GrpoError):
     """The loss of the last inference engine, raised on every rank.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.initialize import print_rank_0
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError, InputError
 from megatron_grpo.utils.json_files import read_config
 from megatron_grpo.weights import families, model_weights, quantized
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -288,17 +288,22 @@ def check_space(target: Path, size: int) -> None:
 
 
 def on_all_ranks(step: Callable[[], Result], directory: Path, problem: str = "cannot be written") -> list[Result]:
-    """Call `step` and return the results of all ranks; raise GrpoError on all ranks if one fails. Collective."""
+    """Call `step` and return the results of all ranks; raise GrpoError on all ranks if one fails. Collective.
+
+    The message names `directory` and `problem`, unless a file that was read is at fault.
+    """
     mine: tuple = (None, None)
     try:
         mine = step(), None
-    except (OSError, GrpoError) as error:
+    except InputError as error:
         mine = None, str(error)
+    except (OSError, GrpoError) as error:
+        mine = None, f"{directory} {problem}: {error}"
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for _, error in everyone:
         if error is not None:
-            raise GrpoError(f"{directory} {problem}: {error}")
+            raise GrpoError(error)
     return [result for result, _ in everyone]
 
 

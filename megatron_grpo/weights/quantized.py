@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError, InputError
 from megatron_grpo.weights.safetensors_files import Safetensors
 
 # Keys of config.json that describe quantized weights; compression_config is of older versions of compressed-tensors.
@@ -272,7 +272,7 @@ class Mxfp4Safetensors(Safetensors):
 def _check_finite(file: Path, name: str, values: Tensor) -> None:
     least, largest = values.aminmax()  # NaN if one value is; unlike isfinite, without tensors of the same size
     if not (least.isfinite() and largest.isfinite()):
-        raise GrpoError(f"{file}: tensor {name} holds values that are not finite: it is damaged")
+        raise InputError(f"{file}: tensor {name} holds values that are not finite: it is damaged")
 
 
 def _ranges(shape: tuple[int, ...], index: tuple[int | slice, ...]) -> list[tuple[int, int]]:

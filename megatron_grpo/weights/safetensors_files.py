@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError, InputError
 from megatron_grpo.utils.json_files import read_json_object
 
 INDEX = "model.safetensors.index.json"
@@ -90,14 +90,14 @@ class Safetensors:
         try:
             return self._slice(name)[index]
         except SafetensorError as error:
-            raise GrpoError(f"{self._where[name]}: tensor {name} cannot be read: {error}") from None
+            raise InputError(f"{self._where[name]}: tensor {name} cannot be read: {error}") from None
 
     def _slice(self, name: str) -> Any:
         path = self._where[name]
         try:
             return self._open(path, name).get_slice(self._stored.get(name, name))
         except SafetensorError:
-            raise GrpoError(f"{path} does not hold the tensor {name}, which {self.index} places there") from None
+            raise InputError(f"{path} does not hold the tensor {name}, which {self.index} places there") from None
 
     def _open(self, path: Path, wanted: str | None = None) -> Any:
         if path not in self._files:
@@ -107,9 +107,9 @@ class Safetensors:
             except FileNotFoundError:  # of safetensors also without permission
                 missing = "cannot be read" if path.exists() else "does not exist"
                 cause = "change its permissions" if path.exists() else "a shard of the checkpoint is missing"
-                raise GrpoError(f"{path} {missing}{asked}: {cause}") from None
+                raise InputError(f"{path} {missing}{asked}: {cause}") from None
             except (SafetensorError, OSError) as error:
-                raise GrpoError(f"{path} is truncated or not a safetensors file{asked}: {error}") from None
+                raise InputError(f"{path} is truncated or not a safetensors file{asked}: {error}") from None
         return self._files[path]
 
     def _load(self, path: Path) -> Any:

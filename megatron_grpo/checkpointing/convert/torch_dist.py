@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_grpo.checkpointing import data_files
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.checkpointing.checkpoint_directory import damaged
+from megatron_grpo.utils.errors import GrpoError, InputError
 from megatron_grpo.weights.model_weights import FUSED_NORMS
 from megatron_grpo.weights.parameter_mapping import Weight
 
@@ -229,7 +230,7 @@ class Checkpoint:
                 whole = torch.empty(shape, dtype=stored.properties.dtype)
             whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets[axes:], part.shape, strict=True))] = part
         if whole is None or sum(prod(chunk.sizes[axes:]) for chunk in chunks) != prod(shape):
-            raise GrpoError(f"checkpoint {self.directory} is damaged: it holds only a part of {place}")
+            raise InputError(damaged(self.directory, f"it holds only a part of {place}"))
         return whole
 
     def _chunks_by_index(self, key: str, axes: int) -> dict[tuple[int, ...], list[ChunkStorageMetadata]]:
@@ -249,13 +250,14 @@ class Checkpoint:
             with open(self.directory / info.relative_path, "rb") as stream:
                 view = self._reader.checked_view(stream, info)
                 meta = torch.load(view, map_location="meta", weights_only=True)  # reads everything except the values
+        except GrpoError as error:
+            raise InputError(damaged(self.directory, str(error))) from None
         except (RuntimeError, UnpicklingError, OSError) as error:
-            raise GrpoError(f"{self.directory / info.relative_path}: {key} cannot be read: {error}") from None
+            problem = f"{key} in {info.relative_path} cannot be read: {error}"
+            raise InputError(damaged(self.directory, problem)) from None
         if meta.shape != chunk.sizes:
-            raise GrpoError(
-                f"{self.directory / info.relative_path}: {key} has a chunk of shape {tuple(meta.shape)}, in "
-                f".metadata {tuple(chunk.sizes)}"
-            )
+            shapes = f"of shape {tuple(meta.shape)}, in .metadata {tuple(chunk.sizes)}"
+            raise InputError(damaged(self.directory, f"{key} in {info.relative_path} has a chunk {shapes}"))
         start = info.offset + meta.untyped_storage()._checkpoint_offset
         bytes_ = memory[start : start + meta.untyped_storage().nbytes()]
         return torch.empty(0, dtype=meta.dtype).set_(bytes_, meta.storage_offset(), meta.shape, meta.stride())

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from megatron_grpo.checkpointing import data_files
 from megatron_grpo.checkpointing.checkpoint import CONTENT_METADATA
 from megatron_grpo.checkpointing.convert.torch_dist import Place, written_places
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError, InputError
 from megatron_grpo.weights.parameter_mapping import Read, Weight
 
 
@@ -55,6 +55,8 @@ def write(
         )
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        if isinstance(cause, InputError):
+            raise cause from error
         raise GrpoError(f"checkpoint {directory} cannot be written (rank {rank}): {cause}") from error
 
 

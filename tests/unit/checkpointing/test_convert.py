@@ -492,6 +492,17 @@ def test_damaged_checkpoints_are_refused(convert, source, tmp_path, damage, mess
     assert not (tmp_path / "back").exists()
 
 
+def test_a_damaged_checkpoint_is_named_not_the_export(convert, source, tmp_path):
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron")
+    data = tmp_path / "megatron/iter_0000000/__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    message = "^checkpoint .*iter_0000000 is damaged: the content of __0_0.distcp has changed .*; to use another"
+    with pytest.raises(GrpoError, match=message):
+        convert("--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "out")
+
+
 def test_a_checkpoint_of_megatron_lms_needs_a_configuration(convert, source, tmp_path):
     convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron")
     forget(tmp_path / "megatron" / "iter_0000000")
