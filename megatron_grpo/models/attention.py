@@ -31,6 +31,7 @@ from megatron_grpo.models.attention_kernels import (
     SharedKeys,
     Varlen,
 )
+from megatron_grpo.models.rope import host_offsets
 from megatron_grpo.models.row_copies import RowCopies
 from megatron_grpo.models.shared_prompts import SharedPack
 from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
@@ -106,7 +107,7 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         assert packed_seq_params is not None, "every batch is packed"
-        cp_size, cp_rank = place_in_pack(len(query), packed_seq_params.cu_seqlens_q_padded, self.cp_group)
+        cp_size, cp_rank = place_in_pack(len(query), host_offsets(packed_seq_params), self.cp_group)
         if cp_size > 1:
             gather = partial(tensor_parallel.gather_from_sequence_parallel_region, group=sharing_ranks(cp_size))
             key, value = gather(key), gather(value)
@@ -169,7 +170,7 @@ def attend(q, k, v, sinks: torch.Tensor | None, kernel: Kernel) -> torch.Tensor:
 
 def _offsets_on_host(packed: PackedSeqParams) -> tuple[int, ...]:
     """Return the padded offsets as numbers; `packed_seq_params` keeps them on the host, so no kernel is awaited."""
-    return tuple(packed.cu_seqlens_q_padded.tolist())
+    return tuple(host_offsets(packed).tolist())
 
 
 def _gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:

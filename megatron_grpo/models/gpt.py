@@ -230,6 +230,7 @@ def packed_seq_params(
     """Build megatron-core's description of a pack from ``cu_seqlens`` (int32 ``[n + 1]``, on the host)."""
     on_device = to_device(cu_seqlens, device())
     # megatron-core's unfused rope reads the padded offsets as numbers in every layer; on the host this needs no sync.
+    # Transformer Engine's attention needs them on the device (`host_offsets`).
     for_rope = on_device if transformer_impl == "transformer_engine" else cu_seqlens
     pack = {
         "qkv_format": "thd",
@@ -241,6 +242,8 @@ def packed_seq_params(
         "max_seqlen_kv": max_seqlen,
     }
     if shared is None:
-        return PackedSeqParams(**pack)
+        params = PackedSeqParams(**pack)
+        params.on_host = cu_seqlens
+        return params
     pack["max_seqlen_kv"] = int(np.diff(shared.cu_keys).max())
     return SharedPack(**pack, shared=shared, position_ids=to_device(torch.from_numpy(shared.position_ids), device()))

@@ -115,7 +115,11 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
     layers = get_gpt_decoder_layer_specs(config, use_te, normalization=config.normalization)
     kinds = {id(layer): layer for layer in layers}  # the list repeats two objects: a dense layer and an MoE layer
     for layer in kinds.values():
-        if not use_te:
+        if not config.multi_latent_attention:
+            layer.submodules.self_attention.module = PackedSelfAttention
+        if use_te:
+            _use_own_norms(config, layer)
+        else:
             _use_local_modules(config, layer)
         if has_packed_attention(args):  # Transformer Engine has no sinks in packs before version 2.12, and no soft caps
             core = FlashPackedAttention if uses_flash_attention_4(args) else PackedAttention
@@ -152,6 +156,19 @@ def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:
         attention.submodules.core_attention = partial(PackedAttention, softcap=args.attn_logit_softcapping)
 
 
+def _use_own_norms(config: TransformerConfig, layer: ModuleSpec) -> None:
+    """Replace the norms of Transformer Engine's spec that it does not fuse into a linear layer.
+
+    Its own take the host several times as long. Only they can be recomputed with ``--recompute-modules layernorm``.
+    """
+    recomputed = "layernorm" in (config.recompute_modules or ())
+    if isinstance(_submodules(layer.submodules.mlp), MoESubmodules) and not recomputed:
+        layer.submodules.pre_mlp_layernorm = BranchNorm
+    if config.qk_layernorm and not config.multi_latent_attention:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+
 def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
     """Replace norm and attention of a layer of the local spec by the modules of this package."""
     parts = layer.submodules
@@ -167,7 +184,6 @@ def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
     else:
         names |= _FUSED_INPUT_NORM
-        parts.self_attention.module = PackedSelfAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     if not isinstance(_submodules(parts.mlp), MoESubmodules):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
@@ -148,6 +149,11 @@ def rotate_pack(
 
 
 rope_utils._apply_rotary_pos_emb_thd = rotate_pack
+
+
+def host_offsets(packed: PackedSeqParams) -> torch.Tensor:
+    """Return the offsets ``[n + 1]`` of a pack's sequences on the host, where reading them does not wait for a GPU."""
+    return getattr(packed, "on_host", packed.cu_seqlens_q_padded)
 
 
 def rows_of_pack(

@@ -1,4 +1,4 @@
-"""Self-attention of packs for the ``local`` layer spec: few kernels between the projection and attention on a GPU."""
+"""Self-attention of packs: few kernels between the projection and attention on a GPU."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,7 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.models.norm import RMSNorm, rms_norm
-from megatron_grpo.models.rope import cosines_and_sines, rotate, rows_of_pack
+from megatron_grpo.models.rope import cosines_and_sines, host_offsets, rotate, rows_of_pack
 
 
 class Norm(NamedTuple):
@@ -93,7 +93,7 @@ def rotation_of_pack(
     own = getattr(packed, "rotation", None)
     if own is not None:
         return own
-    rows = rows_of_pack(tokens, packed.cu_seqlens_q_padded, freqs, cp_group)
+    rows = rows_of_pack(tokens, host_offsets(packed), freqs, cp_group)
     return cosines_and_sines(freqs, rows, attention_factor(config), config.rotary_interleaved, tokens.dtype)
 
 
