@@ -113,7 +113,8 @@ class PackedAttention(MegatronModule):
             key, value = gather(key), gather(value)
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         if self.softcap is not None:
-            mask_mod = visible_keys(_offsets_on_host(packed_seq_params), cp_size, cp_rank, self.left, query.device)
+            offsets = tuple(host_offsets(packed_seq_params).tolist())
+            mask_mod = visible_keys(offsets, cp_size, cp_rank, self.left, query.device)
             return soft_capped_attention(query, key, value, mask_mod, scale, self.softcap).flatten(1)
         kernel = self._kernel(packed_seq_params, cp_size, cp_rank, query.device, scale)
         return attend(query, key, value, self.sinks(query), kernel).flatten(1)
@@ -124,7 +125,7 @@ class PackedAttention(MegatronModule):
         if where.type == "cuda" and cp_size == 1 and shared is None:
             cu, longest = pack.cu_seqlens_q, pack.max_seqlen_q
             return self.gpu_kernel(cu, cu, longest, longest, self.left, scale)
-        cu_seqlens = _offsets_on_host(pack)
+        cu_seqlens = tuple(host_offsets(pack).tolist())
         if where.type == "cpu":
             own = blocks(cu_seqlens, cp_size, cp_rank, self.left, scale, shared)
             return own if shared is None else SharedKeys(own, shared_keys(cu_seqlens, cp_size, shared))
@@ -166,11 +167,6 @@ def attend(q, k, v, sinks: torch.Tensor | None, kernel: Kernel) -> torch.Tensor:
         for x in (q, k, v)
     )
     return Attention.apply(q, k, v, sinks, kernel)[..., :value_size]
-
-
-def _offsets_on_host(packed: PackedSeqParams) -> tuple[int, ...]:
-    """Return the padded offsets as numbers; `packed_seq_params` keeps them on the host, so no kernel is awaited."""
-    return tuple(host_offsets(packed).tolist())
 
 
 def _gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:

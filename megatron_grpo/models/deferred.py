@@ -1,8 +1,7 @@
-"""Gradients that a backward pass computes later than the node that needs them, to overlap with other work.
+"""Gradients that a backward pass computes later than it could, while other work, such as a transfer, is under way.
 
-Of the nodes that are ready autograd runs the one that was made last. A node that only makes its gradient at the end of
-a backward pass can thus be made early in the forward pass: those made after it, such as a transfer between ranks, run
-first.
+Of the nodes that are ready, autograd runs the one that the forward pass made last. A node that the forward pass makes
+early therefore runs after those that it makes later.
 """
 
 from collections.abc import Callable

@@ -80,8 +80,8 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
         """Return the tokens ``[k, h]`` sorted by expert, and their probabilities ``[k]``."""
         self.hidden_shape, self.probs = hidden_states.shape, probs
         counts = self.preprocess(routing_map)
-        if self._sorts_chunks:  # the host's copy follows
-            self.received = self.num_global_tokens_per_local_expert
+        if self._sorts_chunks:
+            self.chunk_sizes = self.num_global_tokens_per_local_expert  # on the device; a copy on the host replaces it
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         self.copies, probs = _copies_by_expert(routing_map, probs, len(probs) * self.config.moe_router_topk)
         hidden_states = hidden_states.view(-1, self.hidden_shape[-1])
@@ -115,7 +115,7 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
         for point in ("before_permutation_2", "before_finish"):
             self.tokens_per_expert = self._maybe_dtoh_and_synchronize(point, self.tokens_per_expert)
         if self._sorts_chunks:
-            self.sorting = sorted_by_expert(self.received, len(probs))
+            self.sorting = sorted_by_expert(self.chunk_sizes, len(probs))
             hidden_states, probs = (LinearMap.apply(x, *self.sorting) for x in (hidden_states, probs))
         return hidden_states, self.tokens_per_expert, probs
 
@@ -199,7 +199,7 @@ def _transfer_beside_gradient(x: torch.Tensor, function: Map, begin: Begin, expe
     deferred = Deferred()
     x = deferred.node(x)
     if experts is not None:
-        experts.defer_gradient()
+        experts.linear_fc1.defer_gradient()
     return _Transfer.apply(x, deferred, function, begin)
 
 

@@ -124,10 +124,6 @@ class GroupedExperts(MegatronModule):
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (config.activation_func(gate) * (up + config.glu_linear_offset) * probs).to(projected.dtype)
 
-    def defer_gradient(self) -> None:
-        """Defer the gradient of the weight of linear_fc1 in the next forward pass (`Deferred`)."""
-        self.linear_fc1.defer_gradient()
-
     def backward_dw(self) -> None:
         """Do nothing: the backward pass has already computed the gradients of the weights."""
 
@@ -216,7 +212,8 @@ class GroupedLinear(torch.nn.Module):
         self, x: torch.Tensor, ends: torch.Tensor, idle: torch.Tensor, probs: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return x W_e^T + b_e, ``[t, out]``, or x W_e^T + p b_e with probabilities p ``[t, 1]`` (`_GroupedMatmul`)."""
-        (weight, deferred), self._deferred = self._deferred or (self.weight, None), None
+        weight, deferred = self._deferred or (self.weight, None)
+        self._deferred = None
         product = _GroupedMatmul.apply(x, weight, ends, idle, deferred)
         if self.bias is None:
             return product

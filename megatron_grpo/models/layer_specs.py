@@ -115,20 +115,23 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
     layers = get_gpt_decoder_layer_specs(config, use_te, normalization=config.normalization)
     kinds = {id(layer): layer for layer in layers}  # the list repeats two objects: a dense layer and an MoE layer
     for layer in kinds.values():
-        if not config.multi_latent_attention:
-            layer.submodules.self_attention.module = PackedSelfAttention
-        if use_te:
-            _use_own_norms(config, layer)
-        else:
+        if not use_te:
             _use_local_modules(config, layer)
+        attention = layer.submodules.self_attention
+        if not config.multi_latent_attention:
+            attention.module = PackedSelfAttention
+            if config.qk_layernorm:  # Transformer Engine's norms take the host several times as long
+                attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
         if has_packed_attention(args):  # Transformer Engine has no sinks in packs before version 2.12, and no soft caps
             core = FlashPackedAttention if uses_flash_attention_4(args) else PackedAttention
-            layer.submodules.self_attention.submodules.core_attention = core
+            attention.submodules.core_attention = core
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = bias_dropout_add
         _add_family_modules(args, layer)
         mlp = _submodules(layer.submodules.mlp)
         if isinstance(mlp, MoESubmodules):
             mlp.router = Router
+            if "layernorm" not in (config.recompute_modules or ()):  # only Transformer Engine's norm can be recomputed
+                layer.submodules.pre_mlp_layernorm = BranchNorm
             if config.moe_grouped_gemm and GroupedExperts.can_compute(config):
                 mlp.experts = GroupedExperts
             elif config.add_bias_linear and not use_te:
@@ -156,19 +159,6 @@ def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:
         attention.submodules.core_attention = partial(PackedAttention, softcap=args.attn_logit_softcapping)
 
 
-def _use_own_norms(config: TransformerConfig, layer: ModuleSpec) -> None:
-    """Replace the norms of Transformer Engine's spec that it does not fuse into a linear layer.
-
-    Its own take the host several times as long. Only they can be recomputed with ``--recompute-modules layernorm``.
-    """
-    recomputed = "layernorm" in (config.recompute_modules or ())
-    if isinstance(_submodules(layer.submodules.mlp), MoESubmodules) and not recomputed:
-        layer.submodules.pre_mlp_layernorm = BranchNorm
-    if config.qk_layernorm and not config.multi_latent_attention:
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-
-
 def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
     """Replace norm and attention of a layer of the local spec by the modules of this package."""
     parts = layer.submodules
@@ -184,8 +174,6 @@ def _use_local_modules(config: TransformerConfig, layer: ModuleSpec) -> None:
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
     else:
         names |= _FUSED_INPUT_NORM
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
     if not isinstance(_submodules(parts.mlp), MoESubmodules):
         names |= _FUSED_MLP_NORM
     parts.sharded_state_dict_keys_map = names
