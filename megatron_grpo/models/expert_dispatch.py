@@ -9,23 +9,17 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
-from megatron_grpo.models.deferred import Deferred
-from megatron_grpo.models.experts import GroupedExperts
 from megatron_grpo.models.row_copies import RowCopies
 
 Map = Callable[[torch.Tensor], torch.Tensor]
-Begin = Callable[[torch.Tensor], Callable[[], torch.Tensor]]  # begins a transfer; what it returns waits for the result
 
 
 class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
     """Every rank receives all tokens, and returns for each the sum of its own experts' outputs."""
-
-    experts: GroupedExperts | None = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -37,11 +31,7 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
         # The host reads the counts while the tokens are on their way, and launches what follows.
         self.tokens_per_expert = self.routing_map.sum(0).to("cpu", non_blocking=True)
         self.counted = torch.cuda.current_stream().record_event()
-        probs = LinearMap.apply(probs, self.gather, self.sum)
-        if self.tp_ep_group.size() == 1:
-            return hidden_states, probs
-        begin = partial(_begin_sum, group=self.tp_ep_group)
-        return _transfer_beside_gradient(hidden_states, self.gather, begin, self.experts), probs
+        return tuple(LinearMap.apply(x, self.gather, self.sum) for x in (hidden_states, probs))
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -72,8 +62,6 @@ class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
 class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
     """A rank sends each token to the ranks of its experts, once for each of them."""
 
-    experts: GroupedExperts | None = None
-
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,17 +74,6 @@ class AllToAllDispatcher(MoEAlltoAllTokenDispatcher):
         self.copies, probs = _copies_by_expert(routing_map, probs, len(probs) * self.config.moe_router_topk)
         hidden_states = hidden_states.view(-1, self.hidden_shape[-1])
         return LinearMap.apply(hidden_states, self.copies.copy, self.copies.sum), probs
-
-    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens ``[k, h]`` of all ranks for this rank's experts, and their probabilities ``[k]``."""
-        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
-        if self.ep_size == 1:
-            return hidden_states, probs
-        sent, received = self.input_splits.tolist(), self.output_splits.tolist()
-        probs = all_to_all(self.ep_group, probs, received, sent)
-        there = partial(_begin_exchange, sent=sent, received=received, group=self.ep_group)
-        back = partial(_begin_exchange, sent=received, received=sent, group=self.ep_group)
-        return _transfer_beside_gradient(hidden_states, lambda x: there(x)(), back, self.experts), probs
 
     @property
     def _sorts_chunks(self) -> bool:
@@ -148,7 +125,6 @@ def replace_dispatchers(model: torch.nn.Module) -> None:
         if kind:
             local = layer.num_local_experts, layer.local_expert_indices
             layer.token_dispatcher = kind(*local, config=layer.config, pg_collection=get_default_pg_collection())
-            layer.token_dispatcher.experts = layer.experts if isinstance(layer.experts, GroupedExperts) else None
 
 
 def _copies_by_expert(chosen: torch.Tensor, probs: torch.Tensor, count: int) -> tuple[RowCopies, torch.Tensor]:
@@ -191,32 +167,6 @@ class LinearMap(torch.autograd.Function):
         return ctx.transpose(grad), None, None
 
 
-def _transfer_beside_gradient(x: torch.Tensor, function: Map, begin: Begin, experts: GroupedExperts | None):
-    """Return ``function(x)``, a transfer of tokens to other ranks; ``begin`` begins the transposed one.
-
-    In the backward pass the experts compute a gradient of weights while the gradients of the tokens are on their way.
-    """
-    deferred = Deferred()
-    x = deferred.node(x)
-    if experts is not None:
-        experts.linear_fc1.defer_gradient()
-    return _Transfer.apply(x, deferred, function, begin)
-
-
-class _Transfer(torch.autograd.Function):
-    """A transfer between ranks; its backward pass only begins the transposed one."""
-
-    @staticmethod
-    def forward(ctx, x, deferred: Deferred, function: Map, begin: Begin):
-        ctx.deferred, ctx.begin = deferred, begin
-        return function(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.deferred.call = ctx.begin(grad)
-        return None, None, None, None
-
-
 def _gather(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the rows ``[ranks * t, ...]`` of all ranks' ``[t, ...]``; the transpose of `_sum_ranks`."""
     if group.size() == 1:
@@ -231,29 +181,9 @@ def _sum_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
     In contrast to a reduce-scatter, each summand is sent in its own precision, and their float32 sum is rounded once.
     """
-    return x if group.size() == 1 else _begin_sum(x, group)()
-
-
-def _begin_exchange(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup):
-    """Begin to send ``sent`` rows of ``x`` to each rank, and to receive so many; return the function that waits."""
-    rows = x.new_empty(sum(received), *x.shape[1:])
-    transfer = dist.all_to_all_single(rows, x.contiguous(), received, sent, group=group, async_op=True)
-
-    def finish() -> torch.Tensor:
-        transfer.wait()
-        return rows
-
-    return finish
-
-
-def _begin_sum(x: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Begin the transfer of `_sum_ranks`; return the function that waits for it, and returns the sum."""
+    if group.size() == 1:
+        return x
     x = x.contiguous()
     received = torch.empty_like(x)
-    transfer = dist.all_to_all_single(received, x, group=group, async_op=True)
-
-    def finish() -> torch.Tensor:
-        transfer.wait()
-        return received.unflatten(0, (group.size(), -1)).sum(0)
-
-    return finish
+    dist.all_to_all_single(received, x, group=group)
+    return received.unflatten(0, (group.size(), -1)).sum(0)

@@ -23,7 +23,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
-from megatron_grpo.models.deferred import Deferred
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -195,26 +194,17 @@ class GroupedLinear(torch.nn.Module):
     ):
         super().__init__()
         self.weight = _parameter(config, (experts, outputs, inputs), partition_dim, stride)
-        self._deferred: tuple[torch.Tensor, Deferred] | None = None
         self.register_parameter("bias", None)
         if config.add_bias_linear:
             self.bias = _parameter(config, (experts, outputs), 1, stride)
             if config.perform_initialization:
                 torch.nn.init.zeros_(self.bias)
 
-    def defer_gradient(self) -> None:
-        """Defer the weight's gradient in the next forward pass (`Deferred`)."""
-        if torch.is_grad_enabled() and self.weight.requires_grad:
-            deferred = Deferred()
-            self._deferred = deferred.node(self.weight), deferred
-
     def forward(
         self, x: torch.Tensor, ends: torch.Tensor, idle: torch.Tensor, probs: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return x W_e^T + b_e, ``[t, out]``, or x W_e^T + p b_e with probabilities p ``[t, 1]`` (`_GroupedMatmul`)."""
-        weight, deferred = self._deferred or (self.weight, None)
-        self._deferred = None
-        product = _GroupedMatmul.apply(x, weight, ends, idle, deferred)
+        product = grouped_matmul(x, self.weight, ends, idle)
         if self.bias is None:
             return product
         # The bias of each token is selected by a matrix product, because its gradient is then summed in float32.
@@ -236,16 +226,15 @@ def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, id
 
     ``ends`` int32 ``[E]`` holds the end of each expert's tokens, ``idle`` the indices of experts without tokens.
     """
-    return _GroupedMatmul.apply(x, weight, ends, idle, None)
+    return _GroupedMatmul.apply(x, weight, ends, idle)
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """`grouped_matmul`; with ``deferred`` the gradient of the weight is that of an earlier node."""
+    """`grouped_matmul`."""
 
     @staticmethod
-    def forward(ctx, x, weight, ends, idle, deferred: Deferred | None):
+    def forward(ctx, x, weight, ends, idle):
         ctx.save_for_backward(x, weight, ends, idle)
-        ctx.deferred = deferred
         if not len(x):  # kernels refuse an empty product
             return x.new_empty(0, weight.shape[1])
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -253,18 +242,12 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, ends, idle = ctx.saved_tensors
+        if not len(x):
+            return torch.zeros_like(x), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None, None, None
         grad = grad.contiguous()
-        grad_x = F.grouped_mm(grad, weight, offs=ends) if len(x) else torch.zeros_like(x)
+        grad_x = F.grouped_mm(grad, weight, offs=ends)
         if not ctx.needs_input_grad[1]:  # frozen
-            return grad_x, None, None, None, None
-
-        def of_weight() -> torch.Tensor:
-            if not len(x):
-                return torch.zeros_like(weight)
-            # On Blackwell the kernel leaves that of experts without tokens uninitialised (pytorch issue 172439).
-            return F.grouped_mm(grad.T, x, offs=ends).index_fill_(0, idle, 0)
-
-        if ctx.deferred is None:
-            return grad_x, of_weight(), None, None, None
-        ctx.deferred.call = of_weight
-        return grad_x, None, None, None, None
+            return grad_x, None, None, None
+        grad_weight = F.grouped_mm(grad.T, x, offs=ends)
+        # On Blackwell the kernel leaves the gradient of experts without tokens uninitialised (pytorch issue 172439).
+        return grad_x, grad_weight.index_fill_(0, idle, 0), None, None
