@@ -70,7 +70,6 @@ PARALLEL_ARGS=(
 TRAINING_ARGS=(
     --bf16
     --transformer-impl transformer_engine # --use-precision-aware-optimizer needs its Adam
-    --apply-rope-fusion
     --bias-activation-fusion
     --bias-dropout-fusion
     --global-batch-size "$GLOBAL_BATCH_SIZE"

@@ -38,7 +38,7 @@ PARALLEL_ARGS=(
 )
 MODEL_ARGS=(
     --load-hf "$HF_MODEL"           # architecture, weights and tokenizer
-    --transformer-impl local        # transformer_engine when it is installed; then add --apply-rope-fusion
+    --transformer-impl local        # transformer_engine when it is installed
     --bias-activation-fusion
     --bias-dropout-fusion
     --gradient-accumulation-fusion

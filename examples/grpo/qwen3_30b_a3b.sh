@@ -71,7 +71,7 @@ PARALLEL_ARGS=(
 )
 TRAINING_ARGS=(
     --bf16
-    --transformer-impl local        # transformer_engine when it is installed; then add --apply-rope-fusion
+    --transformer-impl local        # transformer_engine when it is installed
     --bias-activation-fusion
     --bias-dropout-fusion
     --global-batch-size "$GLOBAL_BATCH_SIZE"

@@ -2,7 +2,6 @@
 # This project's run for the table beside its peers: common.sh says how it is called. IMPL: transformer_engine (the default) or local.
 source "$(dirname "$0")/common.sh"
 layers=(--transformer-impl "${IMPL:=transformer_engine}" --bias-activation-fusion --bias-dropout-fusion)
-if [[ $IMPL == transformer_engine ]]; then layers+=(--apply-rope-fusion); fi
 "${torchrun[@]}" pretrain_grpo.py \
     --load-hf "$inputs/model" --save "$out" --no-save-hf \
     --train-data-path "$inputs/rows.jsonl" --max-prompt-length $prompt --max-completion-length $completion \
