@@ -17,7 +17,8 @@ from megatron_grpo.training import train_step
 from megatron_grpo.weights import hf, model_weights
 
 IDS = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
-UPDATE = {"lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0, "train_iters": 1, "adam_eps": 1e-4}
+# Gradients differ by 5e-6. Adam divides by the size of each; with a smaller epsilon it magnifies those near zero.
+UPDATE = {"lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0, "train_iters": 1, "adam_eps": 1e-2}
 MLP = ["gate_proj", "up_proj", "down_proj"]
 # family, Hugging Face names of the layers with adapters, as PEFT's target_modules and ours, further settings
 CASES = [
@@ -167,16 +168,14 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
     model.finish_grad_sync()
     optimizer.step()
     updated = {_plain(name): p.detach() for name, p in peft.named_parameters() if p.requires_grad}
-    # Gemma's gradients differ from float64's by 4e-6 in both models, others' by less; Adam divides by small ones.
-    limit = 1e-4 if family == "gemma3_text" else 1e-5
     for name, tensor in [*stream_adapter([model], args), *stream_saved([model], args)]:
-        assert relative(tensor, updated[name]) < limit, name
+        assert relative(tensor, updated[name]) < 1e-5, name
 
     # The base is what it was, the merged weights are PEFT's, and PEFT loads the files of the updated adapter.
     merged = dict(peft.merge_and_unload().named_parameters())
     for name, tensor in stream_merged([model], args):
         if name in merged:
-            assert (tensor - merged[name]).abs().max() < limit, name
+            assert (tensor - merged[name]).abs().max() < 1e-5, name
     files.save_adapter(args, [model], tmp_path / "ours")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     if not config and family in ("qwen3_moe", "deepseek_v3"):
