@@ -64,7 +64,7 @@ def test_cuda_graphs():
 
 @needs_te
 def test_transformer_engine():
-    fused = "--bias-activation-fusion --bias-dropout-fusion"
+    fused = "--bias-activation-fusion --bias-dropout-fusion --apply-rope-fusion"
     check("TP1", f"TP1: {TE}", f"TP1: {TE} {fused}")
 
 
