@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import Flag as Flag
@@ -114,10 +114,7 @@ class Estimator(Entry):
     compares_group: bool = True  # A = 0 for a single completion of a prompt, or a group of equal rewards
 
 
-E = TypeVar("E", bound=Entry)
-
-
-class Registry(Generic[E]):
+class Registry[E: Entry]:
     """The choices of one flag, and the flags that the choices read."""
 
     def __init__(self, what: str, option: str, inputs: Sequence[str]) -> None:

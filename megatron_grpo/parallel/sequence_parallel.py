@@ -1,17 +1,13 @@
 """The tokens of a pack that a rank holds under sequence parallelism."""
 
-from typing import TypeVar
-
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.parallel.zigzag import Int64
 
-Tokens = TypeVar("Tokens", torch.Tensor, Int64)
 
-
-def own_tokens(config: TransformerConfig, values: Tokens) -> Tokens:
+def own_tokens[Tokens: (torch.Tensor, Int64)](config: TransformerConfig, values: Tokens) -> Tokens:
     """Return this rank's slice ``[t / tp, ...]`` of per-token ``values`` ``[t, ...]`` of a pack.
 
     The slice is contiguous. Without sequence parallelism ``values`` is returned unchanged.

@@ -9,7 +9,6 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,6 @@ from megatron_grpo.weights.safetensors_files import (
     write_index,
 )
 from megatron_grpo.weights.stream import owned_hf_tensors
-
-Result = TypeVar("Result")
 
 # Buffers in older checkpoints; they are computed from the configuration.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -287,7 +284,9 @@ def check_space(target: Path, size: int) -> None:
         )
 
 
-def on_all_ranks(step: Callable[[], Result], directory: Path, problem: str = "cannot be written") -> list[Result]:
+def on_all_ranks[Result](
+    step: Callable[[], Result], directory: Path, problem: str = "cannot be written"
+) -> list[Result]:
     """Call `step` and return the results of all ranks; raise GrpoError on all ranks if one fails. Collective.
 
     The message names `directory` and `problem`, unless a file that was read is at fault.
@@ -307,7 +306,7 @@ def on_all_ranks(step: Callable[[], Result], directory: Path, problem: str = "ca
     return [result for result, _ in everyone]
 
 
-def on_rank_0(step: Callable[[], Result], directory: Path, problem: str = "cannot be written") -> Result | None:
+def on_rank_0[Result](step: Callable[[], Result], directory: Path, problem: str = "cannot be written") -> Result | None:
     """Call `step` on rank 0 only and return its result, also to other ranks; raise GrpoError on all ranks if it fails.
 
     Collective.
