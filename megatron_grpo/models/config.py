@@ -35,7 +35,7 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
         # Not with gloo: an unfinished send reads the freed memory, and the next stage gets wrong values.
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
-        "cuda_graph_scope": [],  # no graphs; megatron-core's default does the same with a warning
+        "cuda_graph_modules": [],  # no graphs; megatron-core's default does the same with a warning
         "batch_p2p_comm": not args.overlap_p2p_comm,
         "moe_enable_routing_replay": args.router_replay_mode != "disabled",
     }

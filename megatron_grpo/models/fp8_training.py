@@ -41,7 +41,7 @@ def check_fp8(args: Namespace) -> None:
             f"{given} cannot be used with --rollout-engine megatron: a step of generation has too few tokens for the "
             "kernels of FP8; give --rollout-engine vllm, or leave the flag out"
         )
-    for dest in ("cpu_offloading", "fine_grained_activation_offloading", "batch_invariant_mode"):
+    for dest in ("cpu_offloading", "fine_grained_activation_offloading"):
         if getattr(args, dest):
             raise GrpoError(f"{given} with {flag(dest)} has not been checked: leave one of them out")
     unit = token_multiple(args)

@@ -44,9 +44,8 @@ BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 _EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")  # 1 also fits a dense model
 
 NEED_TRANSFORMER_ENGINE = (
-    "apply_rope_fusion batch_invariant_mode cpu_offloading disable_parameter_transpose_cache "
-    "fine_grained_activation_offloading fused_single_qkv_rope moe_permute_fusion moe_router_fusion symmetric_ar_type "
-    "use_te_activation_func"
+    "apply_rope_fusion cpu_offloading disable_parameter_transpose_cache fine_grained_activation_offloading "
+    "fused_single_qkv_rope moe_permute_fusion moe_router_fusion symmetric_ar_type use_te_activation_func"
 ).split()
 
 

@@ -81,7 +81,8 @@ RANGES = {
             "recompute_num_layers"
         ),
         COUNT_OR_0: (
-            "window_attn_skip_freq no_rope_freq moe_layer_freq cpu_offloading_num_layers min_offloaded_tensor_size"
+            "window_attn_skip_freq no_rope_freq moe_layer_freq cpu_offloading_num_layers min_offloaded_tensor_size "
+            "fine_grained_offloading_max_inflight_offloads"
         ),
         count_to(10**4): "num_layers decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
         count_to(2**24): "hidden_size ffn_hidden_size moe_ffn_hidden_size",

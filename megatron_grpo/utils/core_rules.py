@@ -30,7 +30,7 @@ READ_WITH: tuple[tuple[str, Condition, str], ...] = (
         "--cpu-offloading",
     ),
     (
-        "offload_modules min_offloaded_tensor_size",
+        "offload_modules min_offloaded_tensor_size fine_grained_offloading_max_inflight_offloads",
         _given("fine_grained_activation_offloading"),
         "--fine-grained-activation-offloading",
     ),
@@ -90,9 +90,25 @@ READ_WITH: tuple[tuple[str, Condition, str], ...] = (
     ("mtp_loss_scaling_factor", _given("mtp_num_layers"), "--mtp-num-layers"),
 )
 
+# Modules that megatron-core's flags can name and no model of this program has: (attribute, module, reason and cure).
+_ABSENT_MODULES = (
+    ("recompute_modules", "gdn_norm_out", "gated delta nets are not supported: leave it out"),
+    (
+        "offload_modules",
+        "fused_group_mlp",
+        "the program does not use Transformer Engine's fused experts: give expert_fc1 moe_act instead",
+    ),
+)
+
 
 def check_core_flags(args: Namespace) -> None:
-    """Raise GrpoError for a given flag of megatron-core, other than its default, that this run would not read."""
+    """Raise GrpoError for a given flag of megatron-core, other than its default, that this run would not read.
+
+    Also for a module in its list that no model has.
+    """
+    for dest, module, reason in _ABSENT_MODULES:
+        if module in (getattr(args, dest) or ()):
+            raise GrpoError(f"{flag(dest)} {module}: {reason}")
     for dests, condition, needed in READ_WITH:
         for dest in dests.split():
             if changed(args, dest) and not condition(args):

@@ -27,7 +27,7 @@ REFUSED = {
     "--fp8-param-gather": "--fp8-param-gather is True: import, export, weight sync",
     f"{MOE} --moe-router-padding-for-fp8": "Transformer Engine pads each expert's tokens itself",
     "--rollout-engine megatron": "cannot be used with --rollout-engine megatron",
-    "--batch-invariant-mode": "with --batch-invariant-mode has not been checked",
+    "--cpu-offloading --cpu-offloading-num-layers 1": "with --cpu-offloading has not been checked",
     "--hidden-size 136": "needs --hidden-size (136) to be a multiple of 16: the kernels take no other size",
     f"{SP} --hidden-size 192": "needs --hidden-size (192) to be a multiple of 128: the kernels",
     f"{SP} --ffn-hidden-size 176": "--ffn-hidden-size (176) to be a multiple of 16 on each of 2 tensor-parallel ranks",
