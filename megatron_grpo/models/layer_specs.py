@@ -11,7 +11,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -36,19 +35,14 @@ _FUSED_LATENT_NORMS = {
 }
 _FUSED_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
-# megatron-core compares these with None or uses them in isinstance, but without Transformer Engine it does not define
-# them accordingly.
-if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None
-if not isinstance(multi_latent_attention.TELinear, type):
-    multi_latent_attention.TELinear = multi_latent_attention.TEColumnParallelLinear = type("Absent", (), {})
-    multi_latent_attention.Linear = Linear
+# A class that latent attention accepts for its down projections; without Transformer Engine megatron-core has None here.
+multi_latent_attention.Linear = Linear
 
 
 class LatentAttention(MLASelfAttention):
     """megatron-core's latent attention with the norms and projections that the specification names.
 
-    megatron-core 0.19 chooses them itself when ``qk_layernorm`` is set. It then adds a norm to queries without a latent
+    megatron-core chooses them itself when ``qk_layernorm`` is set. It then adds a norm to queries without a latent
     vector (``q_lora_rank`` None), which DeepSeek-V2-Lite does not have, and fails without Transformer Engine.
     """
 
@@ -140,8 +134,8 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
 
 
 def _submodules(spec: Any) -> Any:
-    """Return the submodules of an MLP or of experts: megatron-core 0.16 gives a ModuleSpec, 0.19 a partial."""
-    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+    """Return the submodules of an MLP or of experts, an argument of the partial that builds them."""
+    return spec.keywords["submodules"]
 
 
 def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:

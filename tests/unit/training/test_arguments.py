@@ -151,7 +151,7 @@ def test_without_flags_the_defaults_are_megatron_cores(monkeypatch):
         (MLATransformerConfig, "multi_latent_attention"): True,
         (MLATransformerConfig, "pipeline_dtype"): torch.float32,
         (MLATransformerConfig, "deallocate_pipeline_outputs"): torch.cuda.is_available(),
-        (MLATransformerConfig, "cuda_graph_scope"): [],  # what the default "full" becomes
+        (MLATransformerConfig, "cuda_graph_modules"): [],  # what the default "full" becomes
         WITHHELD: None,
     }
     for config, field in FIELDS:
