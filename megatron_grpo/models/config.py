@@ -33,8 +33,7 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         # The allgather dispatcher needs equally many tokens on each rank: its packs are padded to one length.
         "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
-        # Not with gloo: an unfinished send reads the freed memory, and the next stage gets wrong values.
-        "deallocate_pipeline_outputs": torch.cuda.is_available(),
+        "deallocate_pipeline_outputs": True,
         "cuda_graph_modules": [],  # no graphs; megatron-core's default does the same with a warning
         "batch_p2p_comm": not args.overlap_p2p_comm,
         "moe_enable_routing_replay": args.router_replay_mode != "disabled",

@@ -3,12 +3,14 @@
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel import random as core_random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -34,6 +36,19 @@ _FUSED_LATENT_NORMS = {
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
 _FUSED_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def _copy_storage(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Give the freed storage of ``to`` the recomputed values.
+
+    In place of a function that megatron-core compiles at its first use: that needs a C++ compiler on every host, and a
+    rank that is killed meanwhile leaves a lock for which all later runs wait.
+    """
+    to.untyped_storage().resize_(source.untyped_storage().nbytes())
+    to.untyped_storage().copy_(source.untyped_storage())
+
+
+core_random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)
 
 # A class that latent attention accepts for its down projections; without Transformer Engine megatron-core has None here.
 multi_latent_attention.Linear = Linear

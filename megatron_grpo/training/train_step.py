@@ -213,8 +213,8 @@ def params_norm(model: Model) -> float:
     squares = torch.zeros(2, dtype=torch.float64, device=device())
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
     for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
-        of_experts = not getattr(parameter, "allreduce", True)
         if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, *groups):
+            of_experts = not getattr(parameter, "allreduce", True)
             squares[int(of_experts)] += parameter.detach().float().square().sum()
     dist.all_reduce(squares[0], group=parallel_state.get_model_parallel_group())
     dist.all_reduce(squares[1], group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())
