@@ -50,7 +50,7 @@ def _copy_storage(to: torch.Tensor, source: torch.Tensor) -> None:
 
 core_random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)
 
-# A class that latent attention accepts for its down projections; without Transformer Engine megatron-core has None here.
+# Latent attention accepts this class for its down projections; without Transformer Engine megatron-core has None here.
 multi_latent_attention.Linear = Linear
 
 
