@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor, nn
 
 from megatron_grpo.lora.table import Pair, rows
-from megatron_grpo.models.experts import grouped_matmul
+from megatron_grpo.models.experts import grouped_matmul, has_own_ranks
 from megatron_grpo.models.fp8_weight import Fp8Weight
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.weights import model_weights
@@ -133,10 +133,7 @@ class Adapter(nn.Module):
         if not self.of_experts:
             parameter.sequence_parallel = config.sequence_parallel and axis is None
         else:
-            tp, ep = config.tensor_model_parallel_size, config.expert_model_parallel_size
-            parameter.allreduce = ep == 1 and self.group.size() == tp  # as in models/forward.py
-            if self.group.size() == 1:  # the tensor-parallel ranks have other experts or tokens: count all
-                parameter.tensor_model_parallel = True
+            parameter.allreduce = not has_own_ranks(config)
         return parameter
 
     def matrices(self) -> tuple[Tensor, Tensor]:

@@ -33,11 +33,13 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         # The allgather dispatcher needs equally many tokens on each rank: its packs are padded to one length.
         "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
-        # Not with gloo: an unfinished send reads the freed memory, and the next stage gets wrong values.
-        "deallocate_pipeline_outputs": torch.cuda.is_available(),
+        "deallocate_pipeline_outputs": True,
         "cuda_graph_modules": [],  # no graphs; megatron-core's default does the same with a warning
         "batch_p2p_comm": not args.overlap_p2p_comm,
         "moe_enable_routing_replay": args.router_replay_mode != "disabled",
+        # Multi-token-prediction layers give the policy no gradient, and their own norm clips their gradients: a clip by
+        # one norm of all would make the policy's step smaller.
+        "mtp_detach_heads": True,
     }
     if has_packed_attention(args):
         # Other backends are Transformer Engine's: megatron-core would check its environment variables.
@@ -58,6 +60,11 @@ def _activation(args: Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
     # --geglu is the tanh approximation, which fused kernels compute under F.gelu's name.
     fused = args.bias_activation_fusion or args.use_te_activation_func
     return fast_gelu if args.geglu and not fused else F.gelu
+
+
+def trains_mtp(config: TransformerConfig) -> bool:
+    """Return whether multi-token-prediction layers are trained."""
+    return bool(config.mtp_num_layers) and config.mtp_loss_scaling_factor > 0
 
 
 def moe_layers(args: Namespace) -> list[bool]:

@@ -217,8 +217,15 @@ def _parameter(config: TransformerConfig, shape: tuple, partition_dim: int, stri
     """Create a stacked parameter with the attributes that megatron-core's buffers, gradient norm and resharding use."""
     stack = torch.nn.Parameter(torch.empty(shape, device=torch.cuda.current_device(), dtype=config.params_dtype))
     set_tensor_model_parallel_attributes(stack, True, partition_dim, stride)
-    stack.allreduce = config.expert_model_parallel_size == 1
+    stack.allreduce = not has_own_ranks(config)
     return stack
+
+
+def has_own_ranks(config: TransformerConfig) -> bool:
+    """Return whether the gradients of experts are reduced over other ranks than those of dense layers."""
+    return (
+        config.expert_model_parallel_size > 1 or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+    )
 
 
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, idle: torch.Tensor) -> torch.Tensor:

@@ -45,14 +45,11 @@ def build_model(args, model_provider: Callable) -> Model:
         chunk.model_type = ModelType.encoder_or_decoder
         chunk.vp_stage = vp_stage
         if args.num_experts and args.expert_tensor_parallel_size != args.tensor_model_parallel_size:
-            # allreduce = False makes megatron-core reduce the gradients of experts over the experts' data-parallel
-            # ranks. megatron-core sets it for EP > 1 only, but ETP != TP also changes these ranks.
+            # megatron-core would sum the gradients of the experts' unsharded biases over tensor-parallel ranks, which
+            # hold other experts or tokens.
             for name, parameter in chunk.named_parameters():
                 if ".mlp.experts." in name:
-                    parameter.allreduce = False
-                    # megatron-core would sum the gradients of the unsharded biases over tensor-parallel ranks, and
-                    # count only the first rank's in the gradient norm. But these ranks hold other experts or tokens.
-                    parameter.sequence_parallel, parameter.tensor_model_parallel = False, True
+                    parameter.sequence_parallel = False
         chunk.to(device())
         model.append(Float16Module(chunk.config, chunk) if args.bf16 or args.fp16 else chunk)
     return model

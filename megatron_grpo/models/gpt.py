@@ -8,7 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_grpo.data.pack import IGNORED_LABEL, SharedPrompts
-from megatron_grpo.models.config import transformer_config_from_args
+from megatron_grpo.models.config import trains_mtp, transformer_config_from_args
 from megatron_grpo.models.expert_dispatch import replace_dispatchers
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
 from megatron_grpo.models.layer_graphs import LayerGraphs
@@ -97,7 +97,7 @@ class PolicyModel(GPTModel):
             hidden_states, weight, labels, kept, self._kept_token_ids, self._entropy_gradient
         )
         rows = [log_probs, entropy]
-        if self.config.mtp_loss_scaling_factor > 0 and self.mtp_process and torch.is_grad_enabled():
+        if trains_mtp(self.config) and torch.is_grad_enabled():
             rows += self._mtp_log_probs(hidden_states, weight.detach(), input_ids, position_ids, labels, kept, kwargs)
         return torch.stack(rows)
 
@@ -147,8 +147,8 @@ class PolicyModel(GPTModel):
     def _mtp_log_probs(self, hidden_states, weight, input_ids, position_ids, labels, kept, inputs) -> list:
         """Return the log-probabilities [l] of each multi-token-prediction layer for the tokens 1, 2, ... further on.
 
-        The values are over the whole vocabulary, and 0 after the end of a sequence. The gradient stops at these layers,
-        so that they do not change the policy's gradient.
+        The values are over the whole vocabulary, and 0 after the end of a sequence. The gradient stops at these layers
+        (`mtp_detach_heads` in models/config.py).
         """
         packed = inputs["packed_seq_params"]
         degree, _ = place_in_pack(labels.shape[1], packed.cu_seqlens_q_padded, self.cp_group)
@@ -158,8 +158,8 @@ class PolicyModel(GPTModel):
         outputs = self.mtp(
             input_ids=input_ids,
             position_ids=position_ids,
-            hidden_states=hidden_states.detach(),
-            embedding=lambda **tokens: self.embedding(**tokens).detach(),
+            hidden_states=hidden_states,
+            embedding=self.embedding,
             packed_seq_params=packed,
             **{
                 name: inputs[name]

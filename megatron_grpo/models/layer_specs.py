@@ -3,15 +3,16 @@
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel import random as core_random
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -36,19 +37,27 @@ _FUSED_LATENT_NORMS = {
 }
 _FUSED_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
-# megatron-core compares these with None or uses them in isinstance, but without Transformer Engine it does not define
-# them accordingly.
-if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None
-if not isinstance(multi_latent_attention.TELinear, type):
-    multi_latent_attention.TELinear = multi_latent_attention.TEColumnParallelLinear = type("Absent", (), {})
-    multi_latent_attention.Linear = Linear
+
+def _copy_storage(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Give the freed storage of ``to`` the recomputed values.
+
+    In place of a function that megatron-core compiles at its first use: that needs a C++ compiler on every host, and a
+    rank that is killed meanwhile leaves a lock for which all later runs wait.
+    """
+    to.untyped_storage().resize_(source.untyped_storage().nbytes())
+    to.untyped_storage().copy_(source.untyped_storage())
+
+
+core_random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)
+
+# Latent attention accepts this class for its down projections; without Transformer Engine megatron-core has None here.
+multi_latent_attention.Linear = Linear
 
 
 class LatentAttention(MLASelfAttention):
     """megatron-core's latent attention with the norms and projections that the specification names.
 
-    megatron-core 0.19 chooses them itself when ``qk_layernorm`` is set. It then adds a norm to queries without a latent
+    megatron-core chooses them itself when ``qk_layernorm`` is set. It then adds a norm to queries without a latent
     vector (``q_lora_rank`` None), which DeepSeek-V2-Lite does not have, and fails without Transformer Engine.
     """
 
@@ -140,8 +149,8 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
 
 
 def _submodules(spec: Any) -> Any:
-    """Return the submodules of an MLP or of experts: megatron-core 0.16 gives a ModuleSpec, 0.19 a partial."""
-    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+    """Return the submodules of an MLP or of experts, an argument of the partial that builds them."""
+    return spec.keywords["submodules"]
 
 
 def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:

@@ -54,10 +54,10 @@ class BadUpdates:
         self.losses.extend(state.get("losses", []))
         self.in_a_row = state.get("in_a_row", 0)
 
-    def step(self, optimizer, loss: float, clip_more: Callable[[float], float] | None = None) -> tuple[bool, float]:
+    def step(self, optimizer, loss: float, further_norm: Callable[[], float] | None = None) -> tuple[bool, float]:
         """Run ``optimizer.step()`` unless the update is bad; return (done, gradient norm) and set ``problem``.
 
-        ``clip_more`` clips gradients that the norm leaves out, and returns their norm (``further_norm``).
+        ``further_norm`` returns the norm of the gradients that this norm leaves out.
         Collective. megatron-core computes the norm within the step, so this replaces two methods of the object for one
         call.
         """
@@ -75,7 +75,7 @@ class BadUpdates:
 
         def step_unless_bad() -> bool:
             norm = found[-1] if found else 0.0
-            self.further_norm = clip_more(norm) if clip_more else 0.0
+            self.further_norm = further_norm() if further_norm else 0.0
             self.problem = self._agreed(self._judge(loss, norm))
             return whole["step_with_ready_grads"]() if self.problem is None else False
 

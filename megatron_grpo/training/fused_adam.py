@@ -19,7 +19,7 @@ class FusedAdam(torch.optim.Optimizer):
     def __init__(
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True, capturable=False
     ):
-        assert not capturable  # megatron-core 0.19 passes it, for CUDA graphs of the optimizer
+        assert not capturable  # megatron-core passes it for CUDA graphs of the optimizer
         self.kernel = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 

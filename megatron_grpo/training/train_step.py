@@ -14,17 +14,16 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.utils import get_model_config
 
 from megatron_grpo.algorithm.loss_metrics import is_extreme, update_metrics
 from megatron_grpo.data.pack import Pack
-from megatron_grpo.models.config import moe_layers
+from megatron_grpo.models.config import moe_layers, trains_mtp
 from megatron_grpo.models.forward import Model, for_each, run_schedule
 from megatron_grpo.training import fused_adam, multi_tensor
 from megatron_grpo.training.arguments import ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.training.bad_updates import BadUpdates
-from megatron_grpo.training.mtp_clip import clip_mtp, is_mtp, mark_mtp, trains_mtp
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
@@ -43,7 +42,6 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
     ]
     fused_adam.install()
     multi_tensor.install()
-    mark_mtp(model)
     optimizer_config = optimizer_config_from_args(args)
     groups = get_standard_config_overrides(optimizer_config) | _own_rates(args)
     optimizer = get_megatron_optimizer(optimizer_config, model, groups)
@@ -123,17 +121,25 @@ def train_step(
     reports = run_schedule(forward_step, packs, model, forward_only=False)
     metrics = update_metrics(_combine_reports(packs, reports))
     progress.step("optimizer")
-    own_clip = partial(clip_mtp, optimizer) if trains_mtp(get_model_config(model[0])) else None
-    updated, grad_norm = bad_updates.step(optimizer, metrics["loss"], own_clip)
+    norm_of_mtp = partial(_norm_of_mtp, optimizer) if trains_mtp(get_model_config(model[0])) else None
+    updated, grad_norm = bad_updates.step(optimizer, metrics["loss"], norm_of_mtp)
     progress.step("metrics")
     learning_rate = max(group["lr"] for group in optimizer.param_groups if group["lr_mult"] == 1.0)
     if updated:
         scheduler.step(increment=1)
     metrics |= {"grad_norm": grad_norm, "lr": learning_rate, "update/skipped": float(bad_updates.problem is not None)}
-    if own_clip:
+    if norm_of_mtp:
         metrics["mtp/grad_norm"] = bad_updates.further_norm
     balance_loss = _balance_loss(get_model_config(model[0]), len(packs))
     return metrics if balance_loss is None else metrics | {"moe/balance_loss": balance_loss}
+
+
+def _norm_of_mtp(optimizer) -> float:
+    """Return the norm of the gradients of multi-token-prediction layers before their clip. Collective.
+
+    megatron-core computes it to clip, which it does before this call.
+    """
+    return float((optimizer.grad_norms_by_group or optimizer._compute_grad_norms_by_group())["mtp"])
 
 
 def _balance_loss(config, num_microbatches: int) -> float | None:
@@ -143,12 +149,11 @@ def _balance_loss(config, num_microbatches: int) -> float | None:
         return None
     dp = parallel_state.get_data_parallel_world_size()
     total = torch.zeros((), device=device())
-    for name, tracked in get_moe_layer_wise_logging_tracker().items():
-        if name.endswith("load_balancing_loss"):  # each rank holds a share: of all ranks, or of its data-parallel rank
-            # megatron-core 0.16 has the first key, 0.19 its opposite.
-            of_all = tracked.get("reduce_group_has_dp", not tracked.get("needs_dp_avg"))
-            total += tracked["values"].sum() * (dp if of_all else 1)
-    clear_aux_losses_tracker()
+    tracker = get_moe_metrics_tracker()
+    for name, tracked in tracker.metrics.items():
+        if name.endswith("load_balancing_loss"):  # each rank holds a share: of its data-parallel rank, or of all ranks
+            total += tracked.values.sum() * (1 if tracked.needs_dp_avg else dp)
+    tracker.clear()
     dist.all_reduce(total)
     return total.item() / dp / sum(moe_layers(config)) / num_microbatches
 
@@ -208,9 +213,8 @@ def params_norm(model: Model) -> float:
     squares = torch.zeros(2, dtype=torch.float64, device=device())
     groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()
     for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
-        of_experts = not getattr(parameter, "allreduce", True)
-        counted = param_is_not_shared(parameter) or is_mtp(parameter)
-        if counted and param_is_not_tensor_parallel_duplicate(parameter, groups[of_experts]):
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, *groups):
+            of_experts = not getattr(parameter, "allreduce", True)
             squares[int(of_experts)] += parameter.detach().float().square().sum()
     dist.all_reduce(squares[0], group=parallel_state.get_model_parallel_group())
     dist.all_reduce(squares[1], group=parallel_state.get_expert_tensor_model_pipeline_parallel_group())

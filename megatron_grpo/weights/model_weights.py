@@ -136,8 +136,8 @@ def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tens
 
 def canonical(chunk: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) with global layer and expert numbers and the local spec's parameter names."""
-    # The layer within a multi-token-prediction layer is mtp_model_layer since megatron-core 0.19, not in checkpoints.
-    found = re.match(r"((?:decoder|mtp)\.layers)\.(\d+)\.(?:(transformer_layer|mtp_model_layer)\.)?(.+)", name)
+    # The layer within a multi-token-prediction layer is mtp_model_layer in the model, transformer_layer in checkpoints.
+    found = re.match(r"((?:decoder|mtp)\.layers)\.(\d+)\.(?:(mtp_model_layer)\.)?(.+)", name)
     if not found:
         yield name, tensor
         return

@@ -72,7 +72,7 @@ class Case:
             params_dtype=dtype,
             tensor_model_parallel_size=tp_size,
             perform_initialization=False,
-            cuda_graph_scope=[],
+            cuda_graph_modules=[],
             **kwargs,
         )
 

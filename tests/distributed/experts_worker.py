@@ -61,7 +61,7 @@ def make_config(dtype=torch.float32, experts=EXPERTS, hidden=HIDDEN, ffn=FFN, **
         num_moe_experts=experts,
         gated_linear_unit=True,
         params_dtype=dtype,
-        cuda_graph_scope=[],
+        cuda_graph_modules=[],
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),

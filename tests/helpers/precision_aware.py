@@ -32,8 +32,9 @@ class Adam(torch.optim.Optimizer):
         master_weight_dtype,
         use_decoupled_grad,
         store_param_remainders,
+        capturable=False,
     ):
-        assert adam_w_mode and master_weights and use_decoupled_grad
+        assert not capturable and adam_w_mode and master_weights and use_decoupled_grad
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.store_param_remainders = store_param_remainders
         moments = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}

@@ -21,7 +21,7 @@ from megatron_grpo.weights import hf
 
 def config(**more) -> TransformerConfig:
     shape = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "normalization": "RMSNorm"}
-    return TransformerConfig(**shape, add_bias_linear=False, cuda_graph_scope=[], **more)
+    return TransformerConfig(**shape, add_bias_linear=False, cuda_graph_modules=[], **more)
 
 
 @torch.no_grad()

@@ -49,7 +49,7 @@ class Modules(LocalSpecProvider):
     def column_parallel_layer_norm_linear(self):
         return NormAndLinear
 
-    def layer_norm(self, rms_norm=False, for_qk=False):
+    def layer_norm(self, rms_norm=False, for_qk=False, has_residual=False):
         return Norm
 
     def core_attention(self):

@@ -216,7 +216,7 @@ def test_names_of_wrapped_and_fused_models(world, tmp_path):
             self.decoder, self.mtp = torch.nn.Module(), torch.nn.Module()
             self.decoder.layers = torch.nn.ModuleList([dense, sparse])
             self.mtp.layers = torch.nn.ModuleList([modules("enorm")])
-            self.mtp.layers[0].transformer_layer = deep
+            self.mtp.layers[0].mtp_model_layer = deep
             self.mtp.layers[0].enorm.weight = torch.nn.Parameter(torch.ones(2))
             # megatron-core counts layers from 1
             dense.layer_number, sparse.layer_number, self.mtp.layers[0].layer_number = 3, 4, 1
