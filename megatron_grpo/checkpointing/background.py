@@ -182,8 +182,8 @@ class BackgroundSaves:
 class StagingWriter(data_files.Writer):
     """Torch's writer of checkpoints, which only copies the tensors: background_writer.py writes the files."""
 
-    def __init__(self, directory: Path, common: dict, saves: BackgroundSaves):
-        super().__init__(directory, common)
+    def __init__(self, directory: Path, saves: BackgroundSaves):
+        super().__init__(directory)
         self.saves = saves
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
@@ -194,8 +194,7 @@ class StagingWriter(data_files.Writer):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write common.pt and metadata.json, on rank 0; its process writes the metadata after all data files."""
-        self.write_common()
+        """Pass the metadata to the process of rank 0, which writes it after all data files."""
         assert self.saves.job is not None
         part = self.saves.job.parts[-1]
         part.metadata, part.world_size = metadata, len(results)

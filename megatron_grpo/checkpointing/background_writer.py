@@ -151,7 +151,7 @@ def _items(memory: mmap.mmap, items: list[Item]) -> Iterator[tuple[Any, Any]]:
 
 
 def _describe(part: Part) -> None:
-    """Wait for the data files of all ranks; write checksums.json and .metadata."""
+    """Wait for the data files of all ranks; write the files that describe them."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import MetadataIndex

@@ -6,13 +6,12 @@ expert and data parallelism. Its state dict has Megatron-LM's keys (``model``, `
 the files of tensors; checkpoint_directory.py the other files, and makes a save atomic. All ranks must see the
 directory.
 
-**Checkpoints are trusted input.** Tensors and common.pt are read with ``weights_only=True``, but the index (.metadata)
-and the random states are pickles, which can run code when loaded: load only checkpoints whose writer you trust.
+**Checkpoints are trusted input.** Tensors and the common state are read with ``weights_only=True``, but the index
+(.metadata) and the random states are pickles, which can run code when loaded: load only checkpoints whose writer you
+trust.
 """
 
 import contextlib
-import inspect
-import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, serialization
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
@@ -61,9 +60,6 @@ CONTENT_METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-
-# megatron-core 0.19 logs on every rank that common.pt is deprecated; megatron-core 0.16 loads nothing else.
-logging.getLogger("megatron.core.dist_checkpointing.strategies.common").setLevel(logging.ERROR)
 
 REFERENCE = "reference"  # subfolder of a checkpoint with the weights of an updated reference model (--sync-ref-model)
 
@@ -137,7 +133,7 @@ def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple
     if args.save:
         on_rank_0(checkpoint_directory.clean_up, args.save)
     iteration, directory = on_rank_0(_find_verified, args.load)
-    common = _common_state(directory)
+    common = on_rank_0(_common_state, directory)
     _check_architecture(directory, model_chunks)
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
     request: dict[str, Any] = _model_state_to_load(model_chunks, metadata)
@@ -176,7 +172,7 @@ def load_weights(directory: str | Path, model_chunks) -> None:
 
 def read_weights(checkpoint: Path, model_chunks) -> None:
     """Load the weights from the directory of a single checkpoint (``iter_*``, or one of save_weights). Collective."""
-    common = _common_state(checkpoint)
+    common = on_rank_0(_common_state, checkpoint)
     _check_architecture(checkpoint, model_chunks)
     if not hasattr(unwrap_model(model_chunks)[0], "lora"):
         checkpoint_directory.refuse_adapter(checkpoint)
@@ -208,25 +204,27 @@ def write_state(state: dict, directory: Path, content_metadata: dict | None = No
     Collective. Writes in this process, or copies for the background save that is being staged. Raises GrpoError on all
     ranks if any rank fails.
 
-    megatron-core's own save is designed for background saves. It forks the trainer, which is unsafe with CUDA, gloo and
-    vLLM threads. It also starts a helper process that imports the program again, which takes longer than the first save
-    of a small model, and survives a killed trainer. An error of rank 0 alone leaves the other ranks waiting.
-    The common state is stored in common.pt, as megatron-core 0.16 does: 0.19, which stores it as one more sharded
-    object, loads both.
+    megatron-core's own save is designed for background saves. In the foreground, too, it starts a helper process that
+    imports the program again, which takes longer than the first save of a small model, and survives a killed trainer;
+    it copies all tensors of a rank to the host before it writes the first; and an error of one rank leaves the others
+    waiting. In the background it forks the trainer, which is unsafe with CUDA, gloo and vLLM threads, or needs
+    nvidia-resiliency-ext.
     """
     if content_metadata is not None:
         state = state | {"content_metadata": content_metadata}
     try:
         sharded, common = save_preprocess(state)
+        of_rank_0 = ShardedObject(data_files.COMMON_STATE, common, (1,), (0,), replica_id=dist.get_rank())
+        sharded[data_files.COMMON_STATE] = of_rank_0
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         torch_checkpoint.save(
             mcore_to_pyt_state_dict(by_key),
             storage_writer=(
-                StagingWriter(directory, common, _background)
+                StagingWriter(directory, _background)
                 if _background is not None and _background.job is not None
-                else data_files.Writer(directory, common)
+                else data_files.Writer(directory)
             ),
-            planner=optimizer_state.SavePlanner(flatten_state_dict=False),
+            planner=optimizer_state.SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
     except (OSError, CheckpointingException, CheckpointException) as error:
         raise GrpoError(f"checkpoint {directory} cannot be written: {_cause(error)}") from error
@@ -277,6 +275,11 @@ def _on_each_rank(function: Callable[[Path], None] | None, directory: Path) -> N
             function(directory)
     except OSError as error:
         problem = f"checkpoint {directory} cannot be written: {error}"
+    _raise_everywhere(problem)
+
+
+def _raise_everywhere(problem: str | None) -> None:
+    """Raise GrpoError on every rank if any rank has a problem. Collective."""
     everywhere: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, problem)
     for message in filter(None, everywhere):
@@ -295,18 +298,13 @@ def _find_verified(root: str | Path) -> tuple[int, Path]:
 
 def _common_state(directory: Path) -> dict:
     """Return the values of a checkpoint that are equal on all ranks, without tensors."""
-    # megatron-core 0.16 reads them from common.pt; 0.19, which has no such strategy, also from the data files.
-    only_common_pt = "common_strategy" in inspect.signature(dist_checkpointing.load).parameters
-    if only_common_pt and not (directory / "common.pt").exists():
-        raise GrpoError(
-            f"checkpoint {directory} has no common.pt: Megatron-LM with megatron-core 0.19 writes none, and only "
-            "megatron-core 0.19 loads such checkpoints (docs/gpus.md); if it had one, the checkpoint is incomplete"
-        )
     try:
-        common = dist_checkpointing.load_common_state_dict(str(directory))
+        common = data_files.Reader(directory).common_state()
+    except GrpoError as error:
+        raise GrpoError(f"{error}{checkpoint_directory.way_out(directory)}") from error
     except Exception as error:  # files of Megatron-LM's, which have no checksum, raise anything
         raise GrpoError(f"checkpoint {directory} is damaged: its common state cannot be read: {error!r}") from error
-    if "layout" in common and not on_rank_0((directory / checkpoint_directory.MANIFEST).exists):
+    if "layout" in common and not (directory / checkpoint_directory.MANIFEST).exists():
         raise GrpoError(
             f"checkpoint {directory} is damaged: {checkpoint_directory.MANIFEST} is missing, without which nothing can "
             "be checked"
@@ -320,20 +318,19 @@ def _load(request: dict, common: dict, directory: Path) -> dict:
     for entry in nested_values(request):
         if isinstance(entry, ShardedTensorFactory):
             entry.merge_fn = partial(_merged, entry.data, entry.merge_fn)
-    # megatron-core merges the request with the stored common state. Under a key of its own the request stays apart, and
-    # is merged with ``common`` instead, which holds the optimizer's values in this rank's arrangement.
+    state, problem = {}, None
     try:
-        with warnings.catch_warnings():
-            # megatron-core calls torch's function by its deprecated name.
+        with warnings.catch_warnings(), _own_readers():
+            # megatron-core uses torch's deprecated ShardedTensor, calls torch's function as a program of one process
+            # does, and gives the arguments in another order than torch wants.
             warnings.simplefilter("ignore", FutureWarning)
-            with _checked_reader():
-                state, *_ = dist_checkpointing.load(
-                    {"requested": request}, str(directory), strict=StrictHandling.RETURN_UNEXPECTED
-                )
-    except (OSError, CheckpointingException, CheckpointException) as error:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled|The argument order of load", UserWarning)
+            state, *_ = dist_checkpointing.load(request, str(directory), strict=StrictHandling.RETURN_UNEXPECTED)
+    except (GrpoError, OSError, CheckpointingException, CheckpointException) as error:
         hint = checkpoint_directory.way_out(directory)
-        raise GrpoError(f"checkpoint {directory} cannot be loaded: {_cause(error)}{hint}") from error
-    return merge(common, state["requested"])
+        problem = f"checkpoint {directory} cannot be loaded: {_cause(error, dist.get_rank())}{hint}"
+    _raise_everywhere(problem)
+    return merge(common, state)
 
 
 def _merged(whole: torch.Tensor, merge: Callable, parts):
@@ -347,14 +344,19 @@ def _merged(whole: torch.Tensor, merge: Callable, parts):
 
 
 @contextlib.contextmanager
-def _checked_reader() -> Iterator[None]:
-    """Context in which megatron-core's strategies read with `data_files.Reader`."""
-    original = strategies._get_filesystem_reader
+def _own_readers() -> Iterator[None]:
+    """Context in which megatron-core reads with `data_files.Reader`, and does not read the common state.
+
+    megatron-core would read it as a pickle that can run code, and merge the request with it. The request is merged with
+    another one, which holds the optimizer's values in this rank's arrangement.
+    """
+    get_reader, load_common = strategies._get_filesystem_reader, serialization.load_common_state_dict
     strategies._get_filesystem_reader = lambda directory, *_, **__: data_files.Reader(directory)
+    serialization.load_common_state_dict = lambda _: {}
     try:
         yield
     finally:
-        strategies._get_filesystem_reader = original
+        strategies._get_filesystem_reader, serialization.load_common_state_dict = get_reader, load_common
 
 
 def _check_presence(request: dict, directory: Path) -> None:
@@ -485,9 +487,12 @@ def _set_rng_state(state: dict) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
 
 
-def _cause(error: BaseException) -> str:
-    """Return the message of an error; torch's exception holds one for each failed rank: return the first."""
+def _cause(error: BaseException, this_rank: int | None = None) -> str:
+    """Return the message of an error; torch's exception holds one for each failed rank: return the first.
+
+    ``this_rank``: torch's exception is of this rank alone, and calls it 0.
+    """
     if isinstance(error, CheckpointException):
         rank, (error, _) = min(error.failures.items(), key=lambda item: item[0])
-        return f"rank {rank}: {error}"
+        return f"rank {rank if this_rank is None else this_rank}: {error}"
     return str(error)

@@ -1,7 +1,7 @@
 """Files of a checkpoint, with Megatron-LM's names; a save is atomic, so a killed run leaves a complete checkpoint.
 
     {root}/latest_checkpointed_iteration.txt     iteration of the newest complete checkpoint
-    {root}/iter_0000020/                         common.pt, metadata.json, .metadata, *.distcp (megatron-core's)
+    {root}/iter_0000020/                         metadata.json, .metadata, *.distcp (megatron-core's)
                         args.json                arguments of the run that wrote the checkpoint
                         checksums.json           checksums of the items of *.distcp, which are checked while loading
                         files.json               iteration; size of every other file, and checksum of those but *.distcp
@@ -32,8 +32,7 @@ from megatron_grpo.utils.json_files import read_json_object
 LATEST = "latest_checkpointed_iteration.txt"
 ARGS = "args.json"
 MANIFEST = "files.json"
-# megatron-core's files beside the data: small, and two of them are unpickled, so verify() checks their content.
-CORE_FILES = (".metadata", "common.pt", "metadata.json")
+CORE_FILES = (".metadata", "metadata.json")  # megatron-core's files beside the data
 
 
 def latest_iteration(root: str | Path) -> int | None:
@@ -138,8 +137,7 @@ def way_out(directory: Path) -> str:
 
 def _check_foreign(directory: Path) -> None:
     """Raise GrpoError if a checkpoint that Megatron-LM wrote lacks files."""
-    # Megatron-LM with megatron-core 0.19 writes no common.pt.
-    missing = [name for name in CORE_FILES if name != "common.pt" and not (directory / name).exists()]
+    missing = [name for name in CORE_FILES if not (directory / name).exists()]
     if missing and any(directory.glob("*.distcp")):
         raise GrpoError(f"checkpoint {directory} is incomplete: {missing[0]} is missing{way_out(directory)}")
     if missing:

@@ -4,6 +4,9 @@ A file consists of items, each written by torch.save or pickle. ``checksums.json
 lengths and checksums (xxh3, 64 bits), in the order of the file: ``{"__0_0.distcp": [[length, "hexadecimal"], ...]}``.
 A reader checks each item just before it loads it: nothing is loaded unchecked, and the second read comes from the
 page cache.
+
+One item is the common state: the values without tensors that are equal on all ranks. Before megatron-core 0.19 it was
+a file of its own, common.pt.
 """
 
 import contextlib
@@ -11,11 +14,13 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import IO, Any
 
 import torch
@@ -30,6 +35,9 @@ from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum, read_chec
 from megatron_grpo.utils.errors import GrpoError
 
 Data = torch.Tensor | io.BytesIO
+
+COMMON_STATE = "common_state"  # megatron-core's key of the common state
+COMMON_STATE_INDEX = MetadataIndex(f"{COMMON_STATE}/shard_0_1")  # its index among the items: the only shard
 
 
 @dataclass(frozen=True)
@@ -94,14 +102,10 @@ def file_name(rank: int) -> str:
 
 
 class Writer(torch_checkpoint.FileSystemWriter):
-    """Torch's writer of checkpoints in this process: one data file a rank, and checksums.json.
+    """Torch's writer of checkpoints in this process: one data file a rank, checksums.json and metadata.json.
 
-    ``common``: values without tensors, equal on all ranks, for common.pt [none]. An error of any rank is raised on all.
+    An error of any rank is raised on all.
     """
-
-    def __init__(self, directory: str | Path, common: dict | None = None):
-        super().__init__(directory)
-        self.common = common
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return torch's plan, on rank 0; raise GrpoError if the tensors are larger than the free space of the disk."""
@@ -121,19 +125,11 @@ class Writer(torch_checkpoint.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the files that describe the data, on rank 0."""
-        self.write_common()
+        # megatron-core's CheckpointingConfig. The process of background saves runs this, and needs no megatron-core.
+        kind = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        Path(self.path, "metadata.json").write_text(json.dumps(kind))
         write_checksums(Path(self.path), [item for of_rank in results for item in of_rank])
         super().finish(metadata, results)
-
-    def write_common(self) -> None:
-        """Write common.pt and metadata.json."""
-        if self.common is not None:
-            # Not above: the process of background saves imports this module, and needs no megatron-core.
-            from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-
-            with file_errors(), open(Path(self.path, "common.pt"), "wb") as stream:
-                torch.save(self.common, stream)
-            save_config(CheckpointingConfig("torch_dist", 1), str(self.path))
 
 
 def write_checksums(directory: Path, written: Sequence[Written]) -> None:
@@ -187,6 +183,29 @@ class Reader(torch_checkpoint.FileSystemReader):
         if self._metadata is None:
             self._metadata = super().read_metadata(*args, **kwargs)
         return self._metadata
+
+    def common_state(self) -> dict[str, Any]:
+        """Return the common state.
+
+        It is read with torch's ``weights_only``: plain values, and the types that megatron-core registers as safe
+        (Namespace, enumerations, arrays: megatron/core/safe_globals.py). Raises GrpoError, which names any other type.
+        """
+        file = Path(self.path, "common.pt")
+        place = self.read_metadata().storage_data.get(COMMON_STATE_INDEX)
+        try:
+            if place is None or file.exists():  # megatron-core prefers the file, too
+                return torch.load(file, map_location="cpu", weights_only=True)
+            file = file.with_name(place.relative_path)
+            with file.open("rb") as data:
+                content = io.BytesIO(self.checked_view(data, place).read())
+            (common,) = torch.load(content, map_location="cpu", weights_only=True)
+            return common
+        except FileNotFoundError as error:
+            raise GrpoError(f"checkpoint {self.path} has no common state: {error.filename} is missing") from None
+        except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            cause = f"it holds a {found[1]}, which could run code" if found else str(error).splitlines()[0]
+            raise GrpoError(f"{file} cannot be read: {cause}") from None
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
         return self.checked_view(file, sinfo)

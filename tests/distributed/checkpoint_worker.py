@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 import pretrain_grpo
-from megatron_grpo.checkpointing import checkpoint, checkpoint_directory, optimizer_state
+from megatron_grpo.checkpointing import checkpoint, checkpoint_directory, data_files, optimizer_state
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.lora.attach import adapters, attach
 from megatron_grpo.lora.stream import stream_adapter
@@ -497,7 +497,8 @@ def refuse(root):
     def forget(directory):
         for name in (checkpoint_directory.ARGS, checkpoint_directory.MANIFEST, CHECKSUMS):
             (directory / name).unlink(missing_ok=True)
-        common = torch.load(directory / "common.pt")
+        # common.pt, which Megatron-LM wrote before megatron-core 0.19, takes precedence
+        common = data_files.Reader(directory).common_state()
         torch.save({key: value for key, value in common.items() if key != "layout"}, directory / "common.pt")
 
     foreign = changed("foreign", forget)
@@ -516,7 +517,7 @@ def refuse(root):
 
     # Its optimizer's state is in megatron-core's other format, which belongs to one layout.
     def other_format(directory):
-        common = torch.load(directory / "common.pt")
+        common = data_files.Reader(directory).common_state()
         common["content_metadata"]["distrib_optim_sharding_type"] = "dp_reshardable"
         torch.save(common, directory / "common.pt")
         forget(directory)

@@ -20,7 +20,7 @@ from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.errors import GrpoError
 
 OWN = ("files.json", "args.json", "checksums.json")
-FILES = ("__0_0.distcp", ".metadata", "common.pt", "metadata.json", *OWN)
+FILES = ("__0_0.distcp", ".metadata", "metadata.json", *OWN)
 REFERENCE = tuple(f"reference/{name}" for name in FILES if name not in ("files.json", "args.json"))
 LATEST = checkpoint_directory.LATEST
 
@@ -97,7 +97,7 @@ def no_latest_nor_whole(root):
     """Remove the pointer and damage both checkpoints."""
     (root / LATEST).unlink()
     for directory in root.glob("iter_*"):
-        (directory / "common.pt").unlink()
+        (directory / "metadata.json").unlink()
 
 
 def exchange_within(root):

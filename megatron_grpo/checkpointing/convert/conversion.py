@@ -85,7 +85,6 @@ def hf_to_megatron(
             return checkpoint_directory.start(root, 0)
 
         def finish() -> None:
-            torch_dist_writer.write_common(temporary)
             hf.copy_assets(source.dir, root / hf.ASSETS_DIR)
             checkpoint_directory.publish(temporary, args_to_json(args))
 

@@ -9,7 +9,6 @@ The reader works for every parallel configuration of the writer, which affects o
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from argparse import Namespace
@@ -36,7 +35,6 @@ from megatron_grpo.weights.parameter_mapping import Weight
 _LAYER = re.compile(r"((decoder|mtp)\.layers)\.(\d+)\.(transformer_layer\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _TO_FUSED = {norm: fused for fused, norm in FUSED_NORMS.items()}
-_COMMON_STATE = "common_state/shard_0_1"  # the key of the object that replaces common.pt in megatron-core 0.19
 # Tensors of a training checkpoint that are not the model's (keys other than these hold pickled objects, not tensors).
 _NON_MODEL_KEYS = re.compile(r"(chained_\d+\.)?optimizer\.")
 
@@ -116,26 +114,8 @@ class Checkpoint:
         self._chunks = cache(self._chunks_by_index)
 
     def megatron_lm_args(self) -> dict[str, Any]:
-        """Return the arguments that Megatron-LM stored in the common state, {} when there are none.
-
-        The common state is common.pt; megatron-core 0.19 stores it among the tensors instead. It is read with torch's
-        `weights_only`: plain values, and the types that megatron-core registers as safe (Namespace, enumerations,
-        arrays: megatron/core/safe_globals.py). Raises GrpoError, which names any other type.
-        """
-        file = self.directory / "common.pt"
-        try:
-            if (item := self._stored.get(MetadataIndex(_COMMON_STATE))) and not file.exists():
-                file = self.directory / item.relative_path
-                with file.open("rb") as data:
-                    content = io.BytesIO(self._reader.checked_view(data, item).read())
-                (common,) = torch.load(content, map_location="cpu", weights_only=True)
-            else:
-                common = torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, UnpicklingError) as error:
-            found = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
-            cause = f"it holds a {found[1]}, which could run code" if found else str(error).splitlines()[0]
-            raise GrpoError(f"{file} cannot be read: {cause}") from None
-        return dict(vars(common.get("args", Namespace())))
+        """Return the arguments that Megatron-LM stored in the common state, {} when there are none."""
+        return dict(vars(self._reader.common_state().get("args", Namespace())))
 
     def _check_format(self) -> None:
         try:

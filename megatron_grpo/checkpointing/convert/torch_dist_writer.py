@@ -7,6 +7,7 @@ reads only its own. With size 1 each parameter is one chunk.
 
 from __future__ import annotations
 
+import io
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,7 +43,9 @@ def write(
     dtype: torch.dtype,
     progress: Callable[[int], Any] = lambda size: None,
 ) -> None:
-    """Write a checkpoint's tensors into an empty directory; each is built from Hugging Face tensors just before.
+    """Write a checkpoint with weights only into an empty directory.
+
+    Each tensor is built from Hugging Face tensors just before it is written.
 
     `weights`: the table. `mine`: the part of the table that this process writes. `read`: see Weight.fill. `progress`:
     called with each number of bytes written. Collective if torch.distributed is initialized. Raises GrpoError when
@@ -60,16 +63,14 @@ def write(
         raise GrpoError(f"checkpoint {directory} cannot be written (rank {rank}): {cause}") from error
 
 
-def write_common(directory: Path) -> None:
-    """Write common.pt and metadata.json of a checkpoint that holds weights only; readers need both files."""
-    common = {
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-        "extra_state": {},
-        "optimizer_type": None,
-        "content_metadata": CONTENT_METADATA,
-    }
-    data_files.Writer(directory, common).write_common()
+# The common state.
+_WEIGHTS_ONLY = {
+    "checkpoint_version": 3.0,
+    "iteration": 0,
+    "extra_state": {},
+    "optimizer_type": None,
+    "content_metadata": CONTENT_METADATA,
+}
 
 
 class _Cut(NamedTuple):
@@ -122,13 +123,20 @@ class _Planner(DefaultSavePlanner):
         self.held: tuple[Weight, Tensor] | None = None
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([cut.item for cut in self.cuts.values()])
+        items = [cut.item for cut in self.cuts.values()]
+        if self.is_coordinator:
+            items.append(WriteItem(data_files.COMMON_STATE_INDEX, WriteItemType.BYTE_IO))
+        return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Build the global plan without the default check for overlapping chunks: minutes with ten thousand experts."""
         return create_default_global_save_plan(all_plans)
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            content = io.BytesIO()
+            torch.save([_WEIGHTS_ONLY], content)  # a list of shards, as megatron-core writes
+            return content
         weight, first, last, item = self.cuts[write_item.index]
         assert item.tensor_data is not None
         if self.held is None or self.held[0] is not weight:

@@ -70,7 +70,7 @@ def check_loadable(root, acceptable):
     iteration, directory = cd.find(root)
     cd.verify(directory)
     assert iteration in acceptable
-    assert (directory / "common.pt").read_text() == f"common.pt {iteration}"
+    assert (directory / "metadata.json").read_text() == f"metadata.json {iteration}"
 
 
 @pytest.mark.parametrize("target", ["next", "same"])
@@ -216,7 +216,7 @@ def test_without_the_pointer_the_newest_whole_checkpoint_is_taken(tmp_path):
     for iteration in (10, 20, 30):
         save(tmp_path, iteration)
     (tmp_path / cd.LATEST).unlink()
-    (tmp_path / "iter_0000030" / "common.pt").unlink()
+    (tmp_path / "iter_0000030" / "metadata.json").unlink()
     assert cd.find(tmp_path) == (20, tmp_path / "iter_0000020")
     assert cd.note(tmp_path).endswith("iteration 20 is its newest whole checkpoint")
     for iteration in (10, 20):
@@ -257,14 +257,14 @@ def test_the_tool_names_every_damaged_file(tmp_path):
         save(tmp_path, iteration)
     run = subprocess.run([*VERIFY, tmp_path, "--all"], capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.count("all as they were written") == 2
-    for name in ("__0_0.distcp", "common.pt"):
+    for name in ("__0_0.distcp", "metadata.json"):
         data = bytearray((tmp_path / "iter_0000010" / name).read_bytes())
         data[-1] ^= 1
         (tmp_path / "iter_0000010" / name).write_bytes(data)
     run = subprocess.run([*VERIFY, tmp_path, "--iteration", "10"], capture_output=True, text=True)
     assert run.returncode == 1
     assert "damaged: __0_0.distcp has changed since it was written, in bytes 0 to 700" in run.stdout
-    assert "damaged: the content of common.pt has changed" in run.stdout
+    assert "damaged: the content of metadata.json has changed" in run.stdout
     assert subprocess.run([*VERIFY, tmp_path], capture_output=True).returncode == 0
 
 
@@ -272,6 +272,3 @@ def test_a_full_disk_is_the_reason_of_a_file_that_torch_cannot_write(tmp_path):
     for tensor in (torch.zeros(4), torch.zeros(100_000)):  # within and beyond Python's buffer
         with pytest.raises(OSError, match="No space left on device"):
             data_files.write_items(Path("/dev/full"), [(MetadataIndex("weight"), tensor)])
-    (tmp_path / "common.pt").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left on device"):
-        data_files.Writer(tmp_path, {"iteration": 2}).write_common()

@@ -1,6 +1,5 @@
 """tools/checkpoint/convert.py: there and back again bit by bit, every spelling of a checkpoint, and what it refuses."""
 
-import copyreg
 import errno
 import json
 import os
@@ -11,6 +10,7 @@ from argparse import Namespace
 from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from convert_tool import check_same, load_tool
@@ -28,18 +28,16 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
+from megatron_grpo.checkpointing import checkpoint, checkpoint_directory, data_files
 from megatron_grpo.checkpointing.convert import conversion, torch_dist
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
-
-# As Python writes members of an enumeration; 3.11.2 writes a getattr, which safe loading refuses.
-copyreg.pickle(ModelType, lambda member: (ModelType, (member.value,)))
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +152,10 @@ def test_stored_recipes_of_fp8_are_not_loaded(convert, source, tmp_path):
         assert [layer.in_fp8.loaded for layer in restored[0].decoder.layers] == [()] * args.num_layers
 
 
-def megatron_lm(root, hf_dir, fused=True, singleton=False, common_pt=True, **more):
+def megatron_lm(root, hf_dir, fused=True, singleton=False, common_pt=False, **more):
     """What Megatron-LM saves: megatron-core's own model of its local spec, the arguments, and an optimizer's state.
 
-    Without `common_pt` the values that are not tensors are one more object among them, as megatron-core 0.19 saves.
+    `common_pt`: as megatron-core saved before 0.19, the values that are not tensors are in a file of their own.
     """
     args = toy_args(hf_dir, padded_vocab_size=128)
     config = transformer_config_from_args(args)
@@ -193,19 +191,16 @@ def megatron_lm(root, hf_dir, fused=True, singleton=False, common_pt=True, **mor
     directory = checkpoint_directory.iteration_directory(root, 100)
     directory.mkdir(parents=True)
     if common_pt:
-        checkpoint.write_state(state, directory)
-    else:
-        tensors, common = extract_sharded_base(state)
-        tensors["common"] = dist_checkpointing.ShardedObject("common_state", common, (1,), (0,))
-        checkpoint.write_state(tensors, directory)
-        (directory / "common.pt").unlink()
+        state, common = extract_sharded_base(state)
+        torch.save(common, directory / "common.pt")
+    checkpoint.write_state(state, directory)
     (directory / "checksums.json").unlink()
     (root / checkpoint_directory.LATEST).write_text("100")
 
 
 # Each family and each spelling once; then every pair.
 SPELLINGS = [("llama", {}), ("qwen3", {"fused": False}), ("qwen3_moe", {"singleton": True})]
-SPELLINGS += [("qwen2", {"common_pt": False})]
+SPELLINGS += [("qwen2", {"common_pt": True})]
 PAIRS = [(family, spelling) for family, _ in SPELLINGS for _, spelling in SPELLINGS]
 
 
@@ -220,17 +215,58 @@ def test_megatron_lms_own_checkpoints(convert, tmp_path, family, spelling):
     check_same(tmp_path / "hf", tmp_path / "back")
 
 
-def test_megatron_core_0_16_needs_common_pt(convert, source, tmp_path):
-    megatron_lm(tmp_path / "megatron", source, common_pt=False)
+@pytest.mark.parametrize("common_pt", [False, True])
+def test_megatron_lms_weights_are_loaded_into_a_model(convert, source, tmp_path, common_pt):
+    megatron_lm(tmp_path / "megatron", source, common_pt=common_pt)
     args = toy_args(source, padded_vocab_size=128)
     loaded, expected = build(args), build(args)
-    if hasattr(dist_checkpointing.strategies.common, "TorchCommonLoadStrategy"):
-        with pytest.raises(GrpoError, match=r"iter_0000100 has no common\.pt: .* only megatron-core 0\.19 loads such"):
-            checkpoint.load_weights(tmp_path / "megatron", loaded)
-        return
     checkpoint.load_weights(tmp_path / "megatron", loaded)
     hf.load_hf(expected, args, source)
     assert all(map(torch.equal, loaded[0].parameters(), expected[0].parameters()))
+
+
+class RunsCode:
+    """A value that creates a directory when it is unpickled without restrictions."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.directory),)
+
+
+@pytest.mark.parametrize("common_pt", [False, True])
+def test_a_common_state_that_runs_code_is_refused(convert, source, tmp_path, common_pt):
+    """megatron-core would unpickle that of the data files."""
+    megatron_lm(tmp_path / "megatron", source, common_pt=common_pt, extra=RunsCode(tmp_path / "ran"))
+    chunks = build(toy_args(source, padded_vocab_size=128))
+    with pytest.raises(GrpoError, match=r"cannot be read: it holds a posix\.mkdir, which could run code"):
+        checkpoint.load_weights(tmp_path / "megatron", chunks)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_without_a_common_state_a_checkpoint_is_incomplete(convert, source, tmp_path):
+    megatron_lm(tmp_path / "megatron", source, common_pt=True)
+    with mock.patch.object(data_files, "COMMON_STATE_INDEX", MetadataIndex("none")):
+        (tmp_path / "megatron/iter_0000100/common.pt").unlink()
+        with pytest.raises(GrpoError, match=r"iter_0000100 has no common state: \S+common\.pt is missing"):
+            checkpoint.load_weights(tmp_path / "megatron", build(toy_args(source, padded_vocab_size=128)))
+
+
+def test_megatron_core_loads_what_is_written(convert, source, tmp_path):
+    """Megatron-LM reads checkpoints with these functions."""
+    convert("--hf-to-megatron", "--load", source, "--save", tmp_path / "converted")
+    args = toy_args(source, save=str(tmp_path / "saved"), padded_vocab_size=128)
+    chunks = build(args)
+    hf.load_hf(chunks, args, source)
+    checkpoint.save_checkpoint(args, 7, chunks, None, None, {"position": 3})
+    for root, iteration, extra in (("converted", 0, {}), ("saved", 7, {"position": 3})):
+        _, directory = checkpoint_directory.find(tmp_path / root)
+        assert not (directory / "common.pt").exists()
+        state = dist_checkpointing.load({}, str(directory))
+        assert (state["iteration"], state["checkpoint_version"], state["extra_state"]) == (iteration, 3.0, extra)
+        loaded = dist_checkpointing.load_plain_tensors(str(directory))
+        assert torch.equal(loaded["output_layer.weight"], chunks[0].output_layer.weight)
 
 
 def test_megatron_lms_arguments_are_compared_and_read_safely(convert, source, tmp_path):
