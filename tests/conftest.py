@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import case_report
 import pytest
 import ranks
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,7 @@ from ranks import REPO, end_warm_ranks, run_torchrun
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "more examples of each property, and pretrain_grpo.py started by torchrun itself: tests/run_tests.sh --all"
     parser.addoption("--thorough", action="store_true", help=text)
+    case_report.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("thorough", max_examples=100, **patient)
     settings.register_profile("quick", max_examples=25, **patient)
     settings.load_profile("thorough" if ranks.thorough else "quick")
+    case_report.start(config)
     on_gpu = all(arg.startswith("tests/gpu") for arg in config.args)  # these tests start torchrun itself
     if getattr(config.option, "numprocesses", None) and not on_gpu:  # the lanes share these processes
         ranks.start_warm_ranks()

@@ -4,10 +4,11 @@
 #     bash tests/run_tests.sh                      every capability once; slow proofs are left out
 #     bash tests/run_tests.sh --all                every test, with more examples, and runs that torchrun itself starts
 #     bash tests/run_tests.sh [pytest arguments]   the tests that they select, slow ones included
-#     bash tests/run_tests.sh --gpu [pytest arguments]
+#     bash tests/run_tests.sh --gpu [files] [pytest arguments]
 #
-# With --gpu it installs nothing, and runs tests/gpu in the environment of $PYTHON (default: python3), made from
-# requirements-gpu.txt and requirements-test.txt.
+# With --gpu it installs nothing, and runs tests/gpu, or these files of it, in the environment of $PYTHON (default: python3),
+# made from requirements-gpu.txt and requirements-test.txt. $REPORT (default: runs/gpu_tests.txt) gets a line for each case as
+# soon as it has ended, with the text of a failure. -m "not gpus" selects the cases that need one GPU only.
 # Order: format and lint, directions of imports, links of the documentation, unit tests, then those that start torchrun or
 # vLLM (tests/conftest.py); types are checked meanwhile. Two files run at a time, on more than four cores one to two cores: a
 # file of the latter tests has up to four processes, which often wait for each other. With pytest arguments all run in order.
@@ -18,17 +19,44 @@ step() { echo "== $*"; }
 
 if [[ ${1:-} == --gpu ]]; then
     shift
-    PYTHON=${PYTHON:-python3}
+    PYTHON=${PYTHON:-python3} REPORT=${REPORT:-runs/gpu_tests.txt}
+    files=() options=() selected=""
+    while (($#)); do
+        case $1 in
+            -m) selected=" and ($2)"; shift ;;
+            -k) options+=("$1" "$2"); shift ;;
+            *) if [[ $1 != -* && -e ${1%%::*} ]]; then files+=("$1"); else options+=("$1"); fi ;;
+        esac
+        shift
+    done
+    ((${#files[@]})) || files=(tests/gpu)
     "$PYTHON" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null \
         || { echo "run_tests.sh --gpu: $PYTHON finds no torch with a GPU; name the environment: PYTHON=/path/to/python3" >&2; exit 1; }
-    "$PYTHON" -c 'import hypothesis, megatron.core, pytest, transformers, vllm, xdist' \
-        || { echo "run_tests.sh --gpu: install requirements-gpu.txt and requirements-test.txt" >&2; exit 1; }
-    step "GPUs: $(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | xargs)"
-    failed=0
-    step "pytest: tests that measure free memory, one by one"
-    "$PYTHON" -m pytest tests/gpu -m alone "$@" || failed=1
-    step "pytest: the other tests, five at a time"
-    "$PYTHON" -m pytest tests/gpu -m "not alone" --numprocesses 5 --dist loadgroup "$@" || failed=1
+    "$PYTHON" - hypothesis megatron.core pytest transformers vllm xdist <<'END' || exit 1
+import importlib.util, sys
+missing = [name for name in sys.argv[1:] if not importlib.util.find_spec(name.partition(".")[0])]
+if missing:
+    sys.exit(f"run_tests.sh --gpu: {', '.join(missing)} missing: install requirements-gpu.txt and requirements-test.txt")
+END
+    mkdir -p "$(dirname "$REPORT")"
+    echo "$(git describe --always --dirty 2>/dev/null || echo no commit), $(date -u +%FT%TZ), ${files[*]} ${options[*]}" >"$REPORT"
+    step "GPUs: $(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | xargs)" | tee -a "$REPORT"
+    step "report: $REPORT"
+    failed=0 ended=0 running=
+    trap 'ended=1; kill -TERM $running 2>/dev/null' INT TERM
+    part() {  # in the background: bash runs a trap while it waits, but not during a program in the foreground
+        ((ended == 0)) || exit 143
+        step "$1" | tee -a "$REPORT"
+        shift
+        "$PYTHON" -m pytest "${files[@]}" --case-report "$REPORT" "$@" "${options[@]}" &
+        running=$!
+        local code
+        while code=0; wait $running || code=$?; kill -0 $running 2>/dev/null; do :; done
+        ((code == 0 || code == 5)) || failed=1  # 5: the part has no case
+    }
+    part "pytest: tests that measure free memory, one by one" -m "alone$selected"
+    part "pytest: the other tests, five at a time" -m "not alone$selected" --numprocesses 5 --dist loadgroup
+    ((ended == 0)) || exit 143
     exit $failed
 fi
 

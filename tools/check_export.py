@@ -35,6 +35,7 @@ from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.data.row_prompt import parse_prompt
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
+from megatron_grpo.utils.packages import require
 from megatron_grpo.weights.safetensors_files import Safetensors
 
 # vLLM's CPU kernel rotates the wrong rows of latent attention's three-dimensional queries; torch's is correct.
@@ -111,6 +112,9 @@ def _slot_rank(adapter: Path) -> int:
 
 def check(args: argparse.Namespace) -> bool:
     """Complete the prompts, print the comparison, and return whether all completions are equal."""
+    require("tools/check_export.py", "vllm")
+    if args.adapter is not None:
+        require(f"--adapter {args.adapter}", "peft")
     if not (args.hf / "config.json").is_file():
         raise GrpoError(f"--hf {args.hf}: no config.json; give a Hugging Face model directory")
     if "vision_config" in read_json_object(args.hf / "config.json"):

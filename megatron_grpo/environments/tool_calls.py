@@ -6,12 +6,14 @@ from typing import Any
 
 from megatron_grpo.environments.environment import ToolCall
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.packages import require
 
 
 class ToolCallParser:
     """The parser of a model family; ``name`` as vLLM's --tool-call-parser ("hermes", "llama3_json", "deepseek_v3")."""
 
     def __init__(self, name: str, tokenizer: Any):
+        require(f"--tool-call-parser {name}, a parser of vLLM,", "vllm")
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
 

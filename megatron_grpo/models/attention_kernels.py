@@ -96,6 +96,9 @@ class Varlen:
         return torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, *positional, *state, **named)
 
 
+FLASH_ATTENTION_4 = ("vllm", "cutlass", "quack")  # its kernels lie in vLLM's wheel, which needs the others for them
+
+
 @functools.cache
 def flash_attention_4() -> ModuleType:
     """Return the module of FlashAttention 4 in vLLM's wheel; ImportError without a GPU or without its packages."""

@@ -1,12 +1,12 @@
 """Flags and rules of metrics, completions, trackers and profiles."""
 
-import importlib.util
 from argparse import Namespace
 
 import torch
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, PATH, POSITIVE, SECONDS, SECONDS_OR_0, FlagRow
+from megatron_grpo.utils.packages import require
 from megatron_grpo.utils.rules import flag, needs
 
 LOGGING: tuple[FlagRow, ...] = (
@@ -124,13 +124,12 @@ def check_trackers(args: Namespace) -> None:
         raise GrpoError("--log-completions writes --num-completions-to-log completions, and that is 0: raise it")
     if args.dry_run:
         return
+    if args.tensorboard_dir:
+        require("--tensorboard-dir", "tensorboard", instead="leave the flag out")
     for package in PACKAGES:
         project = getattr(args, f"{package}_project")
-        if project and importlib.util.find_spec(package) is None:
-            raise GrpoError(
-                f"{flag(f'{package}_project')} {project} needs the package {package}, which is not installed: "
-                f"pip install {package}, or leave the flag out"
-            )
+        if project:
+            require(f"{flag(f'{package}_project')} {project}", package, instead="leave the flag out")
 
 
 def check_profiling(args: Namespace) -> None:

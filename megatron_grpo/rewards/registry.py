@@ -34,6 +34,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.packages import require
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ _BUILTIN = {
     "code": "megatron_grpo.rewards.builtin.code_tests",
     "environment": "megatron_grpo.rewards.builtin.environment",
 }
+_PACKAGE = {"accuracy": "math_verify", "cosine": "math_verify"}  # of built-in functions that need one
 _registry: dict[str, _Entry] = {}
 _loaded: set[Path] = set()
 
@@ -147,6 +149,12 @@ def known_rewards() -> list[str]:
     return sorted(_BUILTIN.keys() | _registry.keys())
 
 
+def check_package(name: str) -> None:
+    """Raise GrpoError if the package that a built-in function needs is not installed."""
+    if package := _PACKAGE.get(name):
+        require(f"--reward-funcs {name}", package, instead="give another reward")
+
+
 def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) -> list[RewardFunction]:
     """Return the functions of these names, in this order, with their keyword-only parameters filled from ``flags``
     (attributes of the parsed arguments). GrpoError for an unknown name, with all known ones.
@@ -154,6 +162,7 @@ def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) ->
     functions = []
     for name in names:
         if name not in _registry and name in _BUILTIN:
+            check_package(name)
             importlib.import_module(_BUILTIN[name])
         if name not in _registry:
             known = known_rewards()

@@ -27,6 +27,7 @@ from megatron_grpo.utils.flags import (
     FlagRow,
     Number,
 )
+from megatron_grpo.utils.packages import require
 from megatron_grpo.utils.rules import excludes, flag, needs, required
 
 BALANCING = ("static", "dynamic")
@@ -296,6 +297,8 @@ def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
             raise GrpoError(f"--weight-sync-method {method} needs GPUs: give checkpoint")
         if kind == "sglang" and method not in ("nccl", "ipc"):
             raise GrpoError(f"--weight-sync-method {method} is vLLM's: give nccl, ipc or checkpoint")
+        if kind == "vllm" and not args.dry_run:
+            require(f"--weight-sync-method {method}, whose sender is vLLM's,", "vllm", instead="give checkpoint")
         if args.weight_sync_dir is not None:
             raise GrpoError("--weight-sync-dir needs --weight-sync-method checkpoint: no other method writes files")
         return

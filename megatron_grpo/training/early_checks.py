@@ -4,12 +4,21 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_grpo.models.arguments import check_model
-from megatron_grpo.rewards.registry import get_rewards, known_rewards
+from megatron_grpo.rewards.registry import check_package, get_rewards, known_rewards
 from megatron_grpo.rewards.reward_models.arguments import reward_models
 from megatron_grpo.training.run_rules import check_run
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_config
+from megatron_grpo.utils.packages import require
 from megatron_grpo.utils.rules import flag
+
+
+def check_packages(args: Namespace) -> None:
+    """Raise GrpoError if a package is missing that engine and built-in rewards need."""
+    if (args.rollout_engine, args.vllm_mode) == ("vllm", "colocate") and not (args.replay_rollouts or args.train_only):
+        require("--rollout-engine vllm", "vllm", instead="give --rollout-engine megatron, or servers")
+    for name in args.reward_funcs:
+        check_package(name)
 
 
 def check_early(args: Namespace, world_size: int) -> None:
@@ -25,6 +34,7 @@ def check_early(args: Namespace, world_size: int) -> None:
             read_config(directory)
     if args.dry_run:
         return
+    check_packages(args)
     for dest in ("train_data_path", "valid_data_path"):
         for word in getattr(args, dest) or []:
             if Path(word).suffix in (".jsonl", ".parquet", ".arrow") and not Path(word).exists():

@@ -62,6 +62,7 @@ from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import print_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
+from megatron_grpo.training.early_checks import check_packages
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader, needed_by_engine
@@ -96,6 +97,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     validate_args(args, world_size)
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
+    if not args.dry_run:
+        check_packages(args)
     _check_save_directory(args, resume)
     if resume:
         _check_position(args)

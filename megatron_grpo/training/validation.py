@@ -3,7 +3,6 @@
 If a checkpoint or ``config.json`` gives the architecture, call ``merge_architecture`` before ``validate_args``.
 """
 
-import importlib.util
 from argparse import Namespace
 
 import torch
@@ -13,7 +12,7 @@ from megatron_grpo.data.arguments import check_data, check_pass_rates
 from megatron_grpo.estimate.throughput import stage_costs
 from megatron_grpo.lora.arguments import check_lora
 from megatron_grpo.models.arguments import check_cuda_graphs, check_model, check_share_prompts
-from megatron_grpo.models.attention_kernels import flash_attention_4
+from megatron_grpo.models.attention_kernels import FLASH_ATTENTION_4, flash_attention_4
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.models.fp8_training import check_fp8
 from megatron_grpo.models.rope import check_rope
@@ -33,6 +32,7 @@ from megatron_grpo.rollout.arguments import (
 from megatron_grpo.training.arguments import check_values, ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.training.run_rules import check_run
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.packages import missing, require
 from megatron_grpo.vision.arguments import check_vision
 from megatron_grpo.weights import families
 from megatron_grpo.weights.arguments import check_family
@@ -79,30 +79,33 @@ def _check_flash_attention_4() -> None:
     given, instead = "--attention-backend flash", "give --attention-backend local"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         raise GrpoError(f"{given} needs a GPU of compute capability 9.0 (Hopper) or newer: {instead}")
+    require(given, *FLASH_ATTENTION_4, instead=instead)
     try:
         flash_attention_4()
     except ImportError as error:
         raise GrpoError(
-            f"{given} needs FlashAttention 4 of vLLM's wheel, which cannot be imported ({error}): install "
-            f"requirements-gpu.txt, or {instead}"
+            f"{given} needs FlashAttention 4 of vLLM's wheel, which cannot be imported ({error}): "
+            f"pip install -r requirements-gpu.txt, or {instead}"
         ) from error
+
+
+def _refuse_transformer_engine(what: str, instead: str) -> None:
+    """Raise GrpoError with the reason why this machine cannot run Transformer Engine."""
+    if not torch.cuda.is_available():
+        raise GrpoError(f"{what} needs a GPU, and this machine has none: {instead}")
+    require(what, "transformer_engine", instead=instead)
 
 
 def _check_libraries(args: Namespace) -> None:
     """Raise GrpoError for flags that this machine, its libraries or megatron-core do not support."""
-    have_te = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    have_te = torch.cuda.is_available() and not missing("transformer_engine")
     if args.transformer_impl == "transformer_engine" and not have_te:
         if args.dry_run:
             return
-        raise GrpoError(
-            "--transformer-impl transformer_engine needs a GPU and Transformer Engine, and one of them is absent: "
-            "install it (requirements-gpu.txt), or give --transformer-impl local"
-        )
+        _refuse_transformer_engine("--transformer-impl transformer_engine", "give --transformer-impl local")
     if args.use_precision_aware_optimizer and not have_te and not args.dry_run:
-        raise GrpoError(
-            "--use-precision-aware-optimizer needs a GPU and Transformer Engine's Adam (with --transformer-impl local, "
-            "too): install it (requirements-gpu.txt), or leave the flag out"
-        )
+        given = "--use-precision-aware-optimizer (Transformer Engine's Adam, with --transformer-impl local, too)"
+        _refuse_transformer_engine(given, "leave the flag out")
     if args.transformer_impl == "local" and torch.cuda.is_available() and not (args.bf16 or args.fp16):
         raise GrpoError("on a GPU --transformer-impl local needs --bf16 or --fp16: its attention kernel has no float32")
     if uses_flash_attention_4(args) and not args.dry_run:

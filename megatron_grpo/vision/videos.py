@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.packages import require
 from megatron_grpo.vision.encoded import as_source
 
 # As in qwen-vl-utils: frames for each second of a list without a rate, and those that are taken of a file.
@@ -86,13 +87,9 @@ def video_column(row: Mapping[str, Any]) -> list[Any] | None:
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     """Context of OpenCV and its reader of a video file."""
-    try:
-        import cv2
-    except ImportError as error:
-        raise GrpoError(
-            f"({path}) is a video file, and OpenCV (opencv-python-headless) is not installed here to decode it: "
-            "install it, or give the list of the video's frames (images)"
-        ) from error
+    require(f"({path}), a video file,", "cv2", instead="give the list of its frames (images)")
+    import cv2
+
     if not path.is_file():
         raise GrpoError(f"({path}) cannot be read: there is no such file")
     reader = cv2.VideoCapture(str(path))

@@ -2,11 +2,10 @@
 
 torchrun --nproc-per-node 4 tests/distributed/attention_worker.py DIR
     context and tensor parallel on gloo, float64; checkpoints go to DIR (run by test_attention_parallel.py)
-torchrun --nproc-per-node 2 tests/distributed/attention_worker.py --cuda
+torchrun --nproc-per-node 2 tests/distributed/attention_worker.py --cuda [PackedAttention|FlashPackedAttention]
     the flash kernels of GPUs in bf16, one line a case; all processes are one context-parallel group (tests/gpu)
 """
 
-import itertools
 import math
 import os
 import sys
@@ -257,7 +256,7 @@ GPU_CASES = {
 }
 
 
-def on_gpu() -> None:
+def on_gpu(kind: type[PackedAttention]) -> None:
     """Relative errors (norm of the difference by norm) of output and gradients in bf16 against float32, same data."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -268,7 +267,9 @@ def on_gpu() -> None:
         parallel_state.initialize_model_parallel(context_parallel_size=world)
         groups.cp = parallel_state.get_context_parallel_group()
     worst = 0.0
-    for (name, case), kind in itertools.product(GPU_CASES.items(), (PackedAttention, FlashPackedAttention)):
+    for name, case in GPU_CASES.items():
+        if case.cap is not None and kind is FlashPackedAttention:
+            continue  # caps have a kernel of their own
         if world > 1 and any(length % (2 * world) for length in case.lengths):
             continue
         got = module_results(case, groups, device, torch.bfloat16, kind)
@@ -284,4 +285,7 @@ def on_gpu() -> None:
 
 
 if __name__ == "__main__":
-    on_gpu() if sys.argv[1] == "--cuda" else layouts(sys.argv[1])
+    if sys.argv[1] == "--cuda":
+        on_gpu({kind.__name__: kind for kind in (PackedAttention, FlashPackedAttention)}[sys.argv[2]])
+    else:
+        layouts(sys.argv[1])

@@ -1,22 +1,49 @@
-"""What the tests of this folder share: torchrun on GPUs, and an engine that shares its GPU with others."""
+"""Programs on GPUs, an engine that shares its GPU with others, and what cases need."""
 
 import json
 import os
 
 import pytest
-from ranks import REPO, real_torchrun
+import torch
+from ranks import REPO, real_torchrun, run_group
+
+from megatron_grpo.models.attention_kernels import FLASH_ATTENTION_4
+
+TE = pytest.mark.needs("transformer_engine")
+FLASH_4 = pytest.mark.needs(*FLASH_ATTENTION_4, capability=(9, 0))
+HANGS = 480.0  # seconds after which a program has stopped; the slowest takes a fraction of it on GPUs that others use
 
 
-def torchrun(nproc: int, script: str, *args, timeout: float = 300, env: dict | None = None) -> str:
+def torchrun(nproc: int, script: str, *args, env: dict | None = None) -> str:
     """Run a script on ``nproc`` GPUs, as a user does; returns its output, and fails the test with it."""
     command = [str(REPO / script), *map(str, args)]
+    environment = _environment(env)
+    if nproc == 1:
+        environment["CUDA_VISIBLE_DEVICES"] = own_gpu()
+    return _output(command, *real_torchrun(nproc, command, environment, HANGS))
+
+
+def own_gpu() -> str:
+    """Return the GPU of this worker of pytest-xdist for programs on one GPU: the workers share all GPUs evenly."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+    return gpus[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % len(gpus)]
+
+
+def program(*command) -> str:
+    """Run a program that starts its ranks itself; returns its output, and fails the test with it."""
+    return _output(command, *run_group(command, _environment(), HANGS))
+
+
+def _environment(more: dict | None = None) -> dict[str, str]:
     paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | (env or {})
-    status, output = real_torchrun(nproc, command, environment, timeout)
-    if status is None:
-        pytest.fail(f"no end after {timeout:.0f} s: {' '.join(command)}\n{output[-8000:]}")
-    if status:
-        pytest.fail(f"exit status {status}: {' '.join(command)}\n{output[-8000:]}")
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | (more or {})
+
+
+def _output(command, status: int | None, output: str) -> str:
+    if status != 0:
+        what = f"no end after {HANGS:.0f} s" if status is None else f"exit status {status}"
+        pytest.fail(f"{what}: {' '.join(map(str, command))}\n{output[-8000:]}", pytrace=False)
     return output
 
 

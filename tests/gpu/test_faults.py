@@ -1,5 +1,6 @@
 """Faults of a run on GPUs: its launcher is killed, or a rank stops. Nothing stays behind, and the rank is named."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,18 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from launch import REPO, engine_flags
+from launch import HANGS, REPO, engine_flags
 from test_runs import GPU, RUN, task  # noqa: F401, the fixture
 
 pytestmark = pytest.mark.alone  # it counts the memory of the GPUs
 
 
-def start(task: Path, save: Path, nproc: int, *flags: str) -> tuple[subprocess.Popen, list[psutil.Process]]:
-    """Start a run of many updates; return torchrun and the processes that it has after the second update."""
+@contextlib.contextmanager
+def started(task: Path, save: Path, nproc: int, *flags: str) -> Iterator[tuple[subprocess.Popen, list[psutil.Process]]]:
+    """Context of a run of many updates: torchrun, and the processes that it has after the second update."""
     data = [
         "--train-data-path",
         task / "data/train.jsonl",
@@ -40,12 +43,16 @@ def start(task: Path, save: Path, nproc: int, *flags: str) -> tuple[subprocess.P
         stderr=subprocess.STDOUT,
         text=True,
     )
-    seen = ""
-    while not re.search("iteration +2/", seen):
-        line = torchrun.stdout.readline()
-        assert line, seen[-8000:]
-        seen += line
-    return torchrun, psutil.Process(torchrun.pid).children(recursive=True)
+    try:
+        seen = ""
+        while not re.search("iteration +2/", seen):
+            line = torchrun.stdout.readline()
+            assert line, seen[-8000:]
+            seen += line
+        yield torchrun, psutil.Process(torchrun.pid).children(recursive=True)
+    finally:
+        torchrun.kill()  # its ranks end with it
+        torchrun.wait()
 
 
 def memory() -> list[int]:
@@ -56,9 +63,8 @@ def memory() -> list[int]:
 
 def test_a_killed_launcher_leaves_nothing_on_the_gpu(task, tmp_path):
     before = memory()
-    torchrun, processes = start(task, tmp_path / "run", 1)
-    assert max(now - was for now, was in zip(memory(), before, strict=True)) > 1000
-    torchrun.kill()
+    with started(task, tmp_path / "run", 1) as (_, processes):
+        assert max(now - was for now, was in zip(memory(), before, strict=True)) > 1000
     killed = time.monotonic()
     _, left = psutil.wait_procs(processes, timeout=60)
     assert not left
@@ -68,11 +74,12 @@ def test_a_killed_launcher_leaves_nothing_on_the_gpu(task, tmp_path):
 
 @pytest.mark.gpus(2)
 def test_a_stopped_rank_is_named_while_the_other_waits_in_nccl(task, tmp_path):
-    torchrun, processes = start(task, tmp_path / "run", 2, "--watchdog-timeout", "20", "--save-interval", "2")
-    parents = [p.pid for p in processes if p.ppid() == torchrun.pid]
-    rank = next(p for p in processes if p.environ().get("RANK") == "1" and p.ppid() in parents)
-    rank.send_signal(signal.SIGSTOP)
-    output = torchrun.communicate(timeout=240)[0]
+    flags = "--watchdog-timeout", "20", "--save-interval", "2"
+    with started(task, tmp_path / "run", 2, *flags) as (torchrun, processes):
+        parents = [p.pid for p in processes if p.ppid() == torchrun.pid]
+        rank = next(p for p in processes if p.environ().get("RANK") == "1" and p.ppid() in parents)
+        rank.send_signal(signal.SIGSTOP)
+        output = torchrun.communicate(timeout=HANGS)[0]
     assert torchrun.returncode
     assert re.search(r"the run hangs: rank 1 \(host \S+, process \d+: T \(stopped\)\) has been in '", output), output
     (directory,) = (tmp_path / "run").glob("hang-*")

@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
-from launch import torchrun
-from test_updates import needs_te
+from launch import TE, torchrun
 
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="FP8 needs a Hopper GPU"
-)
+pytestmark = [
+    TE,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="FP8 needs a Hopper GPU"
+    ),
+]
 LAYERS, LINEAR, PACKS = 4, 4, 2  # of the worker's runs: layers, linear layers of each, micro-batches of an update
 
 
@@ -29,8 +31,6 @@ def is_near(result: dict, before: float = 0.05, after: float = 0.05, cosine: flo
     assert result["fresh"], "the products used copies of earlier weights"
 
 
-@needs_te
-@needs_hopper
 def test_recipes_and_checkpoints(tmp_path):
     results = measured(tmp_path, "dense")
     products = 3 * LINEAR * LAYERS * PACKS  # forward, gradient of the input, gradient of the weight
@@ -47,8 +47,6 @@ def test_recipes_and_checkpoints(tmp_path):
     assert results["reference"], "the KL of equal weights is not 0"
 
 
-@needs_te
-@needs_hopper
 def test_recomputation_adapters_and_experts(tmp_path):
     results = measured(tmp_path, "more")
     for name in ("recompute full", "recompute mlp", "no transpose cache"):

@@ -1,22 +1,17 @@
 """Updates with the optimizer state on the way back are those without offloads, to the last bit."""
 
-import importlib.util
-
 import pytest
-from launch import torchrun
+from launch import TE, torchrun
 
 MODEL = """--model-family qwen3 --num-layers 4 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 8
     --group-query-attention --num-query-groups 2 --kv-channels 64 --qk-layernorm --normalization RMSNorm --swiglu
     --disable-bias-linear --vocab-size 65536 --max-position-embeddings 512 --bf16 --max-prompt-length 64
     --max-completion-length 256 --max-tokens-per-microbatch 1024 --beta 0 --use-distributed-optimizer""".split()
 AWARE = "--transformer-impl transformer_engine --use-precision-aware-optimizer --exp-avg-dtype bf16"
-needs_te = pytest.mark.skipif(
-    not importlib.util.find_spec("transformer_engine"), reason="TransformerEngine is not installed"
-)
 
 
 @pytest.mark.alone  # it reads the free memory of the GPU
-@pytest.mark.parametrize("flags", ["", pytest.param(AWARE, marks=needs_te)], ids=["local", "precision-aware"])
+@pytest.mark.parametrize("flags", ["", pytest.param(AWARE, marks=TE)], ids=["local", "precision-aware"])
 @pytest.mark.parametrize("connections", ["1", "8"])  # 1: copies of all streams wait in one queue
 def test_updates_do_not_notice_the_return(flags, connections):
     output = torchrun(

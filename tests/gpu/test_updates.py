@@ -1,14 +1,11 @@
 """Two updates in bf16 with real kernels: TransformerEngine beside our layers, and layouts beside one GPU."""
 
-import importlib.util
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launch import REPO
+from launch import FLASH_4, TE, program
 
 from megatron_grpo.training import fused_adam
 from megatron_grpo.training.offload import optimizer_tensors
@@ -18,19 +15,12 @@ MODEL = """--model-family qwen3 --num-layers 4 --hidden-size 512 --ffn-hidden-si
     --disable-bias-linear --vocab-size 4096 --max-position-embeddings 512 --bf16 --max-prompt-length 64
     --max-completion-length 256""".split()
 EXPERTS = "--model-family qwen3_moe --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256".split()
-TE = "--transformer-impl transformer_engine"
-needs_te = pytest.mark.skipif(
-    not importlib.util.find_spec("transformer_engine"), reason="TransformerEngine is not installed"
-)
+WITH_TE = "--transformer-impl transformer_engine"
 
 
 def check(*layouts: str, flags=()) -> None:
     """tools/check_parallel.py, which compares every layout with the first."""
-    command = [sys.executable, "tools/check_parallel.py", *MODEL, *flags, "--layouts", *layouts]
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=400)
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    print(program(sys.executable, "tools/check_parallel.py", *MODEL, *flags, "--layouts", *layouts))
 
 
 def test_one_gpu():
@@ -40,6 +30,7 @@ def test_one_gpu():
     check("TP1", more, recompute, "TP1: --max-tokens-per-microbatch 1024 --share-prompts")
 
 
+@FLASH_4
 def test_flash_attention_4():
     """In packs of several sizes, with recomputation, and in graphs."""
     flash = "TP1: --attention-backend flash"
@@ -62,10 +53,10 @@ def test_cuda_graphs():
     check(f"TP1: {packs}", f"TP1: {packs} --cuda-graphs", flags=["--lora-rank", "8"])
 
 
-@needs_te
+@TE
 def test_transformer_engine():
     fused = "--bias-activation-fusion --bias-dropout-fusion --apply-rope-fusion"
-    check("TP1", f"TP1: {TE}", f"TP1: {TE} {fused}")
+    check("TP1", f"TP1: {WITH_TE}", f"TP1: {WITH_TE} {fused}")
 
 
 @pytest.mark.gpus(2)
@@ -78,23 +69,30 @@ def test_two_gpus():
         "PP2",
         "CP2",
         "CP2: --max-tokens-per-microbatch 1024 --share-prompts",
-        "CP2: --attention-backend flash",
         "DP2: --use-distributed-optimizer --overlap-grad-reduce",
     )
 
 
-@needs_te
+@pytest.mark.gpus(2)
+@FLASH_4
+def test_flash_attention_4_with_context_parallelism():
+    check("TP1", "CP2: --attention-backend flash")
+
+
+@TE
 def test_experts_with_transformer_engine():
-    grouped = f"{TE} --moe-grouped-gemm"
+    grouped = f"{WITH_TE} --moe-grouped-gemm"
     allgather = "--moe-token-dispatcher-type allgather"
-    check("TP1", f"TP1: {grouped}", f"TP1: {grouped} {allgather} --moe-permute-fusion", f"TP1: {TE}", flags=EXPERTS)
+    check(
+        "TP1", f"TP1: {grouped}", f"TP1: {grouped} {allgather} --moe-permute-fusion", f"TP1: {WITH_TE}", flags=EXPERTS
+    )
 
 
 @pytest.mark.gpus(2)
-@needs_te
+@TE
 def test_two_gpus_with_transformer_engine():
-    check("TP1", f"TP2 SP: {TE}", f"PP2: {TE}", f"CP2: {TE}")
-    grouped = f"{TE} --moe-grouped-gemm --moe-permute-fusion"
+    check("TP1", f"TP2 SP: {WITH_TE}", f"PP2: {WITH_TE}", f"CP2: {WITH_TE}")
+    grouped = f"{WITH_TE} --moe-grouped-gemm --moe-permute-fusion"
     check("TP1", f"EP2: {grouped}", f"EP2: {grouped} --moe-token-dispatcher-type allgather", flags=EXPERTS)
 
 
@@ -104,7 +102,7 @@ def test_experts_on_two_gpus():
     check("TP1", f"TP1: {allgather}", "EP2", f"EP2: {allgather}", "TP2 SP EP2 ETP1", flags=EXPERTS)
 
 
-@needs_te
+@TE
 @pytest.mark.parametrize("moments", [torch.bfloat16, torch.uint8])  # uint8: FP8
 def test_adam_in_parts_has_the_same_numbers_and_a_smaller_peak(moments, monkeypatch):
     from transformer_engine.pytorch.optimizers import FusedAdam

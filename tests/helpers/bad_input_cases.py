@@ -67,7 +67,7 @@ FLAGS: list[Case] = [
     (
         "no Transformer Engine",
         flags("--transformer-impl transformer_engine"),
-        r"needs a GPU and Transformer Engine.*give --transformer-impl local",
+        r"needs a GPU, and this machine has none: give --transformer-impl local",
     ),
     ("no wandb", flags("--wandb-project p"), r"--wandb-project p needs the package wandb.*pip install wandb, or leave"),
 ]

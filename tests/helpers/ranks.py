@@ -42,24 +42,34 @@ def _environment() -> dict[str, str]:
 
 
 def real_torchrun(nproc, command, environment, timeout) -> tuple[int | None, str]:
-    """Run torchrun; return (exit status, output of all ranks).
+    """Run torchrun; return (exit status, output of all ranks) as `run_group`."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    return run_group([*torchrun, *command], environment, timeout)
 
-    After ``timeout`` seconds torchrun and its ranks are killed and the status is None.
+
+def run_group(command, environment, timeout) -> tuple[int | None, str]:
+    """Run a program; return (exit status, its output with that of its children).
+
+    After ``timeout`` seconds the program and its children are killed and the status is None. They are killed, too, when
+    the test is interrupted: ranks that nobody waits for would keep their GPUs.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", *command],
+        command,
         cwd=REPO,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # its own process group, so that the ranks die with their parent
+        start_new_session=True,  # its own process group
     )
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return None, process.communicate()[0]
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     return process.returncode, output
 
 

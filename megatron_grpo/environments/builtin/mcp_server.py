@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_grpo.environments.tools import ToolError
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.packages import require
 
 _START_LIMIT = 60.0  # s
 
@@ -23,10 +24,7 @@ def mcp_tools(*command: str, headers: Mapping[str, str] | None = None) -> list[C
     ``headers`` are those of requests to a URL, such as Authorization. GrpoError without the package mcp, or if the
     server does not list its tools.
     """
-    try:
-        import mcp  # noqa: F401  (only these tools need it)
-    except ImportError as error:
-        raise GrpoError(f"tools of an MCP server need the package mcp: pip install mcp ({error})") from error
+    require("a tool of an MCP server", "mcp")
     server = _Server(command, headers)
     try:
         described = asyncio.run(asyncio.wait_for(server.described(), _START_LIMIT))

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from megatron_grpo.environments.environment import Environment, Message, Reply, ToolCall, Turn
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.packages import require
 
 _START_LIMIT = 60.0  # s
 _MISTAKES = ("VALIDATION_ERROR", "INVALID_JSON")  # of the policy: an action that is none
@@ -28,6 +29,10 @@ class OpenEnv(Environment):
 
     url: ClassVar[str]
     field: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _check_websockets()  # here, not in the first episode: plug-ins define their classes at the start of a run
 
     def __init__(self) -> None:
         self._server = _Connection(self.url)
@@ -96,8 +101,13 @@ class OpenEnv(Environment):
         await self._server.close()
 
 
+def _check_websockets() -> None:
+    require("an environment of an OpenEnv server", "websockets")
+
+
 def openenv_tools(url: str) -> list[dict[str, Any]]:
     """Return the JSON schemas of the tools of an OpenEnv server's environment; GrpoError if it lists none."""
+    _check_websockets()
     try:
         found = asyncio.run(asyncio.wait_for(_listed(url), _START_LIMIT))
     except TimeoutError as error:
@@ -144,10 +154,8 @@ class _Connection:
 
     async def open(self) -> None:
         """Connect; ConnectionError without a server."""
-        try:
-            from websockets.asyncio.client import connect
-        except ImportError as error:
-            raise GrpoError(f"OpenEnv servers need the package websockets: pip install websockets ({error})") from error
+        from websockets.asyncio.client import connect
+
         address = f"ws{self._url.removeprefix('http').rstrip('/')}/ws"
         try:
             self._socket = await connect(address, max_size=None, open_timeout=_START_LIMIT)

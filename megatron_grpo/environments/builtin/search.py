@@ -1,6 +1,5 @@
 """Search for the policy: BM25 over the rows of a local file, by the package bm25s."""
 
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.packages import require
 
 
 def search_tool(
@@ -18,8 +18,7 @@ def search_tool(
     It returns the ``results`` best passages, each cut after ``longest`` characters. GrpoError without the package bm25s
     or for a row without text.
     """
-    if importlib.util.find_spec("bm25s") is None:
-        raise GrpoError("the tool search needs the package bm25s: pip install bm25s")
+    require("the tool search", "bm25s")
     texts = []
     for where, row in read_rows(Path(corpus)):
         if not isinstance(row.get(column), str):

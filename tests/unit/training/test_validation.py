@@ -118,8 +118,10 @@ REFUSED = {
     "--attention-backend flash --bf16 --attn-logit-softcapping 50": (
         "--attention-backend flash with --attn-logit-softcapping"
     ),
-    "--transformer-impl transformer_engine": "needs a GPU and Transformer Engine",
-    "--use-precision-aware-optimizer --bf16 --use-distributed-optimizer": "needs a GPU and Transformer Engine's Adam",
+    "--transformer-impl transformer_engine": "transformer_engine needs a GPU, and this machine has none: give --transf",
+    "--use-precision-aware-optimizer --bf16 --use-distributed-optimizer": (
+        "--use-precision-aware-optimizer (Transformer Engine's Adam, with --transformer-impl local, too) needs a GPU"
+    ),
     "--num-layers 0": "--num-layers (0) must be greater than 0",
     "--max-prompt-length 1500 --max-completion-length 600": (
         "--max-prompt-length (1500) + --max-completion-length (600) = 2100 must be at most --max-position-embeddings "

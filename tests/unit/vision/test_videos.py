@@ -299,7 +299,9 @@ def test_frames_of_a_file(args, tmp_path, monkeypatch):
     (in_part,) = dataset_of(args, tmp_path, user([part, {"type": "text", "text": "what?"}]))
     assert in_part.ids == four.ids
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(GrpoError, match=r"jsonl:1: video 1 .*a\.avi\) is a video file, and OpenCV .* give the list"):
+    with pytest.raises(
+        GrpoError, match=r"jsonl:1: video 1 .*a\.avi\), a video file, needs .*: pip install opencv-.* give the list"
+    ):
         dataset_of(args, tmp_path, user("what?", video="a.avi"))
 
 

@@ -1,0 +1,48 @@
+"""Packages that only some flags need. They are looked up without an import; a missing one ends a run at its start."""
+
+import importlib.util
+
+from megatron_grpo.utils.errors import GrpoError
+
+# Module: the name of its package where it differs, and the command where `pip install NAME` is not enough.
+NAMES = {
+    "cutlass": "nvidia-cutlass-dsl",
+    "cv2": "opencv-python-headless",
+    "math_verify": "math-verify",
+    "quack": "quack-kernels",
+    "transformer_engine": "transformer-engine",
+}
+# vLLM pins versions of these, so pip gets them with it.
+ENVIRONMENT = "pip install -r requirements-gpu.txt (without a GPU: requirements-cpu.txt)"
+COMMANDS = {
+    "cutlass": "pip install -r requirements-gpu.txt",
+    "quack": "pip install -r requirements-gpu.txt",
+    "transformer_engine": 'pip install --no-build-isolation "transformer-engine[pytorch]"',
+    "vllm": ENVIRONMENT,
+}
+
+
+def missing(*modules: str) -> list[str]:
+    """Return those of the top-level ``modules`` that are not installed."""
+    return [module for module in modules if importlib.util.find_spec(module) is None]
+
+
+def package_names(modules: list[str]) -> str:
+    """Return the names of the modules' packages in a sentence."""
+    return " and ".join(NAMES.get(module, module) for module in modules)
+
+
+def require(what: str, *modules: str, instead: str | None = None) -> None:
+    """Raise GrpoError if some of ``modules`` are not installed: with the packages, the command, and a way without them.
+
+    ``what`` needs them: a flag with its value, or a subject in the singular.
+    """
+    absent = missing(*modules)
+    if not absent:
+        return
+    plural = len(absent) > 1
+    commands = {COMMANDS.get(module, f"pip install {NAMES.get(module, module)}") for module in absent}
+    raise GrpoError(
+        f"{what} needs the package{'s' * plural} {package_names(absent)}, which {'are' if plural else 'is'} not "
+        f"installed: {' and '.join(sorted(commands))}" + (f", or {instead}" if instead else "")
+    )
