@@ -142,7 +142,8 @@ def test_without_flags_the_defaults_are_megatron_cores(monkeypatch):
     expected = {
         (MLATransformerConfig, "multi_latent_attention"): True,
         (MLATransformerConfig, "pipeline_dtype"): torch.float32,
-        (MLATransformerConfig, "deallocate_pipeline_outputs"): torch.cuda.is_available(),
+        (MLATransformerConfig, "deallocate_pipeline_outputs"): True,
+        (MLATransformerConfig, "mtp_detach_heads"): True,
         (MLATransformerConfig, "cuda_graph_modules"): [],  # what the default "full" becomes
         WITHHELD: None,
     }
