@@ -483,6 +483,11 @@ def refuse(root):
         dist.barrier()
         return root / name
 
+    def flip_second_half(directory):
+        data = (directory / "__1_0.distcp").read_bytes()
+        half = len(data) // 2
+        (directory / "__1_0.distcp").write_bytes(data[:half] + bytes(byte ^ 1 for byte in data[half:]))
+
     good = root / "good"
     args, model, optimizer, scheduler = build(*TP2, *DISTRIBUTED, "--save", str(good))
     checkpoint.save_checkpoint(args, 2, model, optimizer, scheduler, POSITION)  # before the first update
@@ -491,6 +496,7 @@ def refuse(root):
     refused(good, *DISTRIBUTED, "--vocab-size", "99", weights_only=True)
     refused(good)
     refused(changed("truncated", lambda d: os.truncate(d / "__1_0.distcp", 100)), *DISTRIBUTED)
+    refused(changed("flipped", flip_second_half), *DISTRIBUTED)  # rank 1 alone reads it
     refused(changed("missing", lambda d: (d / "__1_0.distcp").unlink()), weights_only=True)
 
     # Without its own notes (as Megatron-LM writes it), a checkpoint is judged by the tensors that it has.

@@ -54,6 +54,7 @@ def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path, torchrun):
         + r"hidden_size is 32 in the checkpoint and 64 in this run",
         r"vocab_size is 100 in the checkpoint and 99 in this run",
         r"is damaged: __1_0.distcp has 100 bytes instead of \d+",
+        r"cannot be loaded: rank 1: the content of __1_0.distcp has changed since it was written",
         r"is damaged: __1_0.distcp is missing",
         r"holds weights only, no optimizer state to resume from: give the directory as --pretrained-checkpoint",
         r"was written with DistributedOptimizer, this run has FP32Optimizer: give the same --use-distributed-optimizer",
