@@ -54,8 +54,10 @@ END
         while code=0; wait $running || code=$?; kill -0 $running 2>/dev/null; do :; done
         ((code == 0 || code == 5)) || failed=1  # 5: the part has no case
     }
-    part "pytest: tests that measure free memory, one by one" -m "alone$selected"
-    part "pytest: the other tests, five at a time" -m "not alone$selected" --numprocesses 5 --dist loadgroup
+    gpus=$("$PYTHON" -c 'import torch; print(min(4, torch.cuda.device_count()))')
+    part "pytest: tests that measure free memory, one on each GPU" -m "alone and not gpus$selected" --numprocesses "$gpus"
+    part "pytest: tests that measure free memory of several GPUs, one by one" -m "alone and gpus$selected"
+    part "pytest: the other tests, five at a time on each GPU" -m "not alone$selected" --numprocesses $((5 * gpus)) --dist loadgroup
     ((ended == 0)) || exit 143
     exit $failed
 fi

@@ -11,8 +11,8 @@ import pytest
 import torch
 from ranks import REPO
 
-ALONE = "-m pytest {} --case-report {} -m alone{}"
-OTHERS = "-m pytest {} --case-report {} -m not alone{} --numprocesses 5 --dist loadgroup"
+PYTEST = "-m pytest {} --case-report {} -m "
+PARTS = "alone and not gpus{} --numprocesses 2", "alone and gpus{}", "not alone{} --numprocesses 10 --dist loadgroup"
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def script(tmp_path):
     started = []
 
     def start(pytest_lines: str, *arguments: str) -> subprocess.Popen:
-        lines = f'case $1 in -c) exit;; -) cat >/dev/null; exit;; esac\necho "$*" >>{tmp_path}/calls\n{pytest_lines}\n'
+        lines = f'case $1 in -c) echo 2; exit;; -) cat >/dev/null; exit;; esac\necho "$*" >>{tmp_path}/calls\n{pytest_lines}\n'
         python.write_text(f"#!/bin/bash\n{lines}")
         for file in (python, tmp_path / "nvidia-smi"):
             file.chmod(0o755)
@@ -54,7 +54,7 @@ def test_files_and_options(script, tmp_path, words, files, expression, options):
     output = run.communicate()[0]
     report = tmp_path / "new" / "report.txt"
     assert run.returncode == 0 and f"== report: {report}\n" in output  # 5: no case
-    calls = [template.format(files, report, expression) + options for template in (ALONE, OTHERS)]
+    calls = [(PYTEST + part).format(files, report, expression) + options for part in PARTS]
     assert (tmp_path / "calls").read_text().splitlines() == calls
     assert "== GPUs: 1 H200\n" in report.read_text()
 
@@ -62,7 +62,7 @@ def test_files_and_options(script, tmp_path, words, files, expression, options):
 def test_a_failure_of_the_first_part_is_one_of_the_whole(script, tmp_path):
     run = script('[[ $* != *"not alone"* ]]; exit $((1 - $?))')
     run.communicate()
-    assert run.returncode == 1 and len((tmp_path / "calls").read_text().splitlines()) == 2
+    assert run.returncode == 1 and len((tmp_path / "calls").read_text().splitlines()) == 3
 
 
 def test_sigterm_reaches_pytest_and_nothing_starts_after_it(script, tmp_path):
