@@ -24,7 +24,8 @@ def script(tmp_path):
     started = []
 
     def start(pytest_lines: str, *arguments: str) -> subprocess.Popen:
-        lines = f'case $1 in -c) echo 2; exit;; -) cat >/dev/null; exit;; esac\necho "$*" >>{tmp_path}/calls\n{pytest_lines}\n'
+        answers = "case $1 in -c) echo 2; exit;; -) cat >/dev/null; exit;; esac"
+        lines = f'{answers}\necho "$*" >>{tmp_path}/calls\n{pytest_lines}\n'
         python.write_text(f"#!/bin/bash\n{lines}")
         for file in (python, tmp_path / "nvidia-smi"):
             file.chmod(0o755)
