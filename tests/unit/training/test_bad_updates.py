@@ -184,7 +184,9 @@ def test_a_loss_scale_that_overflows_is_not_in_the_median(fp16_update):
 
 @pytest.mark.parametrize("scale", [("--loss-scale",), ("--min-loss-scale", str(2**50), "--initial-loss-scale")])
 def test_an_overflow_that_no_smaller_loss_scale_can_cure_is_bad(fp16_update, scale):
-    with pytest.raises(GrpoError, match="the gradients overflow float16 at the smallest loss scale.* the 5th in a row"):
+    with pytest.raises(
+        GrpoError, match=r"the gradients overflow float16 at the smallest loss scale.* the 5th in a row"
+    ):
         fp16_update(10, *scale, str(2**50))
 
 
