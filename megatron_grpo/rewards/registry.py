@@ -7,12 +7,12 @@ group-wise one takes all completions of one prompt, and returns a list with one 
 
     @register_reward("short")
     def short(sample: Sample) -> float:
-        return 1.0 if len(sample.token_ids) < 100 else 0.0
+        return 1.0 if sample.num_sampled < 100 else 0.0
 
     @register_group_reward("shortest")
     def shortest(samples: list[Sample]) -> list[float]:
-        least = min(len(sample.token_ids) for sample in samples)
-        return [float(len(sample.token_ids) == least) for sample in samples]
+        least = min(sample.num_sampled for sample in samples)
+        return [float(sample.num_sampled == least) for sample in samples]
 
 Save these functions in a file and give both flags: ``--external-plugins my_rewards.py --reward-funcs short shortest``.
 ``async def`` works too. A function that depends on flags has keyword-only parameters with the names of the flags, such
@@ -50,6 +50,14 @@ class Sample:
     # sum of the environment's rewards.
     messages: list[dict[str, Any]] = field(default_factory=list)
     environment_reward: float | None = None
+    # [tokens], 0 for those of ``token_ids`` that an environment said or that begin a further sample; None: the policy
+    # sampled all
+    response_mask: list[int] | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the policy sampled, which --max-completion-length limits."""
+        return len(self.token_ids) if self.response_mask is None else sum(self.response_mask)
 
 
 RewardFunction = Callable[..., Any]  # argument: a Sample; group-wise: a list of Samples. May be ``async def``.

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_grpo.data.json_column import json_column
-from megatron_grpo.rewards.builtin.answer_text import last_code_block
+from megatron_grpo.rewards.builtin.answer_text import after_reasoning, last_code_block
 from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.rewards.sandbox.sandbox import Limits, sandbox
 from megatron_grpo.utils.errors import GrpoError
@@ -13,8 +13,18 @@ _TEST_FORMATS = '"assert ..", {"stdin": .., "stdout": ..} or {"call": NAME, "arg
 
 
 @register_reward("code")
-def code(sample: Sample, *, code_sandbox: str, code_timeout: float, code_memory: int, reward_timeout: float) -> float:
+def code(
+    sample: Sample,
+    *,
+    code_sandbox: str,
+    code_timeout: float,
+    code_memory: int,
+    reward_timeout: float,
+    unfinished_thinking: str = "wrong",
+) -> float:
     """Return the share of row["tests"] that the completion's last block of Python (```python .. ```) passes, else 0.
+
+    The block is looked for after the reasoning (`after_reasoning`).
 
     row["tests"] is a list, or JSON text of a list. A test has one of three formats:
     - "assert f(1) == 2": Python code to run after the program
@@ -24,7 +34,8 @@ def code(sample: Sample, *, code_sandbox: str, code_timeout: float, code_memory:
     A test that exceeds its time limit fails.
     """
     tests = _tests(sample.row.get("tests"))
-    program = last_code_block(sample.completion)
+    said = after_reasoning(sample, unfinished_thinking)
+    program = None if said is None else last_code_block(said)
     if program is None:
         return 0.0
     limits = Limits(code_timeout, _TESTS_SHARE * reward_timeout, code_memory)
