@@ -517,10 +517,10 @@ class Trainer:
             "reward/std": groups.mean_std,
             "reward/failures": self.reward_failures,
             "reward/zero_std_groups": groups.zero_std_groups / groups.num_groups,
-            "tokens/rollout": int(batch.completion_lengths.sum()),
-            "completion/length_mean": float(batch.completion_lengths.mean()),
-            "completion/length_min": int(batch.completion_lengths.min()),
-            "completion/length_max": int(batch.completion_lengths.max()),
+            "tokens/rollout": int(batch.response_lengths.sum()),
+            "completion/length_mean": float(batch.response_lengths.mean()),
+            "completion/length_min": int(batch.response_lengths.min()),
+            "completion/length_max": int(batch.response_lengths.max()),
             "completion/truncated": float((batch.finish_reasons == FinishReason.LENGTH).mean()),
         }
         if self.args.environment:
