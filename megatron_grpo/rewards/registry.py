@@ -27,12 +27,13 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -83,6 +84,7 @@ _BUILTIN = {
     "code": "megatron_grpo.rewards.builtin.code_tests",
     "environment": "megatron_grpo.rewards.builtin.environment",
 }
+_WITHOUT_ROW = frozenset(("format", "react_format", "repetition", "soft_overlong", "environment"))  # read no column
 _registry: dict[str, _Entry] = {}
 _loaded: set[Path] = set()
 
@@ -175,18 +177,27 @@ def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) ->
     return functions
 
 
-def check_row(functions: Mapping[str, RewardFunction], sample: Sample) -> None:
-    """Raise GrpoError if a built-in function cannot score the row of ``sample``, whatever the completion is.
+def gold_check(names: Sequence[str], flags: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """Return a function that raises GrpoError for a row that one of these functions cannot score, whatever the
+    completion is: its gold answer is missing or malformed.
 
     Only built-in functions are called, with an empty completion: those of plug-ins may be slow or have side effects.
+    --reward-routing says which of them score a row.
     """
-    for name, function in functions.items():
-        if name not in _BUILTIN:
-            continue
-        try:
-            function(replace(sample, completion=""))
-        except GrpoError as error:
-            raise GrpoError(f'reward "{name}" on {sample.source}: {error}') from error
+    chosen = [name for name in names if name in _BUILTIN and name not in _WITHOUT_ROW]
+    functions = dict(zip(chosen, get_rewards(chosen, flags), strict=True))
+    routes = reward_routes(flags["reward_routing"], list(flags["reward_funcs"] or []))
+
+    def check(row: dict[str, Any]) -> None:
+        of_row = routes[row["data_source"]] if routes else functions
+        for name, function in functions.items():
+            if name in of_row:
+                try:
+                    function(Sample("", "", row))
+                except GrpoError as error:
+                    raise GrpoError(f'reward "{name}": {error}') from error
+
+    return check
 
 
 def _fill_flags(name: str, function: RewardFunction, flags: Mapping[str, Any]) -> RewardFunction:

@@ -40,8 +40,7 @@ def accuracy(sample: Sample, *, answer_extraction: str = "boxed", unfinished_thi
     """
     text = gold_text(sample)
     gold_answer = last_boxed(text) or text.rpartition("####")[2]
-    gold = read(gold_answer)
-    if fault := math_value.gold_fault(gold_answer, gold):
+    if fault := math_value.gold_fault(gold_answer):
         raise GrpoError(
             f"the gold answer {text[-200:]!r} cannot be compared with, because {fault}: correct it, or use "
             "--reward-funcs exact_match for text"
@@ -49,6 +48,7 @@ def accuracy(sample: Sample, *, answer_extraction: str = "boxed", unfinished_thi
     answer = final_answer(sample, answer_extraction, unfinished_thinking)
     if answer is None or not answer.strip():
         return 0.0
+    gold = read(gold_answer)
     try:
         return float(timeout(_STEP_TIMEOUT)(math_value.equal)(gold, read(answer)))
     # Also sympy's errors about expressions that it cannot evaluate, which are of many kinds.
