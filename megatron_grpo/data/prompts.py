@@ -126,7 +126,7 @@ class PromptDataset:
         """Return the numbers of the valid rows and their pass rates (1 if no flag needs pass rates)."""
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
         self.has_videos = False
-        answers, in_json = AnswerCounts(), 0
+        answers, in_json, with_start = AnswerCounts(), 0, 0
         for number in tqdm(range(total), "checking prompts", disable=not is_rank_0() or total < _PROGRESS_FROM):
             try:
                 prompt = self.read(number, decode=True)
@@ -136,6 +136,7 @@ class PromptDataset:
             numbers.append(number)
             answers.add(prompt.row)
             in_json += self._is_json(prompt.row)
+            with_start += self._has_start(prompt.row)
             rates.append(prompt.row["pass_rate"] if self._rated else 1.0)
             # The engine needs the tokenizer for stop words and constraints.
             self.has_videos |= prompt.images is not None and prompt.images.has_videos
@@ -150,12 +151,19 @@ class PromptDataset:
         print_rank_0("; ".join(filter(None, (f"{words[0]}{more}: {len(numbers):,} prompts", answers.line()))))
         if in_json:
             print_rank_0(f"{in_json:,} prompts are JSON text of messages: they are parsed, and rendered as messages")
+        if with_start:
+            print_rank_0(f"{with_start:,} prompts bring {self._tokenizer.text_start}: the tokenizer adds no second one")
         return np.array(numbers), np.array(rates)
 
     def _is_json(self, row: Mapping[str, Any]) -> bool:
         """Return whether the prompt of a row is JSON text of messages."""
         column = row.get(self._args.prompt_key)
         return isinstance(column, str) and messages_of_text(column) is not None
+
+    def _has_start(self, row: Mapping[str, Any]) -> bool:
+        """Return whether the prompt of a row is a text that begins with the tokens which the tokenizer adds."""
+        column, start = row.get(self._args.prompt_key), self._tokenizer.text_start
+        return bool(start) and isinstance(column, str) and self._args.system_prompt is None and column.startswith(start)
 
     def _print_first_answer(self) -> None:
         """Print the column of the first row's answer, and its form of prompt; the block is read apart, and not kept."""
@@ -171,6 +179,10 @@ class PromptDataset:
         if self._is_json(row):
             print_rank_0(
                 "the first row's prompt is JSON text of messages: such prompts are parsed, and rendered as messages"
+            )
+        if self._has_start(row):
+            print_rank_0(
+                f"the first row's prompt brings {self._tokenizer.text_start}: the tokenizer adds no second one"
             )
 
     def __len__(self) -> int:

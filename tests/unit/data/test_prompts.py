@@ -26,7 +26,7 @@ class Characters:
     """Token = code point; a conversation is "role:content|" for each message, then ">"."""
 
     def __init__(self):
-        self.special_tokens, self.longest_token = {"<end>": 7}, 1
+        self.special_tokens, self.longest_token, self.text_start = {"<end>": 7}, 1, ""
 
     def encode(self, text):
         return [ord(c) for c in text]
