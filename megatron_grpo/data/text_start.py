@@ -1,4 +1,4 @@
-"""The special tokens that a tokenizer of transformers puts before a text (BOS), which a rendered chat template brings."""
+"""The special tokens that a tokenizer puts before a text (BOS), and that a rendered chat template has already."""
 
 from typing import Any
 
