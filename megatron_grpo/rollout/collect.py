@@ -158,6 +158,7 @@ def sample_to_score(prompt: Prompt, text: str, completion: Completion, tokenizer
         source=prompt.source,
         messages=completion.messages or [],
         environment_reward=completion.environment_reward,
+        response_mask=completion.response_mask,
     )
 
 

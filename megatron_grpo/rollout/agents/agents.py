@@ -355,8 +355,9 @@ class Agents(Conversing):
         if not isinstance(prompt, str) or not prompt:
             raise GrpoError("prompt must be one text, or a list of token ids")
         parent = run.tree.continued_by_text(prompt)
-        ids = self._tokenizer.encode(prompt if parent is None else prompt[len(parent.text) :])
-        return self._expanded(parent, ids, [], "", [])
+        if parent is None:
+            return self._expanded(None, self._tokenizer.encode(prompt), [], "", [])
+        return self._expanded(parent, self._tokenizer.encode_rest(prompt[len(parent.text) :]), [], "", [])
 
     def _shown(self, message: Message) -> Message:
         """Return a message as the chat template gets it: as `normalised`, with the ids of tool calls."""

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import host_group
@@ -27,7 +26,7 @@ from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import GroupMember, RewardPool, print_first_failures
 from megatron_grpo.rollout.arguments import urls_of_replica
 from megatron_grpo.rollout.collect import exchange, nothing, sample_to_score, to_batch
-from megatron_grpo.rollout.dynamic_sampling import has_signal
+from megatron_grpo.rollout.dynamic_sampling import filter_reward, filter_weights, has_signal
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request, request_seed
 from megatron_grpo.rollout.episodes import Conversing
 from megatron_grpo.rollout.ledger.ledger import Ledger
@@ -305,7 +304,7 @@ class Producer:
     def _report_group(self, number: int, failures: int, written: bool = True) -> None:
         rewards = self._groups[number].rewards
         assert rewards is not None
-        signal_there = has_signal(combine_rewards(rewards, self._args.reward_weights))
+        signal_there = has_signal(filter_reward(rewards, filter_weights(self._args)))
         report = {"do": "complete", "group": number, "has_signal": signal_there, "failures": failures}
         drafts = self._engine.drafts
         self._report(report | {"written": written, "drafts": None if drafts is None else drafts.tolist()})

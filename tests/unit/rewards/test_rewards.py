@@ -113,10 +113,10 @@ def test_a_row_without_a_usable_answer_is_an_error(name, row):
         reward(name, "<answer>1</answer>", **row)
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "accuracy"])
-def test_a_gold_answer_that_cannot_be_read_is_an_error(name):
+@pytest.mark.parametrize(("name", "gold"), [("gsm8k", "blue"), ("accuracy", "blue}")])
+def test_a_gold_answer_that_cannot_be_read_is_an_error(name, gold):
     with pytest.raises(GrpoError, match="blue"):
-        reward(name, "<answer>blue</answer>", answer="blue")
+        reward(name, "<answer>blue</answer>", answer=gold)
 
 
 @pytest.mark.parametrize(

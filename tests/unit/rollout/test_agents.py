@@ -6,6 +6,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from instruct_models import build_tokenizer
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
@@ -111,6 +112,23 @@ def tokenizer(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer("tools").save_pretrained(directory)
     return HuggingFaceTokenizer(directory)
+
+
+def test_a_continued_text_has_no_second_start(tmp_path):
+    """The tokenizer puts <|begin_of_text|> before a text: not before the part of it that follows an answer."""
+    ids = build_tokenizer("Llama-3.1-8B-Instruct", tmp_path)
+    node = SimpleNamespace(text="<|begin_of_text|>ab")
+    agents = SimpleNamespace(
+        _tokenizer=HuggingFaceTokenizer(tmp_path), _expanded=lambda parent, ids, *rest: (parent, ids)
+    )
+    start, letters = ids["<|begin_of_text|>"], [64, 65, 66]
+    for parent, prompt, expected in (
+        (None, "abc", [start, *letters]),
+        (None, "<|begin_of_text|>abc", [start, *letters]),
+        (node, "<|begin_of_text|>abc", letters[2:]),
+    ):
+        run = SimpleNamespace(tree=SimpleNamespace(continued_by_text=lambda text, parent=parent: parent))
+        assert Agents._text_prompt(agents, run, prompt) == (parent, expected)
 
 
 @pytest.fixture(scope="module")
