@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 # [{"type": "image", "image": a PIL image, path, bytes or data URI}, {"type": "video", "video": [images], "fps": 2.0},
 # {"type": "text", "text": "..."}].
 Message = dict[str, Any]
+_SHOWN = 200  # characters of a malformed call in its answer
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,37 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class MalformedCall:
+    """A tool call that cannot be read. It is answered with ``error``, whatever the environment is."""
+
+    text: str
+    error: str
+    id: str
+    name: str = "malformed_call"  # of the tool, where it can be recognised
+    place: int = 0  # among all calls of the turn, from 0
+
+    @property
+    def answer(self) -> Message:
+        """The message that the policy reads."""
+        shown = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        content = f"error: this tool call cannot be read: {self.error}. It was: {shown}"
+        return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": content}
+
+
+@dataclass(frozen=True)
 class Turn:
-    """A turn of the policy, as an environment sees it: the text without the tool calls, and these."""
+    """A turn of the policy, as an environment sees it: the text without the tool calls, and these.
+
+    ``text`` has the turn's reasoning, too, with its marks, as it was sampled; ``reasoning`` is that part of it.
+    """
 
     text: str
     tool_calls: Sequence[ToolCall] = ()
     number: int = 1  # in its episode, from 1
     finish_reason: str = "stop"  # "length": cut at --max-completion-length, so that no answer can follow
     token_ids: Sequence[int] = ()
+    malformed_calls: Sequence[MalformedCall] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
