@@ -161,8 +161,8 @@ class RolloutBatch:
         `weight_version[i]` are those of the tokens of `completions[i]` (a prompt has that of the token after it).
         `routed_experts[i]`, [tokens, moe layers, topk], begin with the prompt and may end early; `kept_token_ids[i]`
         are [tokens of the completion, k]; `response_masks[i]`, [tokens of the completion], None for ones; `turns` [n],
-        default 1; `malformed_calls` [n]; `sample_starts[i]` are positions in `completions[i]`; `images[i]` are bytes. No
-        token of a completion with the finish reason FAILED is in the loss. Raises GrpoError as `validate` does.
+        default 1; `malformed_calls` [n]; `sample_starts[i]` are positions in `completions[i]`; `images[i]` are bytes.
+        No token of a completion with the finish reason FAILED is in the loss. Raises GrpoError as `validate` does.
         """
         prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         lengths = prompt_lengths + np.array([len(completion) for completion in completions], dtype=np.int32)

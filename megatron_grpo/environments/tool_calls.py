@@ -183,7 +183,7 @@ class ToolCallParser:
         return self.name in _FORMATS and _FORMATS[self.name].texts
 
     def after_reasoning(self, text: str, variables: Mapping[str, Any] | None = None) -> str:
-        """Return a text that follows reasoning, as --reasoning-parser needs it; templates leave out earlier reasoning."""
+        """Return a text behind reasoning, as --reasoning-parser needs it: templates leave out earlier reasoning."""
         marks = self._reasoning.marks(variables or {}) if self._reasoning is not None else None
         return text if marks is None or marks.end in text else f"{marks.start}{marks.end}{text}"
 
@@ -292,7 +292,9 @@ class ToolCallParser:
                     continue
                 if self._is_of_texts:
                     arguments = _typed(arguments, reader.schemas.get(call.name, {}))
-                identity = call.id if call.id and call.id in text else _id(number, place)
+                # An id in the text is the policy's own; others are vLLM's, and random.
+                own_id = bool(call.id) and call.id in text and call.id not in (made.id for made in calls)
+                identity = call.id if own_id and call.id else _id(number, place)
                 calls.append(ToolCall(call.name, arguments, identity))
         return calls, malformed
 
@@ -300,7 +302,7 @@ class ToolCallParser:
         """Return what is wrong with a part in which the parser found no call."""
         own, name = _FORMATS.get(self.name), _name_in(text)
         body = text.removeprefix(own.start).removesuffix(own.end or "") if own else text.removeprefix(_PYTHON_TAG)
-        body = body.strip().lstrip("[,").strip()
+        body = body.strip(" ;\n").lstrip("[,").strip()
         is_json = self.name in _LLAMA or (own is not None and (own.holds_json or (own.end is None and body[:1] == "{")))
         if is_json and (fault := _fault_of_json(body)):
             return fault

@@ -93,7 +93,8 @@ def probe(
     raise GrpoError(
         f"--tool-call-parser {parser.name} does not read the calls that the model's chat template writes. It finds "
         f"{_as_json(found) if found else f'no call{where}'} in {text!r}, which calls {NAME} with "
-        f"{_as_json(ARGUMENTS)}: give the parser of the model's family, or with --tool-role user a prompt that asks for this parser's format"
+        f"{_as_json(ARGUMENTS)}: give the parser of the model's family, or with --tool-role user a prompt "
+        "that asks for this parser's format"
     )
 
 
