@@ -124,6 +124,7 @@ HEADINGS = {
     "staleness": "Completions",
     "drafts": "Completions",
     "environment": "Completions",
+    "turns": "Completions",
     "stream": "Time",
     "mismatch": "Trainer and engine",
     "perf": "Time",
