@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 # [{"type": "image", "image": a PIL image, path, bytes or data URI}, {"type": "video", "video": [images], "fps": 2.0},
 # {"type": "text", "text": "..."}].
 Message = dict[str, Any]
-_SHOWN = 200  # characters of a malformed call in its answer
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class MalformedCall:
     @property
     def answer(self) -> Message:
         """The message that the policy reads."""
-        shown = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
-        content = f"error: this tool call cannot be read: {self.error}. It was: {shown}"
+        content = f"error: this tool call cannot be read: {self.error}"
         return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": content}
 
 
