@@ -194,6 +194,7 @@ def to_batch(
         kept_token_ids=[kept(completion) for completion in completions] if num_kept else None,
         response_masks=[completion.response_mask for completion in completions],
         turns=[completion.turns for completion in completions],
+        malformed_calls=[completion.malformed_calls for completion in completions],
         sample_starts=_sample_starts(completions),
         images=[
             # none: the completion has the images of its row

@@ -22,6 +22,7 @@ from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.registry import tools_of, videos_are_shown
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.tool_calls import ToolCallParser
+from megatron_grpo.environments.tool_probe import probe
 from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.lora import base
@@ -602,8 +603,12 @@ def build_episodes(args, engine: Engine, inputs: Inputs) -> Conversing:
         args.environment_retries,
     )
     before_exit(pool.close)
-    parser = ToolCallParser(args.tool_call_parser, tokenizer.backend) if args.tool_call_parser else None
+    parser = None
     renderer = TurnRenderer(tokenizer, turn_end_token_ids(args, tokenizer))
+    if args.tool_call_parser:
+        parser = ToolCallParser(args.tool_call_parser, tokenizer.backend, args.reasoning_parser)
+        if args.tool_role == "tool":  # otherwise the template shows no calls
+            probe(parser, renderer, tokenizer.backend, args.chat_template_kwargs)
     return kind(engine, pool, renderer, parser, tokenizer, args, group, images)
 
 

@@ -527,6 +527,8 @@ class Trainer:
             row["environment/turns"] = float(batch.turns.mean())
             row["environment/tokens"] = float((batch.completion_lengths - batch.response_lengths).mean())
             row["environment/failed"] = float((batch.finish_reasons == FinishReason.FAILED).mean())
+        if self.args.tool_call_parser and batch.malformed_calls is not None:
+            row["turns/malformed_calls"] = float(batch.malformed_calls.sum() / batch.turns.sum())
         for name, column in zip(self.args.reward_funcs, batch.rewards.T, strict=True):
             row[f"reward/{name}/mean"] = mean_of_scored(column)
             if len(scored := column[~np.isnan(column)].astype(np.float64)):

@@ -402,6 +402,11 @@ CHECKPOINTS: list[Case] = [
     ),
     ("latest names nothing", latest("7"), r"names iteration 7, but .*iter_0000007 does not exist; .*: iter_0000002"),
     ("latest is no number", latest("x"), r"holds 'x', not an iteration; in .*: iter_0000002"),
+    (
+        "latest is no number that Python reads",
+        latest("9" * 5000),
+        r"holds '9{40}', not an iteration; in .*: iter_0000002",
+    ),
     ("the directory inside", inner_directory, r"this directory is a single checkpoint: give .*"),
     (
         "contradiction",

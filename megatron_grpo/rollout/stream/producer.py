@@ -265,7 +265,9 @@ class Producer:
         if self._scoring or (self._job is not None and self._job.scored):
             self._scorer.poll()
         for number in list(self._scoring):
-            taken = self._scorer.take(range(number * self._size, (number + 1) * self._size))
+            # As many samples as this replica has of a batch.
+            share = -(-self._num_groups // self._joint.num_replicas) * self._size
+            taken = self._scorer.take(range(number * self._size, (number + 1) * self._size), share)
             if taken is not None:
                 self._scoring.remove(number)
                 rewards, failures = taken
@@ -275,7 +277,7 @@ class Producer:
         self._report_written()
         job = self._job
         if job is not None and job.scored and job.rewards is None and len(job.completions) == len(job.members):
-            taken = self._scorer.take([completion.id for completion in job.completions])
+            taken = self._scorer.take([completion.id for completion in job.completions], None)
             if taken is not None:
                 job.rewards, failures = taken
                 job.failures = len(failures)
@@ -374,6 +376,8 @@ class Producer:
         if job.scored and self._scorer is not None:
             member = job.members[completion.id]
             prompt = job.prompts[member.group]
+            # With --weight-update keep groups of the training data, which have other numbers, are scored meanwhile.
+            member = member._replace(group=completion.id - member.place)
             sample = sample_to_score(prompt, self._tokenizer.decode(prompt.ids), completion, self._tokenizer)
             self._scorer.submit(completion.id, sample, member)
 

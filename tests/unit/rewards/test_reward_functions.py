@@ -411,6 +411,10 @@ def calls(*made):
         (calls(A, A), [A], 1 / 2),
         (calls(A, B, "nonsense"), [A, B], 2 / 3),  # (2 + 2) / 6
         ("<tool_call>{</tool_call>", [A], 0),
+        (f"<think>{calls(A, B)}</think>{calls(A)}", [A], 1),  # what is in reasoning is no call
+        (f"{calls(A, B)}</think>{calls(A)}", [A], 1),  # the prompt ends with <think>
+        (f"<think>{calls(A)}</think>12", [], 1),
+        (f"<think>{calls(A)}", [A], 0),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", [A], 0),
         (calls(A).replace("</tool_call>", ""), [A], 0),
         ("", [A], 0),
