@@ -36,7 +36,9 @@ def after_reasoning(sample: Sample, unfinished_thinking: str = "wrong") -> str |
     _, end, said = sample.completion.rpartition("</think>")
     if end:
         return said
-    apart = bool(sample.messages) and any(sample.messages[-1].get(key) for key in ("reasoning_content", "reasoning", "thinking"))
+    apart = bool(sample.messages) and any(
+        sample.messages[-1].get(key) for key in ("reasoning_content", "reasoning", "thinking")
+    )
     begun = "<think>" in sample.completion or (sample.prompt.rstrip().endswith("<think>") and not apart)
     return None if begun and unfinished_thinking == "wrong" else sample.completion
 
