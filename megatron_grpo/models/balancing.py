@@ -30,18 +30,22 @@ def active_losses(config: TransformerConfig) -> dict[str, float]:
     return {kind: value for kind, value in zip(kinds, coefficients, strict=True) if kind != "none" and value > 0}
 
 
+def _has_losses(config: TransformerConfig) -> bool:
+    return bool(active_losses(config) or config.moe_z_loss_coeff)
+
+
 def next_micro_batch(chunk: torch.nn.Module, pack: Pack) -> None:
     """Prepare the routers of ``chunk`` for the forward pass of ``pack``."""
     config = get_model_config(chunk)
-    if active_losses(config) or config.moe_z_loss_coeff or config.moe_router_enable_expert_bias:
+    if _has_losses(config) or config.moe_router_enable_expert_bias:
         tokens = PackTokens.of(config, pack)
-        for router in _routers(chunk):
+        for router in routers(chunk):
             router.next_micro_batch(tokens)
 
 
 def end_of_pass(model: Sequence[torch.nn.Module]) -> None:
     """Forget the packs of a pass over all micro-batches."""
-    for router in _routers(*model):
+    for router in routers(*model):
         router.end_of_pass()
 
 
@@ -55,27 +59,27 @@ def begin_update(
     Collective.
     """
     config = get_model_config(model[0])
-    if config.num_moe_experts is None:
+    if not _has_losses(config):
         return
-    routers = _routers(*model)
+    own = routers(*model)
     size = _size(packs, config.mtp_num_layers or 0)
-    for router in routers:
+    for router in own:
         router.update = size
         router.balance_loss.zero_()
     if "global_aux_loss" not in active_losses(config):
         return
-    for router in routers:
+    for router in own:
         router.counted = torch.zeros_like(router.local_tokens_per_expert)
     with torch.no_grad():
         count([_without_labels(pack) for pack in packs])
-    for router, counts in zip(routers, _of_all_ranks([router.counted for router in routers]), strict=True):
+    for router, counts in zip(own, _of_all_ranks([router.counted for router in own]), strict=True):
         router.frequencies = (counts.double() / counts.sum().clamp(min=1)).float()
         router.counted = None
 
 
 def keep_counts(model: Sequence[torch.nn.Module]) -> None:
     """Keep the counts of an update, which megatron-core sets to 0 at the end of the backward passes."""
-    for router in _routers(*model):
+    for router in routers(*model):
         router.tokens_of_update.copy_(router.local_tokens_per_expert)
 
 
@@ -87,8 +91,8 @@ def update_expert_biases(model: Sequence[torch.nn.Module]) -> None:
     config = get_model_config(model[0])
     if not config.moe_router_enable_expert_bias or not config.moe_router_bias_update_rate:
         return
-    routers = _routers(*model)
-    for router, counts in zip(routers, _of_all_ranks([router.tokens_of_update for router in routers]), strict=True):
+    own = routers(*model)
+    for router, counts in zip(own, _of_all_ranks([router.tokens_of_update for router in own]), strict=True):
         router._maintain_float32_expert_bias()
         below = torch.sign(counts.sum() - len(counts) * counts)  # of integers: exact
         router.expert_bias += config.moe_router_bias_update_rate * below
@@ -102,23 +106,22 @@ def mean_loss(model: Sequence[torch.nn.Module], num_microbatches: int) -> float 
     losses = active_losses(get_model_config(model[0]))
     if not losses:
         return None
-    routers = _routers(*model)
-    own = [sum((router.balance_loss for router in routers), torch.zeros((), device=device()))]
-    sums = torch.stack([*own, torch.tensor(float(len(routers)), device=device())])
+    own = routers(*model)
+    loss = sum((router.balance_loss for router in own), torch.zeros((), device=device()))
+    sums = torch.stack([loss, torch.full_like(loss, len(own))])
     dist.all_reduce(sums)
     total, count = sums.tolist()
     # Each rank has a summand of the loss, and the ranks of a pipeline stage have the same layers.
-    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).size()
-    data_parallel = parallel_state.get_data_parallel_world_size()
-    return total / data_parallel / num_microbatches / (count / stage) / len(losses)
+    layers = count / ranks_of_stage().size()
+    return total / parallel_state.get_data_parallel_world_size() / num_microbatches / layers / len(losses)
 
 
 def counting(chunk: torch.nn.Module) -> bool:
     """Return whether the present forward pass counts the tokens of the experts for `begin_update`."""
-    return any(router.counted is not None for router in _routers(chunk))
+    return any(router.counted is not None for router in routers(chunk))
 
 
-def _routers(*model: torch.nn.Module) -> list[Router]:
+def routers(*model: torch.nn.Module) -> list[Router]:
     """Return the routers of these chunks, also those of multi-token-prediction layers that are trained."""
     found = []
     for chunk in map(unwrap_model, model):
@@ -127,12 +130,17 @@ def _routers(*model: torch.nn.Module) -> list[Router]:
     return found
 
 
+def ranks_of_stage() -> dist.ProcessGroup:
+    """Return the ranks of this pipeline stage, which have the same routers and together all tokens of an update."""
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+
+
 def _of_all_ranks(counts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the sums ``[E]`` over all ranks of the pipeline stage, one for each router."""
     if not counts:
         return counts
     total = torch.stack(counts)
-    dist.all_reduce(total, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(total, group=ranks_of_stage())
     return total
 
 
