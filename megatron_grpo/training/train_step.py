@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_grpo.algorithm.loss_metrics import is_extreme, update_metrics
 from megatron_grpo.data.pack import Pack
@@ -77,7 +77,24 @@ def _own_rates(args) -> dict[ParamKey, dict[str, float]]:
 def _finalize_model_grads(model: Model, *arguments, **options) -> None:
     progress.step("reduction of the gradients")
     balancing.keep_counts(model)
+    for chunk in model:
+        _complete_buckets(chunk)
     finalize_model_grads(model, *arguments, **options)
+
+
+def _complete_buckets(chunk: DistributedDataParallel) -> None:
+    """Start the reduction of a bucket that waits for a gradient of the last stage's copy of the embedding.
+
+    Multi-token prediction reads this copy without a gradient. Its gradient of zeros is added to the first stage's.
+    """
+    model = unwrap_model(chunk)
+    if not chunk.ddp_config.overlap_grad_reduce or not model.mtp_process or model.pre_process:
+        return
+    weight = model.embedding.word_embeddings.weight
+    group = chunk.param_to_bucket_group.get(weight)
+    # A bucket without any gradient, or one that is reduced in another way, is left to megatron-core.
+    if group is not None and group.per_param_grad_ready_counts and weight not in group.per_param_grad_ready_counts:
+        group.register_grad_ready(weight)
 
 
 def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:

@@ -151,6 +151,8 @@ LAYOUTS = {
         f"PP2 VPP2: {BUDGET}",
         f"TP2 SP PP2 EP2 ETP1: {BUDGET} --use-distributed-optimizer",
         f"CP4 EP2: {HYBRID[4]}",
+        f"PP2: {BUDGET} --overlap-grad-reduce",
+        f"PP2 VPP2: {BUDGET} {OVERLAP}",
     ],
     "adapters": [
         f"TP1: {BUDGET}",
@@ -214,7 +216,7 @@ PAIRWISE = {
     ],
     "balanced": ["TP1", "CP2 EP2", "PP2 VPP2"],
     "balanced_packs": [LAYOUTS["balanced_packs"][number] for number in (0, 5, 9, 11)],
-    "latent": [LAYOUTS["latent"][number] for number in (0, 3, 5)],
+    "latent": [LAYOUTS["latent"][number] for number in (0, 3, 5, 7)],
     "adapters": [LAYOUTS["adapters"][number] for number in (0, 1, 4)],
     "dora": LAYOUTS["dora"][:2],
     "fp8_base": LAYOUTS["fp8_base"][:2],
