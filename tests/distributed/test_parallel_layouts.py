@@ -293,9 +293,9 @@ def test_the_other_dense_layouts_agree(tmp_path, tiny_models):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("model", ["moe", "latent", "adapters", "gpt_oss", *SLOW])
 def test_layouts_of_experts_agree(model, share, tmp_path):
-    """Mixture of experts; with the load-balancing loss, on equal micro-batches; latent attention with shared experts,
-    balanced by a bias and by losses, and multi-token prediction; adapters of all its layers, on a base in 8 bits, too; biases,
-    windows and sinks.
+    """Mixture of experts; with the load-balancing loss, on equal micro-batches, and with those that are equal for all
+    packs; latent attention with shared experts, balanced by a bias and by losses, and multi-token prediction; adapters
+    of all its layers, on a base in 8 bits, too; biases, windows and sinks.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": f"{LATENT} {BALANCING}", "gpt_oss": GPT_OSS}
     flags["balanced_packs"] = f"{MOE} {BALANCING}"
