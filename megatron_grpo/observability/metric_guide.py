@@ -54,7 +54,7 @@ METRICS = {
     "grad_norm": "L2 norm of the gradient over all parameters except multi-token prediction, before clipping",
     "mtp/grad_norm": "L2 norm of the gradient of the trained multi-token-prediction layers, before their own clipping",
     "params_norm": "L2 norm of all parameters after the update (--log-params-norm)",
-    "moe/balance_loss": "load-balancing losses of the routers without coefficients, mean over layers and losses: 1 if balanced",
+    "moe/balance_loss": "load-balancing loss without coefficients, mean over layers and kinds of loss: 1 if balanced",
     "lr": "learning rate of this update",
     "update/skipped": "1 if the update was bad and left out (--on-bad-update), else 0",
     "mismatch/mean_abs": "mean |log p(trainer) - log p(engine)| over the sampled tokens, nats",
