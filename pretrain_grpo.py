@@ -51,7 +51,7 @@ from megatron_grpo.algorithm.updates import divide_rollout
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack
-from megatron_grpo.models import forward, router_replay
+from megatron_grpo.models import balancing, forward, router_replay
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.context_parallel import whole_pack
 from megatron_grpo.rollout.arguments import recorded_in
@@ -102,6 +102,7 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, cp_si
 def forward_step(data_iterator, model, args, num_microbatches: int):
     """Return this pipeline stage's output for one micro-batch, and the loss function for megatron-core's schedule."""
     pack, batch = get_batch(data_iterator)
+    balancing.next_micro_batch(model, pack)
     router_replay.next_micro_batch(model, pack, batch.get("routed_experts"))
     kept = batch.get("kept_token_ids")
     output = model(

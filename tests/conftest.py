@@ -37,8 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = "end_to_end parallel_layouts resume rollout checkpoint_layouts stream reward_model_servers".split()
     long = {f"test_{name}": place for place, name in enumerate(files)}
 
-    def place(item: pytest.Item) -> tuple[bool, int]:
-        starts_processes = any(item.get_closest_marker(name) for name in ("distributed", "vllm"))
+    starting = {item.path for item in items for name in ("distributed", "vllm") if item.get_closest_marker(name)}
+
+    def place(item: pytest.Item) -> tuple[bool, int]:  # a lane runs whole files
+        starts_processes = item.path in starting
         return starts_processes, long.get(item.path.stem, len(long)) if starts_processes else 0
 
     items.sort(key=place)

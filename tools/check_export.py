@@ -33,6 +33,7 @@ from transformers.utils import logging as transformers_logging
 from megatron_grpo.data.answer_column import find_answers
 from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.data.row_prompt import parse_prompt
+from megatron_grpo.data.text_start import encode_once, text_start
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
 from megatron_grpo.utils.packages import require
@@ -142,7 +143,7 @@ def check(args: argparse.Namespace) -> bool:
     for row in rows:
         prompt = parse_prompt(row, "prompt")
         if isinstance(prompt, str):
-            prompts.append(tokenizer.encode(prompt))
+            prompts.append(encode_once(tokenizer, prompt, text_start(tokenizer)))
         else:
             prompts.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 

@@ -14,7 +14,8 @@ that file.
 Without torchrun the tool starts torchrun once for each world size and tries all layouts of that size in it, because
 starting ranks takes longer than the updates. Every layout is compared with the first one, which is a single process if
 the model fits into it. Loss, gradient norm and each updated weight (norm of the difference over norm) must agree to
---tolerance; in float32 also KL, entropy, clip fractions and the largest ratio. The large logits of trained weights have
+--tolerance; in float32 also KL, entropy, clip fractions, the largest ratio, the routers' load-balancing loss and, with
+--moe-router-enable-expert-bias, the tokens of each expert. The large logits of trained weights have
 larger rounding errors, and a diverged model magnifies them: if the loss of update 2 is in the thousands, give a smaller
 --lr (1e-4 by default with --load-hf, else 1e-3). The exit status is 1 if a layout differs
 or fails, else 0.
@@ -45,7 +46,7 @@ from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong
 from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.lora.stream import stream_adapter, stream_saved
-from megatron_grpo.models import forward
+from megatron_grpo.models import balancing, forward
 from megatron_grpo.observability.metric_guide import documented
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training import train_step
@@ -54,6 +55,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
 
 PROGRESS = "  done with "
+FLIPS = 1e-4  # share of the choices of experts that rounding may change
 COMPARED = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "clip/masked")
 COMPARED += ("ratio/mean", "ratio/max", "ratio/min")
 COMPARED += ("mismatch/mean_abs", "mismatch/kl", "mismatch/perplexity_ratio", "mismatch/effective_sample_size")
@@ -210,6 +212,8 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     result |= {"updates": rows, "tokens_per_second": tokens_per_second, "peak_mib": peak.item()}
     result |= {"float32": not (args.bf16 or args.fp16), "loaded": bool(args.load_hf)}
+    if args.moe_router_enable_expert_bias:
+        result["counts"] = tokens_of_experts(model)
     weights, gaps = {}, {}
     writes, compares = dist.get_rank() == 0 and not reference.exists(), dist.get_rank() == 0 and reference.exists()
     with forward.parameters_complete(args, model):
@@ -236,6 +240,19 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     del model
     made_up.release(trainer)
     return result
+
+
+def tokens_of_experts(model) -> dict[str, list[int]]:
+    """Return the tokens of each expert in the last update, over all ranks, by the layer's name. Collective."""
+    own = {}
+    group = balancing.ranks_of_stage()
+    for router in balancing.routers(*model):
+        counts = router.tokens_of_update.clone()
+        dist.all_reduce(counts, group=group)
+        own[f"{'mtp' if router.is_mtp_layer else 'layer'} {router.layer_number}"] = counts.tolist()
+    of_ranks: list[dict[str, list[int]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    return {name: counts for layers in of_ranks for name, counts in layers.items()}
 
 
 def worker(layouts: list[str], flags: list[str], out: Path) -> None:
@@ -270,9 +287,14 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
     # In 16 bits only the first update: Adam's first step amplifies rounding to a whole learning rate, and experts flip.
     updates = result["updates"][: None if result["float32"] else 1]
     for number, (row, want) in enumerate(zip(updates, first["updates"], strict=False), start=1):
-        for key in [*COMPARED[: None if result["float32"] else 2], *({"params_norm"} & row.keys()), *own_metrics(want)]:
+        more = sorted({"params_norm", "moe/balance_loss"} & row.keys()) + own_metrics(want)
+        for key in [*COMPARED[: None if result["float32"] else 2], *more]:
             if not (gap := relative_gap(key, row, want)) <= tolerance:
                 return f"DIFFERS: {key} of update {number} by {gap:.1e}"
+    for layer, want in first.get("counts", {}).items() if result["float32"] else ():
+        moved = sum(abs(a - b) for a, b in zip(result["counts"].get(layer, [0] * len(want)), want, strict=True)) / 2
+        if not moved <= FLIPS * sum(want):
+            return f"DIFFERS: {moved:.0f} of {sum(want)} choices of experts in {layer}"
     wanted = first.get("objectives", {})
     for objective, row in result.get("objectives", {}).items():
         if objective not in wanted:

@@ -57,7 +57,7 @@ def latest_iteration(root: str | Path) -> int | None:
         raise GrpoError(f"{file} cannot be read: {error.strerror}") from None
     if text == "release":  # written by Megatron-LM's converters
         return 0
-    if not re.fullmatch(r"[0-9]+", text):
+    if not re.fullmatch(r"[0-9]{1,18}", text):  # Python refuses to read numbers of thousands of digits
         raise GrpoError(f"{file} holds {text[:40]!r}, not an iteration; in {root}: {_list_others(root)}")
     return int(text)
 

@@ -12,14 +12,14 @@ ANSWER_COLUMNS = ("answer", "reward_model.ground_truth", "solution", "ground_tru
 
 
 def find_answers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all `ANSWER_COLUMNS` that are not null, in their order; the first one is the answer."""
+    """Return the values of `ANSWER_COLUMNS` that are neither null nor NaN, in their order; the first is the answer."""
     found = {name: _value(row, name) for name in ANSWER_COLUMNS}
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in found.items() if not (value is None or value != value)}
 
 
 def _value(row: Mapping[str, Any], name: str) -> Any:
     if name == LAST_TURN:
-        messages = row.get("messages")
+        messages = json_column(row.get("messages"))
         last = messages[-1] if isinstance(messages, list) and messages else None
         return last.get("content") if isinstance(last, dict) and last.get("role") == "assistant" else None
     column, dot, key = name.partition(".")

@@ -89,6 +89,7 @@ class RolloutBatch:
     rewards: Annotated[Float32, ArrayField("completion", columns=1)]
     finish_reasons: Annotated[UInt8, PER_COMPLETION]  # FinishReason
     turns: Annotated[Int32, PER_COMPLETION]  # number of turns of the policy
+    malformed_calls: Annotated[Int32 | None, PER_COMPLETION] = None  # of tools, in all turns; None: not counted
     # Sequences of the model: 1 + the number of ``sample_starts``. None: each completion is one.
     samples: Annotated[Int32 | None, PER_COMPLETION] = None
     # Of episodes with an environment, [n, --max-turns]: its reward for each turn (NaN: none), and a number for what it
@@ -149,6 +150,7 @@ class RolloutBatch:
         kept_token_ids: Sequence[Int32] | None = None,
         response_masks: Sequence[Sequence[int] | None] | None = None,
         turns: Sequence[int] | None = None,
+        malformed_calls: Sequence[int] | None = None,
         sample_starts: Sequence[Sequence[int]] | None = None,
         images: Sequence[UInt8] | None = None,
     ) -> "RolloutBatch":
@@ -159,8 +161,8 @@ class RolloutBatch:
         `weight_version[i]` are those of the tokens of `completions[i]` (a prompt has that of the token after it).
         `routed_experts[i]`, [tokens, moe layers, topk], begin with the prompt and may end early; `kept_token_ids[i]`
         are [tokens of the completion, k]; `response_masks[i]`, [tokens of the completion], None for ones; `turns` [n],
-        default 1; `sample_starts[i]` are positions in `completions[i]`; `images[i]` are bytes. No token of a completion
-        with the finish reason FAILED is in the loss. Raises GrpoError as `validate` does.
+        default 1; `malformed_calls` [n]; `sample_starts[i]` are positions in `completions[i]`; `images[i]` are bytes.
+        No token of a completion with the finish reason FAILED is in the loss. Raises GrpoError as `validate` does.
         """
         prompt_lengths = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
         lengths = prompt_lengths + np.array([len(completion) for completion in completions], dtype=np.int32)
@@ -179,6 +181,7 @@ class RolloutBatch:
             rewards=np.zeros((len(lengths), 0), np.float32),
             finish_reasons=np.array(finish_reasons, np.uint8),
             turns=np.ones(len(lengths), np.int32) if turns is None else np.array(turns, np.int32),
+            malformed_calls=None if malformed_calls is None else np.array(malformed_calls, np.int32),
         )
         masks = response_masks or [None] * len(completions)
         after_prompt = np.zeros(total, bool)

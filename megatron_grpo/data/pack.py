@@ -60,7 +60,8 @@ class Pack:
     source: Int64  # [T], where each token lies in the flat arrays of the batch, -1 for padding
     # [s + 1] for s sequences (`RolloutBatch.sequences`; the last may be padding): whole ones, over all context ranks
     cu_seqlens: Int32
-    max_seqlen: int  # of these
+    real_lengths: Int64  # [s], without padding; 0 for a sequence of padding
+    max_seqlen: int  # of cu_seqlens
     own_labels: Int64  # [l], which of the L labels are this rank's
     token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
     completion: Int64  # [L], number in the pack of the completion of each label
@@ -136,7 +137,7 @@ def pack_completions(
     if total < used or total % multiple:
         raise ValueError(f"a pack of {used} tokens cannot be padded to {total}, in multiples of {multiple}")
     if total > used:
-        lengths = np.append(lengths, total - used)
+        lengths, real = np.append(lengths, total - used), np.append(real, 0)
     cu_seqlens = offsets(lengths)
 
     source = np.full(total, -1)  # where in the flat arrays each token lies, and each label; -1 is none
@@ -178,6 +179,7 @@ def pack_completions(
         padding=padding,
         source=source,
         cu_seqlens=cu_seqlens.astype(np.int32),
+        real_lengths=real,
         max_seqlen=int(lengths.max(initial=0)),
         own_labels=own_labels,
         token_index=token_index,

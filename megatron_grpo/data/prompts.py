@@ -18,10 +18,12 @@ from megatron_grpo.data.row_files import RowFiles
 from megatron_grpo.data.row_prompt import (
     check_media,
     longest_text,
+    messages_of_text,
     parse_prompt,
     parse_template_variables,
     parse_tools,
     pass_rate,
+    without_merged_nulls,
 )
 from megatron_grpo.data.row_sampling import row_sampling, with_row
 from megatron_grpo.data.sampler import WINDOW_BYTES, BlendedSampler, PromptSampler, read_blend
@@ -72,8 +74,8 @@ class PromptDataset:
     rows get numbers. Larger files are ``streamed``: every row has a number and is checked when it is read. A row is
     skipped if it is invalid (--bad-rows skip), longer than --max-prompt-length (--truncation-strategy delete) or, with
     ``training``, outside --min-pass-rate and --max-pass-rate. ``tools`` returns the tools of a row that names
-    none, those of its environment. ``images`` reads the images of rows; without it they are invalid. GrpoError lists
-    invalid rows by file and line.
+    none, those of its environment. ``images`` reads the images of rows; without it they are invalid. ``check_gold``
+    raises GrpoError for a row that the reward functions cannot score. GrpoError lists invalid rows by file and line.
     """
 
     def __init__(
@@ -85,8 +87,10 @@ class PromptDataset:
         streamed: bool = False,
         tools: Callable[[Mapping[str, Any]], list[Any] | None] = lambda row: None,
         images: ImageReader | None = None,
+        check_gold: Callable[[dict[str, Any]], None] = lambda row: None,
     ):
         self._args, self._tokenizer, self._tools, self.images = args, tokenizer, tools, images
+        self._check_gold = check_gold
         words, self._weights = read_blend([str(path) for path in paths])
         self._files = RowFiles(words, WINDOW_BYTES * (len(words) if self._weights else 1))
         if not len(self._files):
@@ -122,7 +126,7 @@ class PromptDataset:
         """Return the numbers of the valid rows and their pass rates (1 if no flag needs pass rates)."""
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
         self.has_videos = False
-        answers = AnswerCounts()
+        answers, in_json, with_start = AnswerCounts(), 0, 0
         for number in tqdm(range(total), "checking prompts", disable=not is_rank_0() or total < _PROGRESS_FROM):
             try:
                 prompt = self.read(number, decode=True)
@@ -131,6 +135,8 @@ class PromptDataset:
                 continue
             numbers.append(number)
             answers.add(prompt.row)
+            in_json += self._is_json(prompt.row)
+            with_start += self._has_start(prompt.row)
             rates.append(prompt.row["pass_rate"] if self._rated else 1.0)
             # The engine needs the tokenizer for stop words and constraints.
             self.has_videos |= prompt.images is not None and prompt.images.has_videos
@@ -143,18 +149,41 @@ class PromptDataset:
             print_rank_0(line)
         more = f" and {len(words) - 1} more files" if len(words) > 1 else ""
         print_rank_0("; ".join(filter(None, (f"{words[0]}{more}: {len(numbers):,} prompts", answers.line()))))
+        if in_json:
+            print_rank_0(f"{in_json:,} prompts are JSON text of messages: they are parsed, and rendered as messages")
+        if with_start:
+            print_rank_0(f"{with_start:,} prompts bring {self._tokenizer.text_start}: the tokenizer adds no second one")
         return np.array(numbers), np.array(rates)
 
+    def _is_json(self, row: Mapping[str, Any]) -> bool:
+        """Return whether the prompt of a row is JSON text of messages."""
+        column = row.get(self._args.prompt_key)
+        return isinstance(column, str) and messages_of_text(column) is not None
+
+    def _has_start(self, row: Mapping[str, Any]) -> bool:
+        """Return whether the prompt of a row is a text that begins with the tokens which the tokenizer adds."""
+        column, start = row.get(self._args.prompt_key), self._tokenizer.text_start
+        return bool(start) and isinstance(column, str) and self._args.system_prompt is None and column.startswith(start)
+
     def _print_first_answer(self) -> None:
-        """Print the column of the first row's answer; the block is read apart, and not kept."""
+        """Print the column of the first row's answer, and its form of prompt; the block is read apart, and not kept."""
         file = next(file for file in self._files.files if len(file.blocks.rows))
         answers = AnswerCounts()
         try:
-            answers.add(file.row(file.read(0), 0))
+            row = file.row(file.read(0), 0)
+            answers.add(row)
         except GrpoError:
             return  # the row is reported when it is read
         if line := answers.line():
             print_rank_0(f"{line}, in the first row ({file.where(0)})")
+        if self._is_json(row):
+            print_rank_0(
+                "the first row's prompt is JSON text of messages: such prompts are parsed, and rendered as messages"
+            )
+        if self._has_start(row):
+            print_rank_0(
+                f"the first row's prompt brings {self._tokenizer.text_start}: the tokenizer adds no second one"
+            )
 
     def __len__(self) -> int:
         return len(self._files) if self._numbers is None else len(self._numbers)
@@ -241,11 +270,14 @@ class PromptDataset:
         file, block, position, where = self._files.find(number)
         try:
             row = file.row(block, position)
+            if file.merges_shapes:
+                row = without_merged_nulls(row, self._args.prompt_key)
             ids, images = self._tokens(row, file.path.parent)
             if decode and images is not None:
                 images.check()
             fields = row_sampling(row, self._args, self._tokenizer.special_tokens)
             check_source(self._routes, row)
+            self._check_gold(row)
             rate = pass_rate(row) if self._rated else 1.0
         except GrpoError as error:
             raise LeftOut("bad", f"{where}: {error}") from error

@@ -51,6 +51,8 @@ class Blocks:
 class JsonLines:
     """The lines of a JSON-lines file, except blank ones; the index takes 8 bytes for each line."""
 
+    merges_shapes = False
+
     def __init__(self, path: Path):
         self.path = path
         try:
@@ -113,6 +115,10 @@ class JsonLines:
 
 class ParquetRows:
     """The rows of a Parquet file, read one slice of a row group at a time; GrpoError for an unreadable file."""
+
+    merges_shapes = (
+        True  # an object has the keys of all objects of its column, with null for those that are not its own
+    )
 
     def __init__(self, path: Path):
         self.path = path
@@ -187,6 +193,8 @@ class ParquetRows:
 
 class ArrowRows:
     """The rows of the Arrow files of one data set of the library datasets, mapped into memory and not read at once."""
+
+    merges_shapes = True
 
     def __init__(self, path: Path, files: Sequence[Path]):
         """``path`` is the name of the data set in messages; GrpoError for an unreadable file."""

@@ -16,7 +16,8 @@ def parse_prompt(
 ) -> str | list[dict[str, Any]]:
     """Return the prompt of column ``key``, or of column ``messages`` if it is absent: a string or chat messages.
 
-    ``media``: "image", "video"; with any of them the content of a message can be a list of parts, text and these.
+    A string that is JSON text of messages counts as these. ``media``: "image", "video"; with any of them the content of
+    a message can be a list of parts, text and these.
     A last assistant message of ``messages`` is the reference answer (answer_column.py) and no part of the prompt.
     With a system prompt, a string becomes the user's message after it. Raises GrpoError with the expected format.
     """
@@ -25,6 +26,8 @@ def parse_prompt(
     if prompt is None:
         found = ", ".join(f"{name} (null)" if value is None else name for name, value in row.items()) or "no column"
         raise GrpoError(f'no prompt: expected a column "{key}" (--prompt-key) or "messages", found {found}')
+    if isinstance(prompt, str) and (messages_in_text := messages_of_text(prompt)) is not None:
+        prompt = messages_in_text
     if isinstance(prompt, str):
         _check_text(f'"{column}"', prompt)
         return (
@@ -51,6 +54,17 @@ def parse_prompt(
     if messages[0]["role"] == "system":
         raise GrpoError(f'"{column}" has a system message, and --system-prompt is given: leave one of them out')
     return [{"role": "system", "content": system}, *messages]
+
+
+def messages_of_text(text: str) -> list[Any] | None:
+    """Return the chat messages of which a text is the JSON, as in data sets with a column of strings, else None."""
+    if not text.lstrip().startswith("["):
+        return None
+    messages = json_column(text)
+    are_messages = (
+        isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
+    )
+    return messages if are_messages else None
 
 
 def check_media(row: Mapping[str, Any], media: Collection[str], family: str) -> None:
@@ -83,7 +97,7 @@ def _texts(content: str | list[dict[str, Any]]) -> list[str]:
 def _check_message(name: str, message: Any, media: Collection[str]) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise GrpoError(f'{name} must be an object with "role" and "content", found {kind(message)}')
-    message = _without_nulls(message)
+    message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message:
         raise GrpoError(f'{name} has no "role"')
     _check_text(f'"role" of {name}', message["role"])
@@ -94,20 +108,23 @@ def _check_message(name: str, message: Any, media: Collection[str]) -> dict[str,
     if "content" not in message:
         raise GrpoError(f'{name} has no "content"')
     if media and isinstance(message["content"], list):
-        for number, part in enumerate(message["content"], 1):
+        message["content"] = [
             _check_part(f'part {number} of "content" of {name}', part, media)
+            for number, part in enumerate(message["content"], 1)
+        ]
     else:
         _check_text(f'"content" of {name}', message["content"])
     return message
 
 
-def _check_part(name: str, part: Any, media: Collection[str]) -> None:
+def _check_part(name: str, part: Any, media: Collection[str]) -> dict[str, Any]:
     types = ["text", *media, "image_url"]
     if not isinstance(part, dict) or part.get("type") not in types:
         expected = ", ".join(f'"{kind}"' for kind in types[:-1])
         raise GrpoError(f'{name} must be an object with "type" {expected} or "{types[-1]}", found {part!r:.100}')
     if part["type"] == "text":
         _check_text(f'"text" of {name}', part.get("text"))
+    return {key: value for key, value in part.items() if value is not None}
 
 
 def _check_text(name: str, text: Any) -> None:
@@ -135,7 +152,7 @@ def parse_tools(row: Mapping[str, Any], prompt: str | list[dict[str, Any]]) -> l
         raise GrpoError(f'"tools" must be a list of objects, or JSON text of one, found {column!r:.200}')
     if isinstance(prompt, str):
         raise GrpoError('"tools" needs a prompt of chat messages: only a chat template shows tools to the model')
-    return tools if isinstance(column, str) else _without_nulls(tools)
+    return tools
 
 
 def parse_template_variables(row: Mapping[str, Any], prompt: str | list[dict[str, Any]]) -> dict[str, Any]:
@@ -148,7 +165,7 @@ def parse_template_variables(row: Mapping[str, Any], prompt: str | list[dict[str
         raise GrpoError(f'"chat_template_kwargs" must be an object, or JSON text of one, found {column!r:.200}')
     if variables and isinstance(prompt, str):
         raise GrpoError('"chat_template_kwargs" needs a prompt of chat messages: a string is not put into a template')
-    return variables if isinstance(column, str) else _without_nulls(variables)
+    return variables
 
 
 def pass_rate(row: Mapping[str, Any]) -> float:
@@ -165,11 +182,17 @@ def pass_rate(row: Mapping[str, Any]) -> float:
     return float(rate)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Remove keys with null values, in all levels.
+def without_merged_nulls(row: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return a row of a table without the null keys of objects in the columns that are prompts, tools and calls.
 
-    Parquet gives every object the keys of all objects, and chat templates test for the presence of a key.
+    Parquet and Arrow give every object the keys of all objects of its column. Chat templates test for the presence of a
+    key, and an argument that no call has is not one that is null. A null that is meant needs a column of JSON text.
     """
+    columns = {key, "messages", "tools", "tool_calls", "chat_template_kwargs"}
+    return {name: _without_nulls(value) if name in columns else value for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):

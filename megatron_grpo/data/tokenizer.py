@@ -14,6 +14,7 @@ import jinja2
 import jinja2.meta
 from transformers import AutoTokenizer
 
+from megatron_grpo.data.text_start import encode_once, text_start
 from megatron_grpo.utils.errors import GrpoError
 
 # A tokenizer directory has at least one of these; without them transformers builds an empty tokenizer without an error.
@@ -28,9 +29,13 @@ class Tokenizer(Protocol):
     pad_id: int
     special_tokens: dict[str, int]  # ids by content; `decode` omits them
     longest_token: int  # upper bound of the characters of a token
+    text_start: str  # text of the special tokens that `encode` puts before a text (BOS); "" for none
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text to be continued, after the special tokens that the tokenizer adds (BOS)."""
+        """Return the ids of a text to be continued, after the special tokens of ``text_start``, once."""
+
+    def encode_rest(self, text: str) -> list[int]:
+        """Return the ids of a text that continues another one: without BOS."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids, without special tokens such as end-of-sequence by default."""
@@ -94,6 +99,7 @@ class HuggingFaceTokenizer:
         while vocabulary.get(f"<|reserved_token_{self.vocab_size - 1}|>") == self.vocab_size - 1:
             self.vocab_size -= 1
         self.longest_token: int = max(map(len, vocabulary))
+        self.text_start = text_start(self._tokenizer)
         if self.encode("1")[-1:] == [self.eos_id]:
             raise GrpoError(
                 f"--tokenizer-model {path}: the tokenizer ends every text with its end-of-sequence token, so the model "
@@ -115,7 +121,10 @@ class HuggingFaceTokenizer:
         return self._tokenizer.get_vocab()
 
     def encode(self, text: str) -> list[int]:
-        return self._known(self._tokenizer.encode(text))
+        return self._known(encode_once(self._tokenizer, text, self.text_start))
+
+    def encode_rest(self, text: str) -> list[int]:
+        return self._known(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _known(self, ids: list[int]) -> list[int]:
         """Return the ids; raise GrpoError for a reserved one, for which the model has no embedding."""
@@ -205,6 +214,8 @@ class HuggingFaceTokenizer:
 class SentencePieceTokenizer:
     """A SentencePiece .model file, without a chat template; as in Megatron-LM no BOS precedes a text."""
 
+    text_start = ""
+
     def __init__(self, path: str | Path):
         from sentencepiece import SentencePieceProcessor  # only this tokenizer needs it
 
@@ -232,6 +243,8 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
 
+    encode_rest = encode
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids)  # control tokens never have text
 
@@ -251,6 +264,8 @@ class TikTokenizer:
     megatron-core's reader, with its patterns v1 and v2. As in megatron-core, no BOS precedes a text, and special tokens
     in a text are encoded as special tokens. ``vocab_size`` (None: no limit) drops the last entries of the vocabulary.
     """
+
+    text_start = ""
 
     def __init__(
         self,
@@ -293,6 +308,8 @@ class TikTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode(text, allowed_special="all")
+
+    encode_rest = encode
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._encoding.decode([i for i in ids if i >= self._specials or not skip_special_tokens])

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, SECONDS, FlagRow, Number, count_to
-from megatron_grpo.utils.rules import flag
+from megatron_grpo.utils.rules import flag, needs
 
 AGENT = "agent:"  # begins the environment's name of --agent
 UNDER = " under "  # comes before --agent-python in it
@@ -45,7 +45,15 @@ ENVIRONMENTS: tuple[FlagRow, ...] = (
         "--tool-call-parser",
         str,
         None,
-        "format of the policy's tool calls, by vLLM's names: hermes, llama3_json, mistral, deepseek_v3 [no tool calls]",
+        "format of the policy's tool calls, by vLLM's names: hermes, llama3_json, mistral, deepseek_v3, glm45, "
+        "kimi_k2, qwen3_coder, openai [no tool calls]",
+    ),
+    (
+        "--reasoning-parser",
+        str,
+        None,
+        "format of the policy's reasoning, by vLLM's names: deepseek_r1, qwen3, glm45; no tool is called in it [the "
+        "marks in the chat template]",
     ),
     (
         "--on-rewritten-history",
@@ -81,6 +89,7 @@ def check_environments(args: Namespace) -> None:
         if "environment" in (args.reward_funcs or []):
             raise GrpoError("--reward-funcs environment needs --environment, whose rewards it returns")
         return
+    needs(args, "reasoning_parser", "tool_call_parser", "reasoning is set aside before tool calls are read")
     user = "--agent" if args.agent else "--environment"
     if args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError(f"{user} needs --tokenizer-type HuggingFaceTokenizer: turns need a chat template")

@@ -20,14 +20,36 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class MalformedCall:
+    """A tool call that cannot be read. It is answered with ``error``, whatever the environment is."""
+
+    text: str
+    error: str
+    id: str
+    name: str = "malformed_call"  # of the tool, where it can be recognised
+    place: int = 0  # among all calls of the turn, from 0
+
+    @property
+    def answer(self) -> Message:
+        """The message that the policy reads."""
+        content = f"error: this tool call cannot be read: {self.error}"
+        return {"role": "tool", "name": self.name, "tool_call_id": self.id, "content": content}
+
+
+@dataclass(frozen=True)
 class Turn:
-    """A turn of the policy, as an environment sees it: the text without the tool calls, and these."""
+    """A turn of the policy, as an environment sees it: the text without the tool calls, and these.
+
+    ``text`` has the turn's reasoning, too, with its marks, as it was sampled; ``reasoning`` is that part of it.
+    """
 
     text: str
     tool_calls: Sequence[ToolCall] = ()
     number: int = 1  # in its episode, from 1
     finish_reason: str = "stop"  # "length": cut at --max-completion-length, so that no answer can follow
     token_ids: Sequence[int] = ()
+    malformed_calls: Sequence[MalformedCall] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)

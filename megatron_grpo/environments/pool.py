@@ -142,9 +142,8 @@ class EnvironmentPool:
     def step(self, key: int, turn: Turn) -> None:
         """Tell an episode the policy's turn."""
         episode = self._episodes[key]
-        episode.turns.append(
-            vars(turn) | {"tool_calls": [vars(call) for call in turn.tool_calls], "token_ids": list(turn.token_ids)}
-        )
+        calls = {name: [vars(call) for call in getattr(turn, name)] for name in ("tool_calls", "malformed_calls")}
+        episode.turns.append(vars(turn) | calls | {"token_ids": list(turn.token_ids)})
         episode.tries = 0
         if episode.worker.suspects is not None:
             episode.worker.suspects.append(key)

@@ -26,7 +26,7 @@ class TurnRenderer:
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
         self._special = set(tokenizer.special_tokens.values())
-        self._ends = [tokenizer.decode([token], skip_special_tokens=False) for token in end_token_ids]
+        self.ends = [tokenizer.decode([token], skip_special_tokens=False) for token in end_token_ids]
         self._now = datetime.datetime.now()
 
     def after_turn(
@@ -57,6 +57,11 @@ class TurnRenderer:
         """Return the ids of a conversation as the template renders it, with the generation prompt."""
         variables = dict(variables or {}) | {"strftime_now": self._now.strftime}
         return self._rendered(self._tokenizer.apply_chat_template, messages, tools, variables)
+
+    def text(self, messages: Sequence[Message], tools: list[Any] | None, variables: Mapping[str, Any]) -> str:
+        """Return the text of `whole`."""
+        given = dict(variables) | {"strftime_now": self._now.strftime}
+        return self._rendered(self._tokenizer.render_chat, messages, tools, given)
 
     def keeps(self, so_far: Sequence[int], whole: Sequence[int]) -> bool:
         """Return whether the text of ``whole`` begins with that of ``so_far``, but for a sampled end of turn."""
@@ -89,7 +94,7 @@ class TurnRenderer:
                 )
         same = _common_end(first, second)
         # Behind the text there may be tool calls, then the end of the turn.
-        places = [place for end in self._ends if (place := same.find(end)) >= 0]
+        places = [place for end in self.ends if (place := same.find(end)) >= 0]
         return same[min(places) :] if places and turn.get("tool_calls") else same
 
     @staticmethod

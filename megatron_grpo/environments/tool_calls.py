@@ -1,47 +1,621 @@
-"""Tool calls in what the policy said, read by vLLM's own parsers (--tool-call-parser)."""
+"""Tool calls in what the policy said, read by vLLM's own parsers (--tool-call-parser).
 
+vLLM's parsers return no call of a turn in which one call is wrong. So a turn is cut first, at the marks with which its
+format begins and ends a call, and each part goes to the parser alone. A part in which the parser finds no call is a
+`MalformedCall`. Reasoning is set aside before that (reasoning.py): nothing is called in it.
+
+| format | a call |
+|---|---|
+| hermes | <tool_call>{"name": .., "arguments": {..}}</tool_call> |
+| glm45, qwen3_coder | <tool_call> .. </tool_call>, with arguments as texts: their types follow from the tools |
+| deepseek_v3, kimi_k2 | between marks, in a section of calls |
+| mistral | [TOOL_CALLS] before a list of calls, or before each call |
+| openai | a message to functions.NAME, read from token ids: gpt-oss has its marks as tokens |
+| llama3_json | no marks: `_objects` has the rule |
+
+Of any other format vLLM's parser gets the whole turn.
+"""
+
+import ast
 import json
 import logging
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from megatron_grpo.environments.environment import ToolCall
+from megatron_grpo.environments.environment import MalformedCall, Message, ToolCall
+from megatron_grpo.environments.reasoning import Marks, ReasoningParser, marks_of
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.packages import require
 
+OPENAI = "openai"
+_DEPTH = 8  # of references within the schema of a tool
+
+
+@dataclass(frozen=True)
+class _Format:
+    """Marks of a format. ``section``: the marks around all calls of a turn, without which the parser reads none."""
+
+    start: str
+    end: str | None = None  # None: a call reaches to the next one
+    section: tuple[str, str] | None = None
+    holds_json: bool = False  # between the marks is {"name": .., "arguments": {..}}
+    texts: bool = False  # arguments are texts
+
+
+_JSON_TAGS = _Format("<tool_call>", "</tool_call>", holds_json=True)
+_TEXT_TAGS = _Format("<tool_call>", "</tool_call>", texts=True)
+_DEEPSEEK = _Format("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"))
+_KIMI = _Format(
+    "<|tool_call_begin|>", "<|tool_call_end|>", ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+)
+_FORMATS = {
+    "hermes": _JSON_TAGS,
+    "qwen3_json": _JSON_TAGS,
+    "glm45": _TEXT_TAGS,
+    "glm47": _TEXT_TAGS,
+    "qwen3_coder": _TEXT_TAGS,
+    "qwen3_xml": _TEXT_TAGS,
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "kimi_k2": _KIMI,
+    "mistral": _Format("[TOOL_CALLS]"),
+}
+_LLAMA = ("llama3_json", "llama4_json")
+_PYTHON_TAG = "<|python_tag|>"
+_CALL_OBJECT = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:')  # as calls of Llama begin
+_NAMES = (  # of the tool in a call that cannot be read
+    re.compile(r'"name"\s*:\s*"([^"\s]+)"'),
+    re.compile(r"<function=([^>\s]+)"),
+    re.compile(r"functions\.([^:\s<]+)"),
+    re.compile(r"<｜tool▁sep｜>(\S+)"),
+    re.compile(r"<tool_call>\s*([^<{}\s]+)"),
+    re.compile(r"\[TOOL_CALLS\]\s*([^\[{\s]+)"),
+)
+
+
+class _Part(NamedTuple):
+    """A part of a turn that is a call: where it is in the text, and what the parser gets."""
+
+    begin: int
+    end: int
+    text: str
+    body: str | None = None  # {"name": .., "arguments": {..}}, where the format has that
+    complete: bool = True  # has an end
+
+
+class _Call(NamedTuple):
+    """A call as vLLM returns it; ``arguments`` is JSON text, ``id`` None or an id that vLLM may have made up."""
+
+    name: str
+    arguments: str
+    id: str | None
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """What the policy said in a turn. ``text`` is all but the calls; ``reasoning`` is the part of it that is that."""
+
+    text: str
+    calls: list[ToolCall] = field(default_factory=list)
+    malformed: list[MalformedCall] = field(default_factory=list)
+    reasoning: str = ""
+    # With the calls that cannot be read: what a client of OpenAI's protocol gets.
+    text_with_malformed: str = ""
+    thinking: bool = False  # the chat template takes reasoning beside the text, which does not have it
+
+    @property
+    def message(self) -> Message:
+        """The turn in the conversation. A call that cannot be read is there, too, since an answer follows it."""
+        said: dict[int, tuple[str, str, Any]] = {call.place: (call.id, call.name, {}) for call in self.malformed}
+        places = iter(place for place in range(len(said) + len(self.calls)) if place not in said)
+        said |= {next(places): (call.id, call.name, call.arguments) for call in self.calls}
+        calls = [
+            {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for _, (identity, name, arguments) in sorted(said.items())
+        ]
+        message = {"role": "assistant", "content": self.text}
+        message |= {"thinking": self.reasoning} if self.thinking and self.reasoning else {}
+        return message | ({"tool_calls": calls} if calls else {})
+
+
+class _Reader:
+    """vLLM's parser of a format, with the tools of a row."""
+
+    def __init__(self, kind: Any, tokenizer: Any, tools: Sequence[Mapping[str, Any]], holds_types: bool):
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        functions = [_plain_function(tool["function"]) for tool in tools]
+        self.schemas = {function["name"]: _properties(function) for function in functions}
+        # Arguments in JSON have types. vLLM would make texts of those for which the schema has none.
+        without = {"parameters": None} if holds_types else {}
+        given = [{"type": "function", "function": function | without} for function in functions]
+        self._request = ChatCompletionRequest(messages=[], tools=given or None)
+        self._parser = kind(tokenizer, self._request.tools)
+
+    def read(self, text: str) -> tuple[str, list[_Call]]:
+        """Return the text without calls, and the calls; no call where the parser raises an error."""
+        try:
+            found = self._parser.extract_tool_calls(text, self._request)
+        # The parsers swallow most errors that a malformed call causes, and raise a few (a name that is a number).
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+            return text, []
+        calls = [_Call(call.function.name, call.function.arguments, call.id) for call in found.tool_calls or ()]
+        return found.content or "", calls
+
+    def read_ids(self, ids: Sequence[int]) -> tuple[str, str, list[_Call]]:
+        """Return (reasoning, text, calls) of a turn of gpt-oss."""
+        reasoning, text, calls = self._parser.parse("", self._request, model_output_token_ids=list(ids))
+        return reasoning or "", text or "", [_Call(call.name, call.arguments, None) for call in calls or ()]
+
 
 class ToolCallParser:
-    """The parser of a model family; ``name`` as vLLM's --tool-call-parser ("hermes", "llama3_json", "deepseek_v3")."""
+    """The parser of a model family; ``name`` as vLLM's --tool-call-parser ("hermes", "llama3_json", "deepseek_v3").
 
-    def __init__(self, name: str, tokenizer: Any):
+    ``tokenizer`` is that of transformers, and ``reasoning`` the name of a reasoning parser of vLLM; without one the
+    marks of the chat template decide.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, reasoning: str | None = None):
         require(f"--tool-call-parser {name}, a parser of vLLM,", "vllm")
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tool_parsers import ToolParserManager
+        self.name, self._tokenizer = name, tokenizer
+        if name == OPENAI and reasoning not in (None, "openai_gptoss"):
+            raise GrpoError(
+                f"--reasoning-parser {reasoning} cannot be used with --tool-call-parser {OPENAI}, which reads the "
+                "channels of gpt-oss itself: leave it out"
+            )
+        self._kind = _harmony() if name == OPENAI else _parser_class(name)
+        self._reasoning = ReasoningParser(reasoning, tokenizer) if reasoning and name != OPENAI else None
+        template = tokenizer.chat_template
+        self._marks = marks_of(template if isinstance(template, str) else json.dumps(template))
+        # vLLM logs a traceback for each malformed call; a policy makes many.
+        for module in (self._kind.__module__, "vllm.parser"):
+            logging.getLogger(module).setLevel(logging.CRITICAL)
+        self._readers: dict[str, _Reader] = {}
+        self._reader(())
 
-        try:
-            parser = ToolParserManager.get_tool_parser(name)
-        except (KeyError, ImportError) as error:
-            raise GrpoError(f"--tool-call-parser {name}: {error}") from error
-        # A parser looks up the family's special tokens, and raises RuntimeError if the vocabulary lacks them.
-        try:
-            self._parser = parser(tokenizer)
-        except (RuntimeError, ValueError) as error:
-            raise GrpoError(f"--tool-call-parser {name} does not fit the tokenizer: {error}") from error
-        # They log a traceback for each malformed call; a policy makes many, and they stay text.
-        logging.getLogger(type(self._parser).__module__).setLevel(logging.CRITICAL)
-        self._request = ChatCompletionRequest(messages=[])
+    @property
+    def is_vllms(self) -> bool:
+        """Whether the parser is one of vLLM's, not one of a file of --external-plugins."""
+        return self.name == OPENAI or self._kind.__module__.startswith("vllm.")
 
-    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Return the text without the tool calls, and these; a call that is not valid JSON stays text."""
-        found = self._parser.extract_tool_calls(text, self._request)
-        if not found.tools_called:
-            return text, []
-        calls = []
-        for call in found.tool_calls:
+    @property
+    def _is_of_texts(self) -> bool:
+        return self.name in _FORMATS and _FORMATS[self.name].texts
+
+    def after_reasoning(self, text: str, variables: Mapping[str, Any] | None = None) -> str:
+        """Return a text behind reasoning, as --reasoning-parser needs it: templates leave out earlier reasoning."""
+        marks = self._reasoning.marks(variables or {}) if self._reasoning is not None else None
+        return text if marks is None or marks.end in text else f"{marks.start}{marks.end}{text}"
+
+    def check(self, tools: Sequence[Any]) -> None:
+        """Raise GrpoError for tools that vLLM does not accept."""
+        if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise GrpoError(f"tools must be a list of objects, found {tools!r:.200}")
+        self._reader(tools)
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[Any] | None = None,
+        ids: Sequence[int] = (),
+        before: str = "",
+        number: int = 0,
+        cut: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> ParsedTurn:
+        """Return what a turn says: its ``text`` without the end of turn, and its token ids with it.
+
+        ``tools`` are those that the policy was shown, and give the types of arguments. ``before`` is the end of the
+        prompt, ``number`` that of the turn in its episode, ``variables`` those of the chat template. A call without an
+        end is text in a turn that was ``cut`` at a limit.
+        """
+        reader = self._reader(tools or ())
+        if self.name == OPENAI:
+            return self._parse_ids(ids, reader, number)
+        own_marks = self._reasoning.marks(variables or {}) if self._reasoning is not None else None
+        marks = own_marks or self._marks
+        opened = before.rstrip().endswith(marks.start)
+        set_aside, rest = "", text
+        if self._reasoning is not None and marks.end not in text:
+            set_aside, rest = self._reasoning.split(text, before, variables or {})
+            opened = opened and own_marks is None
+        scanned = _scan(rest, _FORMATS.get(self.name), marks, opened)
+        reasoning = set_aside + "".join(rest[begin:end] for begin, end in scanned.reasoning)
+        after_reasoning = scanned.reasoning[-1][1] if scanned.reasoning else 0
+        parts = scanned.parts
+        if self.name in _LLAMA:
+            parts = list(_objects(rest, after_reasoning))
+        elif self.name not in _FORMATS:
+            content, found = reader.read(rest[after_reasoning:])
+            sorted_calls = self._sort([([call], f"{call.name} {call.arguments}") for call in found], reader, number)
+            spoken = set_aside + (rest[:after_reasoning] + content if found else rest)
+            return ParsedTurn(spoken, *sorted_calls, reasoning, spoken)
+        if cut and parts and not parts[-1].complete:
+            parts = parts[:-1]
+        read = [(self._calls_of(part, reader), rest[part.begin : part.end]) for part in parts]
+        calls, malformed = self._sort(read, reader, number)
+        bad = {call.text for call in malformed}
+        good = [part for part, (_, said) in zip(parts, read, strict=True) if said not in bad]
+        return ParsedTurn(
+            set_aside + self._without(rest, parts),
+            calls,
+            malformed,
+            reasoning,
+            set_aside + self._without(rest, good),
+        )
+
+    def _parse_ids(self, ids: Sequence[int], reader: _Reader, number: int) -> ParsedTurn:
+        reasoning, text, found = reader.read_ids(ids)
+        read = [([call], f"{call.name} {call.arguments}") for call in found]
+        said = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        if not found and said.endswith("<|call|>"):  # to no function
+            read = [([], said)]
+        return ParsedTurn(text, *self._sort(read, reader, number), reasoning, text, thinking=True)
+
+    def _reader(self, tools: Sequence[Any]) -> _Reader:
+        """Return the parser for these tools, which are functions, or {"type": "function", "function": ..}."""
+        wrapped = [tool if isinstance(tool.get("function"), Mapping) else {"function": tool} for tool in tools]
+        named = [tool for tool in wrapped if isinstance(tool["function"].get("name"), str)]
+        key = json.dumps(named, sort_keys=True, default=str)
+        if key not in self._readers:
+            # A parser looks up the family's special tokens, and raises RuntimeError if the vocabulary lacks them.
             try:
-                arguments = json.loads(call.function.arguments or "{}")
-            except ValueError:
-                return text, []
-            if not isinstance(arguments, dict):
-                return text, []
-            calls.append(ToolCall(call.function.name, arguments, call.id))
-        return found.content or "", calls
+                holds_types = self.name in (OPENAI, *_LLAMA, *_FORMATS) and not self._is_of_texts
+                self._readers[key] = _Reader(self._kind, self._tokenizer, named, holds_types)
+            except (RuntimeError, ValueError) as error:
+                what = "the tools" if named else "the tokenizer"
+                raise GrpoError(f"--tool-call-parser {self.name} does not fit {what}: {error}") from error
+        return self._readers[key]
+
+    def _calls_of(self, part: _Part, reader: _Reader) -> list[_Call]:
+        if part.body is not None and _fault_of_json(part.body):
+            return []
+        return reader.read(part.text)[1]
+
+    def _sort(
+        self, read: Sequence[tuple[Sequence[_Call], str]], reader: _Reader, number: int
+    ) -> tuple[list[ToolCall], list[MalformedCall]]:
+        """Return the calls of (what the parser found in a part, the part's text), and those that are malformed."""
+        calls: list[ToolCall] = []
+        malformed: list[MalformedCall] = []
+        for found, text in read:
+            if not found:
+                place = len(calls) + len(malformed)
+                fault = self._fault(text, reader)
+                malformed.append(MalformedCall(text, fault, _id(number, place), _name_in(text), place))
+            for call in found:
+                place = len(calls) + len(malformed)
+                arguments = _arguments(call)
+                if isinstance(arguments, str):
+                    name = call.name or _name_in(text)
+                    malformed.append(MalformedCall(text, arguments, _id(number, place), name, place))
+                    continue
+                if self._is_of_texts:
+                    arguments = _typed(arguments, reader.schemas.get(call.name, {}))
+                # An id in the text is the policy's own; others are vLLM's, and random.
+                own_id = bool(call.id) and call.id in text and call.id not in (made.id for made in calls)
+                identity = call.id if own_id and call.id else _id(number, place)
+                calls.append(ToolCall(call.name, arguments, identity))
+        return calls, malformed
+
+    def _fault(self, text: str, reader: _Reader) -> str:
+        """Return what is wrong with a part in which the parser found no call."""
+        own, name = _FORMATS.get(self.name), _name_in(text)
+        body = text.removeprefix(own.start).removesuffix(own.end or "") if own else text.removeprefix(_PYTHON_TAG)
+        body = body.strip(" ;\n").lstrip("[,").strip()
+        is_json = self.name in _LLAMA or (own is not None and (own.holds_json or (own.end is None and body[:1] == "{")))
+        if is_json and (fault := _fault_of_json(body)):
+            return fault
+        if reader.schemas and name not in (*reader.schemas, MalformedCall.name):
+            return f"there is no tool {name}; the tools are {', '.join(reader.schemas)}"
+        if own is not None and own.section and text.startswith(own.section[0]):
+            return f"between {own.section[0]} and {own.section[1]} is no {own.start}"
+        if own is not None and own.end is not None and own.end not in text:
+            return f"it has no {own.end}"
+        return "it does not have the form that the instructions for tools describe"
+
+    def _without(self, text: str, parts: Sequence[_Part]) -> str:
+        """Return a turn's text without these parts, and without the marks around them."""
+        if not parts:
+            return text
+        edges = [0, *(edge for part in parts for edge in (part.begin, part.end)), len(text)]
+        rest = "".join(text[begin:end] for begin, end in zip(edges[::2], edges[1::2], strict=True))
+        own = _FORMATS.get(self.name)
+        for mark in (own.section or ()) if own else (_PYTHON_TAG,):
+            rest = rest.replace(mark, "")
+        return rest.rstrip()
+
+
+def _parser_class(name: str) -> Any:
+    """Return vLLM's class of a parser; GrpoError with the names that there are."""
+    from vllm.tool_parsers import ToolParserManager
+
+    if name not in ToolParserManager.list_registered():
+        known = ", ".join(ToolParserManager.list_registered())
+        raise GrpoError(f"--tool-call-parser {name}: vLLM has no parser of this name; it has {known}")
+    try:
+        return ToolParserManager.get_tool_parser(name)
+    except ImportError as error:
+        raise GrpoError(f"--tool-call-parser {name}: vLLM cannot import it: {error}") from error
+
+
+def _harmony() -> Any:
+    """Return vLLM's parser of gpt-oss, which reads token ids. Its class of the name openai reads nothing."""
+    from openai_harmony import HarmonyError
+    from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
+    from vllm.parser.harmony import HarmonyParser
+    from vllm.reasoning.gptoss_reasoning_parser import GptOssReasoningParser
+    from vllm.tool_parsers.gptoss_tool_parser import GptOssToolParser
+
+    try:  # later the parser would swallow this error, and find no call
+        get_encoding()
+    except (HarmonyError, OSError, ValueError) as error:
+        raise GrpoError(
+            f"--tool-call-parser {OPENAI}: openai_harmony cannot load the vocabulary of gpt-oss: {error}. Download "
+            "o200k_base.tiktoken, and set TIKTOKEN_ENCODINGS_BASE to its folder"
+        ) from error
+    # Without the two classes it returns neither calls nor reasoning.
+    return type(
+        "GptOssParser",
+        (HarmonyParser,),
+        {
+            "__module__": HarmonyParser.__module__,
+            "tool_parser_cls": GptOssToolParser,
+            "reasoning_parser_cls": GptOssReasoningParser,
+        },
+    )
+
+
+# ---- parts of a turn
+
+
+class _Scanned(NamedTuple):
+    reasoning: list[tuple[int, int]]
+    parts: list[_Part]
+
+
+def _scan(text: str, own: _Format | None, marks: Marks, opened: bool) -> _Scanned:
+    """Return where a turn's reasoning is, and the parts that are calls of the format ``own``.
+
+    The turn begins in reasoning if it is ``opened``. Marks of reasoning within a call are the call's text.
+    """
+    starts = [*([own.section[0]] if own.section else []), own.start] if own else []
+    pattern = re.compile("|".join(map(re.escape, [*marks, *starts])))
+    reasoning: list[tuple[int, int]] = []
+    parts: list[_Part] = []
+    place = begin = 0
+    inside = opened
+    while place < len(text):
+        if inside:
+            end = text.find(marks.end, place)
+            place = len(text) if end < 0 else end + len(marks.end)
+            reasoning.append((begin, place))
+            inside = False
+        elif (mark := pattern.search(text, place)) is None:
+            break
+        elif mark[0] == marks.start:
+            begin, place, inside = mark.start(), mark.end(), True
+        elif mark[0] == marks.end:  # everything before was reasoning
+            reasoning, parts, place = [(0, mark.end())], [], mark.end()
+        else:
+            assert own is not None
+            new = list(_parts(text, own, mark))
+            parts += new
+            place = max(new[-1].end, mark.end())
+    if inside:  # the mark ends the text
+        reasoning.append((begin, len(text)))
+    return _Scanned(reasoning, parts)
+
+
+def _parts(text: str, own: _Format, mark: re.Match[str]) -> Iterator[_Part]:
+    """Return the parts of the call, or of the section of calls, that begins at a mark; at least one."""
+    begin, after = mark.span()
+    if own.section and mark[0] == own.section[0]:
+        end = text.find(own.section[1], after)
+        last = len(text) if end < 0 else end
+        starts = [place.start() for place in re.finditer(re.escape(own.start), text[:last]) if place.start() >= after]
+        if not starts:
+            last = last if end < 0 else end + len(own.section[1])
+            yield _Part(begin, last, text[begin:last], complete=end >= 0)
+        for start, following in zip(starts, [*starts[1:], last]):
+            own_end, complete = _end(text, own, start, following)
+            yield _Part(start, own_end, f"{own.section[0]}{text[start:own_end]}{own.section[1]}", complete=complete)
+    elif own.end is None:
+        following = text.find(own.start, after)
+        last = len(text) if following < 0 else following
+        body = text[after:last].lstrip()
+        if body[:1] in ("[", "{"):
+            yield from _elements(text, own.start, begin, last)
+        else:
+            yield _Part(begin, last, text[begin:last])
+    else:
+        following = text.find(own.start, after)
+        if following >= 0 and _is_json(text[after : max(text.find(own.end, after), after)]):
+            following = -1  # the mark is in an argument
+        last, complete = _end(text, own, begin, len(text) if following < 0 else following)
+        body = text[after:last].removesuffix(own.end) if own.holds_json else None
+        yield _Part(begin, last, text[begin:last], body, complete)
+
+
+def _end(text: str, own: _Format, begin: int, limit: int) -> tuple[int, bool]:
+    """Return (where a call that begins at ``begin`` ends, whether it has its end mark before ``limit``)."""
+    assert own.end is not None
+    end = text.find(own.end, begin + len(own.start), limit)
+    return (limit, limit < len(text)) if end < 0 else (end + len(own.end), True)
+
+
+def _elements(text: str, start: str, begin: int, limit: int) -> Iterator[_Part]:
+    """Return a part for each call of a list of JSON objects, or of one object, that begins with the mark ``start``."""
+    place = begin + len(start)
+    is_list = text[place:limit].lstrip()[:1] == "["
+    place = text.index("[", place) + 1 if is_list else place
+    while True:
+        while place < limit and (text[place].isspace() or text[place] == ","):
+            place += 1
+        if place >= limit or text[place] == "]":  # an empty list, or one that ends with a comma
+            break
+        element, complete = place, True
+        try:
+            place = json.JSONDecoder().raw_decode(text, place)[1]
+        except (ValueError, RecursionError):
+            following = re.compile(r'\{\s*"name"').search(text, place + 1, limit)
+            place, complete = (following.start(), True) if following else (limit, limit < len(text))
+        body = text[element:place].rstrip().rstrip(",")
+        ends = text[place:limit].lstrip()[:1] in ("", "]") or not is_list
+        end = min(limit, text.find("]", place, limit) + 1 or limit) if ends and is_list else place
+        yield _Part(begin, end, f"{start}[{body}]", body, complete)
+        begin = end
+        if ends:
+            return
+    yield _Part(begin, min(limit, place + 1), text[begin : place + 1], complete=place < limit)  # no further element
+
+
+def _objects(text: str, begin: int) -> Iterator[_Part]:
+    """Return the calls in a format without marks, Llama's: JSON objects with "name" and "parameters" or "arguments".
+
+    A turn that begins like a call, with <|python_tag|> or an object whose first key is one of a call, consists of
+    calls: what is no valid one up to the next object is malformed. In any other turn valid calls are calls, and all
+    else is text.
+    """
+    place = begin + len(text[begin:]) - len(text[begin:].lstrip())
+    tagged = text.startswith(_PYTHON_TAG, place)
+    strict = tagged or _CALL_OBJECT.match(text, place) is not None
+    place += len(_PYTHON_TAG) if tagged else 0
+    if tagged and "{" not in text[place:]:
+        yield _Part(place, len(text), text[place:], complete=False)
+        return
+    while (brace := (_CALL_OBJECT if strict else re.compile(r"\{")).search(text, place)) is not None:
+        place = brace.start()
+        try:
+            made, end = json.JSONDecoder().raw_decode(text, place)
+        except (ValueError, RecursionError):
+            if strict:
+                following = _CALL_OBJECT.search(text, text.find("}", place) + 1 or len(text))
+                end = following.start() if following else len(text)
+                yield _Part(place, end, text[place:end], text[place:end], complete=following is not None)
+            else:
+                end = place + 1
+        else:
+            if strict or _fault_of_json(text[place:end]) is None:
+                end += len(text[end:]) - len(text[end:].lstrip(" ;"))
+                yield _Part(place, end, json.dumps(made), text[place:end].rstrip(" ;"))
+        place = end
+
+
+# ---- one call
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _fault_of_json(text: str) -> str | None:
+    """Return what is wrong with {"name": .., "arguments": {..}}; Llama calls the latter parameters. None if nothing."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return f"it is no valid JSON ({error})"
+    if not isinstance(call, dict):
+        return "it is no JSON object"
+    if not isinstance(call.get("name"), str) or not call["name"]:
+        return 'it has no "name" of a tool'
+    key = "parameters" if "parameters" in call else "arguments"
+    if key not in call:
+        return 'it has no "arguments"'
+    return None if isinstance(call[key], dict) else f'its "{key}" are no JSON object'
+
+
+def _arguments(call: _Call) -> dict[str, Any] | str:
+    """Return the arguments of a call, or what is wrong with it."""
+    if not call.name:
+        return "it has no name of a tool"
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        return f"its arguments are no valid JSON ({error})"
+    return arguments if isinstance(arguments, dict) else "its arguments are no JSON object"
+
+
+def _name_in(text: str) -> str:
+    names = (pattern.search(text) for pattern in _NAMES)
+    return next((name[1] for name in names if name is not None), MalformedCall.name)
+
+
+def _id(number: int, place: int) -> str:
+    """Return the id of a call: nine letters and digits, as Mistral's template wants, and the same in each run."""
+    return f"c{number % 10_000:04d}{place % 10_000:04d}"
+
+
+# ---- types
+
+
+def _plain_function(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool's function whose parameters vLLM understands: without references, and with null as a type."""
+    parameters = function.get("parameters")
+    if not isinstance(parameters, Mapping):
+        return {**function, "parameters": None}
+    return {**function, "parameters": _plain(parameters, parameters, _DEPTH)}
+
+
+def _plain(schema: Any, root: Mapping[str, Any], depth: int) -> Any:
+    if isinstance(schema, list):
+        return [_plain(one, root, depth) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/") and depth > 0:
+        target: Any = root
+        for key in reference[2:].split("/"):
+            target = target.get(key) if isinstance(target, Mapping) else None
+        if isinstance(target, Mapping):
+            others = {key: value for key, value in schema.items() if key != "$ref"}
+            return _plain({**target, **others}, root, depth - 1)
+    plain = {key: _plain(value, root, depth) for key, value in schema.items() if key not in ("$defs", "definitions")}
+    if plain.get("nullable") is True and isinstance(plain.get("type"), str):  # as transformers writes Optional
+        plain["type"] = [plain["type"], "null"]
+    return plain
+
+
+def _properties(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = (function.get("parameters") or {}).get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _typed(arguments: dict[str, Any], properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a format of texts with those as values that stayed texts against their schema.
+
+    Templates such as Qwen3-Coder's write lists, booleans and null as Python does: ['a', None], True.
+    """
+    typed = dict(arguments)
+    for name, value in arguments.items():
+        types = _types(properties.get(name))
+        if isinstance(value, str) and types and "string" not in types:
+            try:
+                literal = ast.literal_eval(value.strip())
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                continue
+            if _type_of(literal) in types or (_type_of(literal) == "integer" and "number" in types):
+                typed[name] = literal
+    return typed
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the JSON types that a schema allows; none if it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
+    for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        types |= _types(one)
+    return types
+
+
+def _type_of(value: Any) -> str | None:
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return "null" if value is None else kinds.get(type(value))

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron_grpo.environments.agent import load
 from megatron_grpo.environments.arguments import AGENT
-from megatron_grpo.environments.environment import Environment, Reply, ToolCall, Turn
+from megatron_grpo.environments.environment import Environment, MalformedCall, Reply, ToolCall, Turn
 from megatron_grpo.environments.registry import get_environment
 from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rewards.worker import Report, as_reward, begin
@@ -115,12 +115,16 @@ class _Episodes:
         return answer | {"snapshot": None if answer["done"] else await self._snapshot(environment)}
 
     async def _answer(self, environment: Environment, turn: dict[str, Any]) -> dict[str, Any]:
-        reply = await self._call(environment.step, _turn(turn))
+        said = _turn(turn)
+        if said.malformed_calls and not said.tool_calls and said.finish_reason != "length":
+            reply = Reply(reward=0.0)  # the answers below are all that there is to say
+        else:
+            reply = await self._call(environment.step, said)
         if reply is None:
             reply = Reply(done=True)
         elif not isinstance(reply, Reply):
             reply = Reply(reply)
-        messages = _messages(reply.messages)
+        messages = _with_malformed(_messages(reply.messages), said)
         try:
             reward = as_reward(reply.reward)
         except ValueError as fault:
@@ -161,7 +165,22 @@ class _Episodes:
 
 
 def _turn(turn: dict[str, Any]) -> Turn:
-    return Turn(**turn | {"tool_calls": [ToolCall(**call) for call in turn["tool_calls"]]})
+    calls = [ToolCall(**call) for call in turn["tool_calls"]]
+    # Turns in checkpoints of earlier versions have no malformed calls.
+    malformed = [MalformedCall(**call) for call in turn.get("malformed_calls", ())]
+    return Turn(**turn | {"tool_calls": calls, "malformed_calls": malformed})
+
+
+def _with_malformed(messages: list[dict[str, Any]], turn: Turn) -> list[dict[str, Any]]:
+    """Return the messages of an environment with the answers to malformed calls, in the order of the calls.
+
+    They are at the end if the environment's messages are not one for each call.
+    """
+    answers = [*messages]
+    each = [message.get("tool_call_id") for message in messages] == [call.id for call in turn.tool_calls]
+    for call in turn.malformed_calls:
+        answers.insert(call.place if each else len(answers), _messages([call.answer])[0])
+    return answers
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack, pack_completions, shareable_tokens, shared_tokens
 from megatron_grpo.data.schedule import Schedule, attention_coefficient, hybrid_schedule, schedule
 from megatron_grpo.data.share import spread
-from megatron_grpo.models import router_replay
+from megatron_grpo.models import balancing, router_replay
 from megatron_grpo.models.fp8_training import check_fp8_device, token_multiple
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple
@@ -230,6 +230,7 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
         collect_non_loss_data=forward_only,
     )
     router_replay.end_of_pass(model)
+    balancing.end_of_pass(model)
     return results
 
 

@@ -8,6 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_grpo.data.pack import IGNORED_LABEL, SharedPrompts
+from megatron_grpo.models.balancing import counting
 from megatron_grpo.models.config import trains_mtp, transformer_config_from_args
 from megatron_grpo.models.expert_dispatch import replace_dispatchers
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
@@ -97,7 +98,7 @@ class PolicyModel(GPTModel):
             hidden_states, weight, labels, kept, self._kept_token_ids, self._entropy_gradient
         )
         rows = [log_probs, entropy]
-        if trains_mtp(self.config) and torch.is_grad_enabled():
+        if trains_mtp(self.config) and (torch.is_grad_enabled() or counting(self)):
             rows += self._mtp_log_probs(hidden_states, weight.detach(), input_ids, position_ids, labels, kept, kwargs)
         return torch.stack(rows)
 

@@ -1,20 +1,74 @@
-"""The router of a mixture of experts: megatron-core's, with products that keep float32 in 16-bit tensor cores."""
+"""The router of a mixture of experts: megatron-core's, with losses and counts that do not depend on packs and ranks.
 
+Below, p_i(x) are the scores of token x, normalized over the E experts, K is --moe-router-topk, n_i is the number of
+tokens with expert i among their K largest scores, and T the number of tokens. Padding is no token. Each loss is
+E sum_i f_i P_i with f_i = n_i / (K T) and P_i = sum_x p_i(x) / T (arXiv:2101.03961, section 2.2). They differ in the
+tokens:
+
+    aux_loss         those of a micro-batch; the mean over micro-batches
+    seq_aux_loss     those of a sequence (arXiv:2412.19437, equations 17 to 20); the mean over the update's sequences
+    global_aux_loss  those of the update (arXiv:2501.11873, section 3)
+
+The gradient flows through P only, so a micro-batch adds its own part of the sum over x, with frequencies that are
+already known: those of its own sequences, or those that `balancing.begin_update` has counted.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_grpo.models.router_replay import Replay
+from megatron_grpo.data.pack import Pack
+from megatron_grpo.models.router_replay import Replay, recomputing
+from megatron_grpo.parallel.context_parallel import sharing_ranks
+from megatron_grpo.parallel.sequence_parallel import own_tokens
+from megatron_grpo.parallel.zigzag import zigzag
+from megatron_grpo.utils.cpu_backend import device, to_device
+
+
+@dataclass(frozen=True)
+class PackTokens:
+    """The tokens of a micro-batch that this rank routes."""
+
+    sequences: torch.Tensor  # [t], the number of each token's sequence in the pack
+    further: torch.Tensor  # [t], how many tokens of its sequence follow each token; -1 for padding
+    num_sequences: int
+    degree: int  # context-parallel ranks that hold the pack
+
+    @classmethod
+    def of(cls, config: TransformerConfig, pack: Pack) -> "PackTokens":
+        """Return those of a pack, on the device."""
+        offsets = pack.cu_seqlens.astype(np.int64)
+        places = own_tokens(config, zigzag(offsets, pack.cp_size, pack.cp_rank))
+        sequences = np.searchsorted(offsets, places, "right") - 1
+        further = np.maximum(pack.real_lengths[sequences] - 1 - (places - offsets[sequences]), -1)
+        on_device = (to_device(torch.from_numpy(values), device()) for values in (sequences, further))
+        return cls(*on_device, len(offsets) - 1, pack.cp_size)
+
+
+@dataclass(frozen=True)
+class UpdateSize:
+    """What the losses of an update are averaged over, for the decoder and for each multi-token-prediction layer.
+
+    The n-th of these layers routes the tokens that at least n tokens of their sequence follow.
+    """
+
+    tokens: list[int]  # [1 + layers]
+    sequences: list[int]  # [1 + layers], those with such tokens
+    scale: int  # micro-batches x data-parallel size, by which megatron-core divides the gradient
 
 
 class Router(TopKRouter):
-    """megatron-core's router with two corrections, and a quicker ``--moe-router-dtype fp32``.
+    """megatron-core's router with its own losses and counts, and a quicker ``--moe-router-dtype fp32``.
 
-    megatron-core's count of tokens per expert fails with a padding mask, and its list of replay records keeps them
-    alive after the model is freed.
+    megatron-core's losses depend on the packs, its counts are buffers that are cast to 16 bits, its count of tokens per
+    expert fails with a padding mask, and its list of replay records keeps them alive after the model is freed.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection=None, **more: Any):
@@ -22,6 +76,38 @@ class Router(TopKRouter):
         if config.moe_enable_routing_replay:
             RouterReplay.global_router_replay_instances.remove(self.router_replay)
             self.router_replay = Replay(config)
+        # Not buffers: nothing casts, offloads or mixes them with those of another model.
+        for name in "local_tokens_per_expert", "global_tokens_per_expert", "ga_steps":
+            if name in self._buffers:
+                delattr(self, name)
+        self.global_tokens_per_expert = self.ga_steps = None
+        experts = config.num_moe_experts
+        self.local_tokens_per_expert = torch.zeros(experts, dtype=torch.int64, device=device())
+        self.tokens_of_update = torch.zeros_like(self.local_tokens_per_expert)  # of the last update, on this rank
+        self.balance_loss = torch.zeros((), device=device())  # of the present update without coefficients, on this rank
+        self.frozen_expert_bias = True  # for megatron-core, which would move it before the update is judged
+        self.counted: torch.Tensor | None = None  # int64 [E], while `balancing.begin_update` counts
+        self.frequencies: torch.Tensor | None = None  # float32 [E], f_i of the update for global_aux_loss
+        self.update: UpdateSize | None = None
+        self.pack: PackTokens | None = None  # of the present forward pass
+        self._next: PackTokens | None = None  # set before it
+        self._to_recompute: list[PackTokens] = []
+
+    @property
+    def depth(self) -> int:
+        """How many further tokens a token needs to be routed: the number of a multi-token-prediction layer, else 0."""
+        return self.layer_number if self.is_mtp_layer else 0
+
+    def next_micro_batch(self, pack: PackTokens) -> None:
+        """Set the tokens of the next forward pass, and of its recomputation."""
+        self._next = pack
+        if torch.is_grad_enabled():
+            self._to_recompute.append(pack)
+
+    def end_of_pass(self) -> None:
+        """Forget the tokens of a pass."""
+        self._next = self.pack = None
+        self._to_recompute.clear()
 
     def gating(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[..., E]`` of the tokens ``x`` ``[..., h]``."""
@@ -31,9 +117,77 @@ class Router(TopKRouter):
         logits = Float32Logits.apply(x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
         return logits if self.bias is None else logits + self.bias.float()
 
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None):
+        """Extend megatron-core's method by the padding of multi-token-prediction layers, and by `counted`."""
+        self.pack = self._to_recompute.pop(0) if self._next is not None and recomputing() else self._next
+        if self.pack is not None:
+            padding_mask = self.pack.further < self.depth
+        if self.counted is not None:
+            flat = logits.view(-1, self.config.num_moe_experts)
+            chosen, _ = compute_routing_scores_for_aux_loss(
+                flat, self.topk, self.score_function, self.config.moe_router_fusion, padding_mask
+            )
+            self.counted += chosen.sum(0)
+        return super().routing(logits, padding_mask)
+
     def _apply_expert_bias(self, routing_map, padding_mask=None):
-        mask = None if padding_mask is None else padding_mask[:, None]
-        super()._apply_expert_bias(routing_map, padding_mask=mask)
+        """Count the tokens of the experts, once for each micro-batch of an update.
+
+        A forward pass that is recomputed later has no gradients.
+        """
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            chosen = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+            self.local_tokens_per_expert += chosen.sum(0)
+
+    def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map, with_padding_mask=False):
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if coefficient == 0:
+            return probs
+        counts = routing_map.sum(0)
+        dist.all_reduce(counts, group=self.tp_cp_group)
+        tokens = counts.sum().clamp(min=1) / self.topk  # not 0 in a pack of padding
+        weights = counts * (self.config.num_moe_experts / self.topk) / tokens.square()
+        return self._attach(probs, coefficient, (scores_for_aux_loss.sum(0) * weights).sum())
+
+    def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask=False):
+        coefficient = self.get_aux_loss_coeff("seq_aux_loss")
+        if coefficient == 0:
+            return probs
+        counts = routing_map.new_zeros(self.pack.num_sequences, self.config.num_moe_experts, dtype=torch.int32)
+        counts.index_add_(0, self.pack.sequences, routing_map.int())
+        for group in self.tp_group, sharing_ranks(self.pack.degree):
+            if group is not None and group.size() > 1:
+                dist.all_reduce(counts, group=group)
+        tokens = counts.sum(1, keepdim=True).clamp(min=1) / self.topk
+        weights = counts * (self.config.num_moe_experts / self.topk) / tokens.square()
+        total = (scores_for_aux_loss * weights.index_select(0, self.pack.sequences)).sum()
+        scaled = total * (self.update.scale / max(self.update.sequences[self.depth], 1))
+        return self._attach(probs, coefficient, scaled)
+
+    def _apply_global_aux_loss(self, probs, scores_for_aux_loss, routing_map, with_padding_mask=False):
+        coefficient = self.get_aux_loss_coeff("global_aux_loss")
+        if coefficient == 0:
+            return probs
+        total = self.config.num_moe_experts * (scores_for_aux_loss.sum(0) * self.frequencies).sum()
+        scaled = total * (self.update.scale / max(self.update.tokens[self.depth], 1))
+        return self._attach(probs, coefficient, scaled)
+
+    def _attach(self, probs: torch.Tensor, coefficient: float, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``probs`` with the gradient of ``coefficient * loss``, of which each rank has a summand."""
+        self.balance_loss += loss.detach()
+        return MoEAuxLossAutoScaler.apply(probs, coefficient * loss)
+
+    def apply_z_loss(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Return ``logits`` ``[t, E]`` with the gradient of the z-loss: the mean over the update's tokens x of
+        (log sum_i exp logits_i(x))^2 (arXiv:2202.08906, equation 5).
+        """
+        coefficient = self.config.moe_z_loss_coeff
+        if not coefficient or not self.training or not torch.is_grad_enabled():
+            return logits
+        squares = torch.logsumexp(logits.float(), -1).square()
+        total = squares.masked_fill(padding_mask, 0.0).sum()
+        scaled = total * (coefficient * self.update.scale / max(self.update.tokens[self.depth], 1))
+        return MoEAuxLossAutoScaler.apply(logits, scaled)
 
 
 class Float32Logits(torch.autograd.Function):

@@ -57,12 +57,17 @@ class Replay(RouterReplay):
             self.recorded.append((self.source, chosen.to("cpu", torch.int16).numpy()))
         if self.router_replay_action is not RouterReplayAction.REPLAY_FORWARD:
             return values, chosen
-        # Within autograd's backward pass this call is a recomputation. In the 1F1B and the interleaved schedule a chunk
-        # recomputes its micro-batches in the order of their forward passes.
-        recomputing = torch._C._current_graph_task_id() != -1
-        known = self.replay_backward_list.pop(0) if recomputing else self.target_topk_idx
+        known = self.replay_backward_list.pop(0) if recomputing() else self.target_topk_idx
         experts = torch.where((known < 0).any(1, keepdim=True), chosen, known.long())
         return scores.gather(1, experts), experts
+
+
+def recomputing() -> bool:
+    """Return whether a forward pass within autograd's backward pass, a recomputation, calls this function.
+
+    In the 1F1B and the interleaved schedule a chunk recomputes its micro-batches in the order of their forward passes.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.Tensor | None) -> None:

@@ -36,10 +36,11 @@ METRICS = {
     "drafts/acceptance_length": "tokens of a completion for each draft: 1 + accepted tokens / drafts",
     "environment/turns": "turns of the policy in an episode (--environment), mean",
     "environment/tokens": "tokens that the environment said in an episode, mean",
+    "turns/malformed_calls": "malformed tool calls in a turn of the policy (--tool-call-parser), mean",
     "environment/failed": "fraction of episodes whose environment failed: not scored, and not in the loss",
-    "completion/length_mean": "mean length of a completion, tokens",
-    "completion/length_min": "length of the shortest completion, tokens",
-    "completion/length_max": "length of the longest completion, tokens",
+    "completion/length_mean": "mean length of a completion, tokens that the policy sampled",
+    "completion/length_min": "length of the shortest completion, sampled tokens",
+    "completion/length_max": "length of the longest completion, sampled tokens",
     "completion/truncated": "fraction of completions truncated at --max-completion-length",
     "loss": "loss that was differentiated, including the KL term",
     "kl": "k3 estimate of KL(policy || reference), mean over completion tokens, for every --kl-estimator",
@@ -53,7 +54,7 @@ METRICS = {
     "grad_norm": "L2 norm of the gradient over all parameters except multi-token prediction, before clipping",
     "mtp/grad_norm": "L2 norm of the gradient of the trained multi-token-prediction layers, before their own clipping",
     "params_norm": "L2 norm of all parameters after the update (--log-params-norm)",
-    "moe/balance_loss": "load-balancing loss of the routers without its coefficient, mean over layers: 1 if balanced",
+    "moe/balance_loss": "load-balancing loss without coefficients, mean over layers and kinds of loss: 1 if balanced",
     "lr": "learning rate of this update",
     "update/skipped": "1 if the update was bad and left out (--on-bad-update), else 0",
     "mismatch/mean_abs": "mean |log p(trainer) - log p(engine)| over the sampled tokens, nats",
@@ -69,7 +70,7 @@ METRICS = {
     "eval/sampled_accuracy": "fraction of sampled completions of the held-out prompts that are correct",
     "eval/pass_at_<k>": "fraction of held-out prompts with a correct one among k sampled completions, k = 1, 2, 4 ...",
     "tokens/update": "prompt and completion tokens that this update trained on",
-    "tokens/rollout": "completion tokens of the rollout, in the row of its first update",
+    "tokens/rollout": "sampled tokens of the rollout, in the row of its first update",
     "flops/update": "TFLOP of the model's forward and backward passes in this update, all devices, no recomputation; "
     "--share-prompts counts a prompt once",
     "tokens/total": "sum of tokens/update since the start of the run",
@@ -123,6 +124,7 @@ HEADINGS = {
     "staleness": "Completions",
     "drafts": "Completions",
     "environment": "Completions",
+    "turns": "Completions",
     "stream": "Time",
     "mismatch": "Trainer and engine",
     "perf": "Time",
@@ -156,6 +158,8 @@ REMEDIES = {
     "drafts/": "An acceptance length near 1: drafts cost more than they save; propose fewer tokens "
     "(num_speculative_tokens), or leave --vllm-speculative-config out. Falling during a run: the policy has moved away "
     "from the draft model.",
+    "turns/malformed_calls": "Not falling: the policy does not write the calls of --tool-call-parser; "
+    "completions.jsonl shows them, with what was answered.",
     "environment/": "Failed episodes: the log names the reasons; mend the environment, or raise --environment-timeout. "
     "As many turns as --max-turns: the policy does not come to an end.",
     "stream/": "The trainer waits long: give more --rollout-ranks. The engines are idle: give fewer, or raise "

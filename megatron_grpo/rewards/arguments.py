@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 from megatron_grpo.data.routing import reward_routes
+from megatron_grpo.rewards.builtin.answer_text import EXTRACTIONS, UNFINISHED
 from megatron_grpo.rewards.reward_models.arguments import REWARD_MODELS
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, PATH, POSITIVE, REAL, SECONDS, FlagRow, Number, count_to
@@ -25,6 +26,19 @@ REWARDS: tuple[FlagRow, ...] = (
     ("--reward-retries", Number(int, 0, 1000), 1, "number of retries of a failed call"),
     ("--reward-workers", count_to(1024), 1, "worker processes of each rank that scores completions"),
     *REWARD_MODELS,
+    (
+        "--answer-extraction",
+        EXTRACTIONS,
+        EXTRACTIONS[0],
+        'where the answer is: in <answer> or \\boxed{}, in the last line "Answer: ..", or in any of these; a row\'s '
+        "column answer_extraction replaces it",
+    ),
+    (
+        "--unfinished-thinking",
+        UNFINISHED,
+        UNFINISHED[0],
+        "completions whose <think> has no </think>: they have no answer (wrong), or their reasoning is read for one",
+    ),
     ("--cosine-min-len-value-correct", REAL, 1.0, "cosine: reward of a right answer of length 0"),
     (
         "--cosine-max-len-value-correct",
@@ -51,17 +65,19 @@ REWARDS: tuple[FlagRow, ...] = (
     ("--code-memory", count_to(2**20), 512, "code: memory limit of each process of a test, in MiB"),
 )
 
-# The reward function that reads a flag. Without it, and without plug-ins that may read it, the flag is refused.
+# The reward functions that read a flag. Without all of them, and without plug-ins that may read it, it is refused.
 READ_BY = {
-    "cosine_min_len_value_correct": "cosine",
-    "cosine_max_len_value_correct": "cosine",
-    "cosine_min_len_value_wrong": "cosine",
-    "cosine_max_len_value_wrong": "cosine",
-    "repetition_n_grams": "repetition",
-    "soft_cache_length": "soft_overlong",
-    "code_sandbox": "code",
-    "code_timeout": "code",
-    "code_memory": "code",
+    "answer_extraction": ("accuracy", "cosine", "countdown"),
+    "unfinished_thinking": ("accuracy", "cosine", "countdown", "gsm8k", "exact_match", "code", "tool_call"),
+    "cosine_min_len_value_correct": ("cosine",),
+    "cosine_max_len_value_correct": ("cosine",),
+    "cosine_min_len_value_wrong": ("cosine",),
+    "cosine_max_len_value_wrong": ("cosine",),
+    "repetition_n_grams": ("repetition",),
+    "soft_cache_length": ("soft_overlong",),
+    "code_sandbox": ("code",),
+    "code_timeout": ("code",),
+    "code_memory": ("code",),
 }
 
 
@@ -78,9 +94,9 @@ def check_rewards(args: Namespace) -> None:
         raise GrpoError(
             f"--reward-weights has {len(args.reward_weights)} values, --reward-funcs {len(functions)}: give one each"
         )
-    for dest, function in READ_BY.items():
-        if dest in args.explicit and function not in functions and not args.external_plugins:
-            raise GrpoError(f"{flag(dest)} has no effect without --reward-funcs {function}: leave it out")
+    for dest, readers in READ_BY.items():
+        if dest in args.explicit and not set(readers) & set(functions) and not args.external_plugins:
+            raise GrpoError(f"{flag(dest)} has no effect without --reward-funcs {' or '.join(readers)}: leave it out")
     if "soft_overlong" in functions:
         if args.soft_cache_length is None:
             raise GrpoError("--reward-funcs soft_overlong needs --soft-cache-length: the length of the penalty range")

@@ -175,6 +175,7 @@ class RewardPool:
         self._failures_by_function: list[list[Failure]] = [[] for _ in self.names]
         self._timeouts = [0] * len(self.names)
         self._succeeded = [0] * len(self.names)
+        self._failed_in_a_row = [0] * len(self.names)  # samples since the last value
         self._requested = [0] * len(self.names)
 
     def score(self, samples: Sequence[Sample], group_size: int = 1) -> tuple[np.ndarray, list[Failure]]:
@@ -193,7 +194,7 @@ class RewardPool:
         (an environment failed); a group-wise function gets the others of its group.
         """
         number = self._add(key, sample, [math.nan] * len(self.names))
-        functions = self._routes[sample.row.get("data_source")] if self._routes else self._all_functions
+        functions = self._functions_of(sample)
         failed = sample.finish_reason == "failed"
         self._missing[number] = 0 if failed else len(functions)
         if not failed:
@@ -255,11 +256,12 @@ class RewardPool:
         self._clear()
         return values
 
-    def take(self, keys: Sequence[Hashable]) -> tuple[np.ndarray, list[Failure]] | None:
+    def take(self, keys: Sequence[Hashable], batch_size: int | None) -> tuple[np.ndarray, list[Failure]] | None:
         """Return the rewards of these samples, whole groups, and the failures among them; None while one is missing.
 
-        The samples are then forgotten: this is for a stream of groups, which `finish` would end. A function that has
-        failed on the first `_MAX_FAILED` samples of the stream ends the run.
+        The samples are then forgotten: this is for a stream of groups, which `finish` would end. As there a function
+        that fails on a whole batch ends the run: on ``batch_size`` samples in a row, or on all of ``keys`` if it is
+        None, which are a batch then; and a function that has failed on the first `_MAX_FAILED` samples of the stream.
         """
         numbers = [self._samples[key] for key in keys]
         if any(self._missing[number] for number in numbers):
@@ -268,6 +270,11 @@ class RewardPool:
         for function, failed in enumerate(self._failures_by_function):
             if len(failed) >= _MAX_FAILED and not self._succeeded[function]:
                 self._stop(function, f"failed on all {len(failed)} samples")
+            if failed and batch_size is not None and self._failed_in_a_row[function] >= batch_size:
+                self._stop(function, f"failed on the last {self._failed_in_a_row[function]} samples")
+            of_keys = sum(failure.key in set(keys) for failure in failed)
+            if batch_size is None and 0 < of_keys == self._num_scored_by(function, numbers):
+                self._stop(function, f"failed on all {of_keys} samples")
             failures += [failure for failure in failed if failure.key in set(keys)]
             if self._succeeded[function]:
                 failed[:] = [failure for failure in failed if failure.key not in set(keys)]
@@ -277,6 +284,14 @@ class RewardPool:
             for function in self._all_functions:
                 self._tries.pop((number, function), None)
         return values, failures
+
+    def _num_scored_by(self, function: int, numbers: Sequence[int]) -> int:
+        """Return how many of these samples a function has to score."""
+        samples = [self._rows[number][1] for number in numbers]
+        return sum(function in self._functions_of(s) for s in samples if s.finish_reason != "failed")
+
+    def _functions_of(self, sample: Sample) -> Sequence[int]:
+        return self._routes[sample.row.get("data_source")] if self._routes else self._all_functions
 
     def _rewards(self, numbers: Iterable[int]) -> np.ndarray:
         """Return the rewards of samples, float32 ``[len(numbers), len(names)]``."""
@@ -405,6 +420,7 @@ class RewardPool:
             for member, value in zip(members, limited, strict=True):
                 self._rows[member][2][function] = value
             self._succeeded[function] += 1
+            self._failed_in_a_row[function] = 0
             self._close_call(members)
         elif kind == "fatal":
             self.close()
@@ -416,6 +432,7 @@ class RewardPool:
         else:
             reason, *tail = content
             failed = self._failures_by_function[function]
+            self._failed_in_a_row[function] += len(members)
             for key, sample, _ in (self._rows[member] for member in members):
                 failed.append(Failure(self.names[function], key, sample.source, reason, sample.completion[:80], *tail))
             self._close_call(members)

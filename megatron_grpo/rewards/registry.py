@@ -7,12 +7,12 @@ group-wise one takes all completions of one prompt, and returns a list with one 
 
     @register_reward("short")
     def short(sample: Sample) -> float:
-        return 1.0 if len(sample.token_ids) < 100 else 0.0
+        return 1.0 if sample.num_sampled < 100 else 0.0
 
     @register_group_reward("shortest")
     def shortest(samples: list[Sample]) -> list[float]:
-        least = min(len(sample.token_ids) for sample in samples)
-        return [float(len(sample.token_ids) == least) for sample in samples]
+        least = min(sample.num_sampled for sample in samples)
+        return [float(sample.num_sampled == least) for sample in samples]
 
 Save these functions in a file and give both flags: ``--external-plugins my_rewards.py --reward-funcs short shortest``.
 ``async def`` works too. A function that depends on flags has keyword-only parameters with the names of the flags, such
@@ -27,12 +27,13 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.packages import require
 
@@ -51,6 +52,14 @@ class Sample:
     # sum of the environment's rewards.
     messages: list[dict[str, Any]] = field(default_factory=list)
     environment_reward: float | None = None
+    # [tokens], 0 for those of ``token_ids`` that an environment said or that begin a further sample; None: the policy
+    # sampled all
+    response_mask: list[int] | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the policy sampled, which --max-completion-length limits."""
+        return len(self.token_ids) if self.response_mask is None else sum(self.response_mask)
 
 
 RewardFunction = Callable[..., Any]  # argument: a Sample; group-wise: a list of Samples. May be ``async def``.
@@ -77,6 +86,7 @@ _BUILTIN = {
     "environment": "megatron_grpo.rewards.builtin.environment",
 }
 _PACKAGE = {"accuracy": "math_verify", "cosine": "math_verify"}  # of built-in functions that need one
+_WITHOUT_ROW = frozenset(("format", "react_format", "repetition", "soft_overlong", "environment"))  # read no column
 _registry: dict[str, _Entry] = {}
 _loaded: set[Path] = set()
 
@@ -176,18 +186,27 @@ def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) ->
     return functions
 
 
-def check_row(functions: Mapping[str, RewardFunction], sample: Sample) -> None:
-    """Raise GrpoError if a built-in function cannot score the row of ``sample``, whatever the completion is.
+def gold_check(names: Sequence[str], flags: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """Return a function that raises GrpoError for a row that one of these functions cannot score, whatever the
+    completion is: its gold answer is missing or malformed.
 
     Only built-in functions are called, with an empty completion: those of plug-ins may be slow or have side effects.
+    --reward-routing says which of them score a row.
     """
-    for name, function in functions.items():
-        if name not in _BUILTIN:
-            continue
-        try:
-            function(replace(sample, completion=""))
-        except GrpoError as error:
-            raise GrpoError(f'reward "{name}" on {sample.source}: {error}') from error
+    chosen = [name for name in names if name in _BUILTIN and name not in _WITHOUT_ROW]
+    functions = dict(zip(chosen, get_rewards(chosen, flags), strict=True))
+    routes = reward_routes(flags["reward_routing"], list(flags["reward_funcs"] or []))
+
+    def check(row: dict[str, Any]) -> None:
+        of_row = routes[row["data_source"]] if routes else functions
+        for name, function in functions.items():
+            if name in of_row:
+                try:
+                    function(Sample("", "", row))
+                except GrpoError as error:
+                    raise GrpoError(f'reward "{name}": {error}') from error
+
+    return check
 
 
 def _fill_flags(name: str, function: RewardFunction, flags: Mapping[str, Any]) -> RewardFunction:

@@ -156,6 +156,13 @@ ROLLOUT: tuple[FlagRow, ...] = (
 
 DYNAMIC_SAMPLING: tuple[FlagRow, ...] = (
     ("--dynamic-sample", bool, False, "replace groups whose rewards are all equal by groups of new prompts"),
+    (
+        "--dynamic-sample-reward",
+        [str],
+        None,
+        "reward functions in whose weighted sum the rewards of a group must differ [all except soft_overlong and "
+        "repetition]",
+    ),
     ("--max-resample-times", COUNT, 3, "successive replacements of a group before a group without signal is kept"),
     (
         "--over-sampling-ratio",
@@ -577,6 +584,13 @@ def check_lengths(args: Namespace) -> None:
 def check_dynamic_sampling(args: Namespace) -> None:
     """Raise GrpoError for invalid combinations of dynamic sampling, over-sampling and balancing."""
     needs(args, "max_resample_times", "dynamic_sample", "it limits the replacements of a group")
+    needs(args, "dynamic_sample_reward", "dynamic_sample", "it says which rewards of a group must differ")
+    for name in args.dynamic_sample_reward or []:
+        if name not in (args.reward_funcs or []):
+            raise GrpoError(
+                f'--dynamic-sample-reward has "{name}", which is not among --reward-funcs '
+                f"{' '.join(args.reward_funcs or [])}: add it there, with a --reward-weights of 0 if it is no reward"
+            )
     if args.dynamic_sample and not ADVANTAGES.get(args.advantage_estimator).compares_group:
         raise GrpoError(
             f"--dynamic-sample replaces groups whose rewards are all equal, but --advantage-estimator "

@@ -158,6 +158,7 @@ def sample_to_score(prompt: Prompt, text: str, completion: Completion, tokenizer
         source=prompt.source,
         messages=completion.messages or [],
         environment_reward=completion.environment_reward,
+        response_mask=completion.response_mask,
     )
 
 
@@ -193,6 +194,7 @@ def to_batch(
         kept_token_ids=[kept(completion) for completion in completions] if num_kept else None,
         response_masks=[completion.response_mask for completion in completions],
         turns=[completion.turns for completion in completions],
+        malformed_calls=[completion.malformed_calls for completion in completions],
         sample_starts=_sample_starts(completions),
         images=[
             # none: the completion has the images of its row

@@ -1,6 +1,6 @@
 """Selection of the groups of a rollout that starts more groups than it needs.
 
-    --dynamic-sample          a new prompt replaces a group whose rewards are all equal
+    --dynamic-sample          a new prompt replaces a group whose rewards (`filter_reward`) are all equal
     --over-sampling-ratio R   start R times the prompts; keep the groups that complete first
 
 Each replica selects within its own share of the rollout and never waits for another replica. Prompts without a kept
@@ -9,6 +9,7 @@ group return to the sampler.
 
 import itertools
 import math
+from argparse import Namespace
 from collections import deque
 from collections.abc import Sequence
 
@@ -33,6 +34,31 @@ def has_signal(rewards: np.ndarray) -> bool:
     """Return whether the rewards ``[n]`` of a group (nan: not scored) differ; if not, all advantages are 0."""
     scored = rewards[~np.isnan(rewards)]
     return len(scored) > 1 and bool(scored.min() < scored.max())
+
+
+# Rewards that differ between wrong answers, too, without one being better than another.
+PENALTIES = frozenset(("soft_overlong", "repetition"))
+
+
+def filter_weights(args: Namespace) -> list[float | None]:
+    """Return the weight of each function of --reward-funcs in the reward that decides about a group; None: left out.
+
+    The functions are those of --dynamic-sample-reward (a weight of 0 then counts as 1), by default all except
+    `PENALTIES`, or all if there is no other.
+    """
+    named = args.dynamic_sample_reward
+    chosen = named or [name for name in args.reward_funcs if name not in PENALTIES] or args.reward_funcs
+    weights = zip(args.reward_funcs, args.reward_weights, strict=True)
+    return [(weight or (1.0 if named else 0.0)) if name in chosen else None for name, weight in weights]
+
+
+def filter_reward(rewards: np.ndarray, weights: Sequence[float | None]) -> np.ndarray:
+    """Return the reward ``[n]`` that decides about a group, from its rewards ``[n, f]`` and `filter_weights`.
+
+    A group in which no function with a weight scored anything, by --reward-routing, has no such reward: nan.
+    """
+    columns = [column for column, weight in enumerate(weights) if weight is not None]
+    return combine_rewards(rewards[:, columns], [weight for weight in weights if weight is not None])
 
 
 def prompts_to_draw(num_groups: int, over_sampling_ratio: float, max_resample_times: int) -> int:
@@ -65,10 +91,10 @@ class Selection:
         over_sampling_ratio: float = 1.0,
         max_resample_times: int = 0,
         scorer: RewardPool | None = None,
-        reward_weights: Sequence[float] = (),
+        filter_weights: Sequence[float | None] = (),
     ):
         self._num_generations, self._rounds = num_generations, max_resample_times
-        self._scorer, self._reward_weights = scorer, reward_weights
+        self._scorer, self._filter_weights = scorer, filter_weights
         self._num_first = _first_round_size(num_groups, over_sampling_ratio)
         self._num_prompts = prompts_to_draw(num_groups, over_sampling_ratio, max_resample_times)
         self._replica, self._replicas = engine.replica, engine.num_replicas
@@ -122,7 +148,7 @@ class Selection:
         if not self._is_lead:
             return self._store.get(word) == b"1"  # waits for the lead rank
         assert self._scorer is not None
-        answer = has_signal(combine_rewards(self._scorer.wait(self._complete[group]), self._reward_weights))
+        answer = has_signal(filter_reward(self._scorer.wait(self._complete[group]), self._filter_weights))
         if not self._alone:
             self._store.set(word, "1" if answer else "0")
             self._said.append(word)

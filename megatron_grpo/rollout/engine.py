@@ -115,6 +115,7 @@ class Completion:
     # Of an episode (rollout/episodes.py); the first is None where the prompt is that of the data.
     prompt_ids: Sequence[int] | None = None
     turns: int = 1
+    malformed_calls: int = 0  # of tools, in all turns
     environment_reward: float | None = None
     turn_rewards: npt.NDArray[np.float32] | None = None  # [--max-turns] of RolloutBatch, which has them of all
     turn_states: npt.NDArray[np.int64] | None = None

@@ -31,11 +31,11 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_grpo.data.row_prompt import parse_prompt, parse_template_variables, parse_tools
-from megatron_grpo.environments.environment import Message, ToolCall, Turn
+from megatron_grpo.environments.environment import Message, Turn
 from megatron_grpo.environments.pool import Answer, EnvironmentPool
 from megatron_grpo.environments.registry import environment_of, tools_of
 from megatron_grpo.environments.rendering import TurnRenderer
-from megatron_grpo.environments.tool_calls import ToolCallParser
+from megatron_grpo.environments.tool_calls import ParsedTurn, ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.engine import Completion, Engine, Request, request_seed
 from megatron_grpo.utils.errors import GrpoError
@@ -43,6 +43,7 @@ from megatron_grpo.vision.encoded import as_one, as_source
 from megatron_grpo.vision.images import ImageReader
 
 _CONTINUES, _ENDS, _FAILS, _SPLITS, _STOPS, _RESUMES, _RESTARTS = range(7)
+_LOOK_BACK = 32  # tokens of a prompt, in which the mark of open reasoning is the last text
 _WAIT = 0.2  # s between looks at the environments while nothing generates
 
 
@@ -111,6 +112,7 @@ class _Episode:
     interrupted: Completion | None = None  # the same with that turn, as far as it was generated
     samples: list[Completion] = field(default_factory=list)  # the earlier ones
     turns: int = 0
+    malformed_calls: int = 0
     environment_tokens: int = 0
     shown_images: list[bytes] = field(default_factory=list)  # by the environment
     messages: list[Message] = field(default_factory=list)  # before the policy's next turn
@@ -157,13 +159,19 @@ class Conversing:
         """Return an attribute of the engine, which keeps weights, memory and the rest."""
         return getattr(self._engine, name)
 
-    def _read_turn(self, ids: list[int], with_calls: bool = True) -> tuple[str, str, list[ToolCall]]:
-        """Return (the policy's text without its end of turn, the text without tool calls, the calls) of a turn."""
+    def _read_turn(
+        self, ids: list[int], before: Sequence[int], with_calls: bool = True, **given: Any
+    ) -> tuple[str, ParsedTurn]:
+        """Return (the policy's text without its end of turn, what it says) of a turn.
+
+        ``before`` are the tokens before it; ``given`` is what `ToolCallParser.parse` takes besides.
+        """
         spoken = ids[:-1] if ids and ids[-1] in self._args.end_token_ids else ids
         raw = self._tokenizer.decode(spoken, skip_special_tokens=self._parser is None)
         if self._parser is None or not with_calls:
-            return raw, raw, []
-        return raw, *self._parser.parse(raw)
+            return raw, ParsedTurn(raw, text_with_malformed=raw)
+        end_of_prompt = self._tokenizer.decode(list(before[-_LOOK_BACK:]), skip_special_tokens=False)
+        return raw, self._parser.parse(raw, ids=ids, before=end_of_prompt, **given)
 
     def failures(self) -> list[str]:
         """Return one line for each reason for which programs have failed since the last call, on the lead rank."""
@@ -245,11 +253,12 @@ class Episodes(Conversing):
         sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - sampled)
         now = replace(request, begun=None, prompt_ids=newest.prompt_ids or request.prompt_ids, sampling=sampling)
         names = ("turns", "environment_tokens", "messages", "turn", "text", "rewards", "states")
+        counted = {"malformed_calls": state.get("malformed_calls", 0)}  # none in checkpoints of earlier versions
         episode = self._episodes[request.id] = _Episode(
             replace(now, sampled_before=sampled),
             samples=samples,
             again=replace(request, begun=None),
-            **{name: state[name] for name in names},
+            **{name: state[name] for name in names} | counted,
         )
         self._show(episode, so_far.shown_images[-1] if so_far.shown_images else [])
         if state["generates"]:
@@ -297,13 +306,26 @@ class Episodes(Conversing):
         self._waits(completion.id)
         if self._pool is None:
             return
-        episode.text, text, calls = self._read_turn(ids)
-        episode.turn = {"role": "assistant", "content": text}
-        if calls:
-            episode.turn["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
-            ]
-        self._pool.step(episode.key, Turn(text, calls, episode.turns, completion.finish_reason, ids))
+        tools, variables = self._template_parts(episode)
+        raw, said = self._read_turn(
+            ids,
+            [*episode.request.prompt_ids, *completion.token_ids[:begin]],
+            tools=tools,
+            number=episode.turns,
+            cut=completion.finish_reason == "length",
+            variables=variables,
+        )
+        episode.text = said.text if said.thinking else raw
+        episode.malformed_calls += len(said.malformed)
+        episode.turn = said.message
+        turn = Turn(said.text, said.calls, episode.turns, completion.finish_reason, ids, said.malformed, said.reasoning)
+        self._pool.step(episode.key, turn)
+
+    def _template_parts(self, episode: _Episode) -> tuple[list[Any] | None, dict[str, Any]]:
+        """Return the tools that the chat template shows in an episode, and its further variables."""
+        row = episode.request.row
+        variables = (self._args.chat_template_kwargs or {}) | parse_template_variables(row, episode.messages)
+        return parse_tools(row, episode.messages) or tools_of(row, self._args.environment), variables
 
     # ---- answers
 
@@ -455,9 +477,7 @@ class Episodes(Conversing):
     def _render_text(self, episode: _Episode, messages: Sequence[Message]) -> tuple[int, list[int]]:
         """Return what `_render` does, with one token for each image."""
         assert self._renderer is not None
-        row = episode.request.row
-        variables = (self._args.chat_template_kwargs or {}) | parse_template_variables(row, episode.messages)
-        tools = parse_tools(row, episode.messages) or tools_of(row, self._args.environment)
+        tools, variables = self._template_parts(episode)
         role = self._args.tool_role
         messages = [{**m, "role": role} if m["role"] == "tool" else m for m in messages]
         if episode.trajectory is None:
@@ -506,6 +526,7 @@ class Episodes(Conversing):
             turn_states=turn_states,
             finish_reason=reason,
             turns=max(episode.turns, 1),
+            malformed_calls=episode.malformed_calls,
             environment_reward=sum(rewards) if rewards else None,
             messages=[*episode.messages, episode.turn] if self._pool is not None else None,
         )
@@ -554,6 +575,7 @@ class Episodes(Conversing):
             "generates": generates,
             "finish_reason": episode.trajectory.finish_reason if episode.trajectory is not None else None,
             "turns": episode.turns,
+            "malformed_calls": episode.malformed_calls,
             "environment_tokens": episode.environment_tokens,
             "messages": [*episode.messages],
             "turn": episode.turn,

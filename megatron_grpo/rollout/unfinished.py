@@ -195,6 +195,7 @@ def _of_episodes(completions: Sequence[Completion | None]) -> dict[str, npt.NDAr
     arrays = {
         "response_mask": np.array([m for completion in found for m in completion.mask], np.uint8),
         "turns": np.array([completion.turns for completion in found], np.int32),
+        "malformed_calls": np.array([completion.malformed_calls for completion in found], np.int32),
         "environment_rewards": np.array(rewards, np.float64),
         # -1: None
         "own_prompt_lengths": np.array([-1 if prompt is None else len(prompt) for prompt in prompts], np.int64),
@@ -240,6 +241,8 @@ def _with_episode(completion: Completion, i: int, arrays: Mapping[str, npt.NDArr
         completion,
         response_mask=None if mask.all() else mask.tolist(),
         turns=int(arrays["turns"][i]),
+        # None in checkpoints and ledgers of earlier versions.
+        malformed_calls=int(arrays["malformed_calls"][i]) if "malformed_calls" in arrays else 0,
         environment_reward=None if math.isnan(reward) else reward,
         turn_rewards=arrays["turn_rewards"][i] if has_turns else None,
         turn_states=arrays["turn_states"][i] if has_turns else None,

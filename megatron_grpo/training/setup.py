@@ -22,6 +22,7 @@ from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.registry import tools_of, videos_are_shown
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.tool_calls import ToolCallParser
+from megatron_grpo.environments.tool_probe import probe
 from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.lora import base
@@ -43,7 +44,7 @@ from megatron_grpo.reference.model_args import check_teacher_tokenizer, referenc
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
-from megatron_grpo.rewards.registry import Sample, check_row, get_rewards
+from megatron_grpo.rewards.registry import get_rewards, gold_check
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
@@ -241,7 +242,7 @@ def _read_inputs(args, teach_args) -> Inputs:
     """Return the inputs of a run, all of them checked; set the end tokens and what the engine must be able to do."""
     models = reward_models(args)
     names = [name for name in args.reward_funcs if name not in models]
-    functions = dict(zip(names, get_rewards(names, vars(args)), strict=True))
+    get_rewards(names, vars(args))
     check_models(models, args.reward_model_max_tokens)
     isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
     tokenizer = build_tokenizer(args)
@@ -252,13 +253,14 @@ def _read_inputs(args, teach_args) -> Inputs:
         check_teacher_tokenizer(args, tokenizer)
     check_draft_tokenizer(args, tokenizer)
     tools = partial(tools_of, default=args.environment)
-    train = PromptDataset(args.train_data_path, tokenizer, args, tools=tools, images=images)
+    parts = {"tools": tools, "images": images, "check_gold": gold_check(names, vars(args))}
+    train = PromptDataset(args.train_data_path, tokenizer, args, **parts)
     valid = None
     if args.valid_data_path:
-        valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False, tools=tools, images=images)
+        valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False, **parts)
     datasets = [data for data in (train, valid) if data]
-    for prompt in [prompt for data in datasets for prompt in data.first(1)]:
-        check_row(_functions_of_row(args, functions, prompt.row), Sample("", "", prompt.row, source=prompt.source))
+    for data in datasets:
+        data.first(1)  # a file whose rows are checked when they are read fails here if its first row is bad
     args.engine_decodes |= args.agent is not None  # its calls can have stop words
     args.engine_decodes |= any(data.engine_decodes for data in datasets)
     args.engine_sees_videos = any(data.has_videos for data in datasets) or (
@@ -367,13 +369,6 @@ def _partial_rollouts(args, engine: Engine, dataset: PromptDataset, position: di
         directory = checkpoint.subfolder(args.load, DIRECTORY)
         groups.load(directory or Path(args.load, DIRECTORY), saved, dataset)
     return groups
-
-
-def _functions_of_row(args, functions: Mapping[str, Callable], row: Mapping[str, Any]) -> dict[str, Callable]:
-    """Return those of the functions to which --reward-routing sends a row; all without the flag."""
-    routes = reward_routes(args.reward_routing, args.reward_funcs)
-    chosen = routes[row["data_source"]] if routes else functions
-    return {name: function for name, function in functions.items() if name in chosen}
 
 
 def _resume_own_launch(args) -> None:
@@ -608,8 +603,12 @@ def build_episodes(args, engine: Engine, inputs: Inputs) -> Conversing:
         args.environment_retries,
     )
     before_exit(pool.close)
-    parser = ToolCallParser(args.tool_call_parser, tokenizer.backend) if args.tool_call_parser else None
+    parser = None
     renderer = TurnRenderer(tokenizer, turn_end_token_ids(args, tokenizer))
+    if args.tool_call_parser:
+        parser = ToolCallParser(args.tool_call_parser, tokenizer.backend, args.reasoning_parser)
+        if args.tool_role == "tool":  # otherwise the template shows no calls
+            probe(parser, renderer, tokenizer.backend, args.chat_template_kwargs)
     return kind(engine, pool, renderer, parser, tokenizer, args, group, images)
 
 

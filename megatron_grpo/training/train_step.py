@@ -4,7 +4,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,12 +13,12 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_grpo.algorithm.loss_metrics import is_extreme, update_metrics
 from megatron_grpo.data.pack import Pack
-from megatron_grpo.models.config import moe_layers, trains_mtp
+from megatron_grpo.models import balancing
+from megatron_grpo.models.config import trains_mtp
 from megatron_grpo.models.forward import Model, for_each, run_schedule
 from megatron_grpo.training import fused_adam, multi_tensor
 from megatron_grpo.training.arguments import ddp_config_from_args, optimizer_config_from_args
@@ -75,9 +74,27 @@ def _own_rates(args) -> dict[ParamKey, dict[str, float]]:
     return rates
 
 
-def _finalize_model_grads(*arguments, **options) -> None:
+def _finalize_model_grads(model: Model, *arguments, **options) -> None:
     progress.step("reduction of the gradients")
-    finalize_model_grads(*arguments, **options)
+    balancing.keep_counts(model)
+    for chunk in model:
+        _complete_buckets(chunk)
+    finalize_model_grads(model, *arguments, **options)
+
+
+def _complete_buckets(chunk: DistributedDataParallel) -> None:
+    """Start the reduction of a bucket that waits for a gradient of the last stage's copy of the embedding.
+
+    Multi-token prediction reads this copy without a gradient. Its gradient of zeros is added to the first stage's.
+    """
+    model = unwrap_model(chunk)
+    if not chunk.ddp_config.overlap_grad_reduce or not model.mtp_process or model.pre_process:
+        return
+    weight = model.embedding.word_embeddings.weight
+    group = chunk.param_to_bucket_group.get(weight)
+    # A bucket without any gradient, or one that is reduced in another way, is left to megatron-core.
+    if group is not None and group.per_param_grad_ready_counts and weight not in group.per_param_grad_ready_counts:
+        group.register_grad_ready(weight)
 
 
 def _learning_rate_schedule(args, optimizer) -> OptimizerParamScheduler:
@@ -115,6 +132,7 @@ def train_step(
     (`loss_metrics.update_metrics`), gradient norm, learning rate and, for a mixture of experts, load-balancing loss.
     ``bad_updates`` keeps the optimizer from a bad step.
     """
+    balancing.begin_update(packs, model, lambda counted: run_schedule(forward_step, counted, model, forward_only=True))
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -127,10 +145,11 @@ def train_step(
     learning_rate = max(group["lr"] for group in optimizer.param_groups if group["lr_mult"] == 1.0)
     if updated:
         scheduler.step(increment=1)
+        balancing.update_expert_biases(model)
     metrics |= {"grad_norm": grad_norm, "lr": learning_rate, "update/skipped": float(bad_updates.problem is not None)}
     if norm_of_mtp:
         metrics["mtp/grad_norm"] = bad_updates.further_norm
-    balance_loss = _balance_loss(get_model_config(model[0]), len(packs))
+    balance_loss = balancing.mean_loss(model, len(packs))
     return metrics if balance_loss is None else metrics | {"moe/balance_loss": balance_loss}
 
 
@@ -140,22 +159,6 @@ def _norm_of_mtp(optimizer) -> float:
     megatron-core computes it to clip, which it does before this call.
     """
     return float((optimizer.grad_norms_by_group or optimizer._compute_grad_norms_by_group())["mtp"])
-
-
-def _balance_loss(config, num_microbatches: int) -> float | None:
-    """Return the routers' load-balancing loss, mean over layers and micro-batches; None if it is disabled."""
-    coefficients = config.moe_aux_loss_coeff
-    if config.num_moe_experts is None or not np.any(coefficients):
-        return None
-    dp = parallel_state.get_data_parallel_world_size()
-    total = torch.zeros((), device=device())
-    tracker = get_moe_metrics_tracker()
-    for name, tracked in tracker.metrics.items():
-        if name.endswith("load_balancing_loss"):  # each rank holds a share: of its data-parallel rank, or of all ranks
-            total += tracked.values.sum() * (1 if tracked.needs_dp_avg else dp)
-    tracker.clear()
-    dist.all_reduce(total)
-    return total.item() / dp / sum(moe_layers(config)) / num_microbatches
 
 
 def _combine_reports(packs: Sequence[Pack], reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:

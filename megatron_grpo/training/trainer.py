@@ -44,7 +44,7 @@ from megatron_grpo.rewards.pool import RewardPool, print_first_failures
 from megatron_grpo.rollout.arguments import has_servers
 from megatron_grpo.rollout.collect import Needs, check_episodes, collect_rollout, everything, shown_images, with_images
 from megatron_grpo.rollout.draft_counts import metrics_of_all_ranks
-from megatron_grpo.rollout.dynamic_sampling import Selection, prompts_to_draw
+from megatron_grpo.rollout.dynamic_sampling import Selection, filter_weights, prompts_to_draw
 from megatron_grpo.rollout.engine import Completion, Engine
 from megatron_grpo.rollout.episodes import Conversing
 from megatron_grpo.rollout.ledger.content import BatchRecord
@@ -175,7 +175,7 @@ class Trainer:
                 args.over_sampling_ratio,
                 resample_times,
                 self.scorer,
-                args.reward_weights,
+                filter_weights(args),
             )
         return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, self.partial, recording)
 
@@ -517,16 +517,18 @@ class Trainer:
             "reward/std": groups.mean_std,
             "reward/failures": self.reward_failures,
             "reward/zero_std_groups": groups.zero_std_groups / groups.num_groups,
-            "tokens/rollout": int(batch.completion_lengths.sum()),
-            "completion/length_mean": float(batch.completion_lengths.mean()),
-            "completion/length_min": int(batch.completion_lengths.min()),
-            "completion/length_max": int(batch.completion_lengths.max()),
+            "tokens/rollout": int(batch.response_lengths.sum()),
+            "completion/length_mean": float(batch.response_lengths.mean()),
+            "completion/length_min": int(batch.response_lengths.min()),
+            "completion/length_max": int(batch.response_lengths.max()),
             "completion/truncated": float((batch.finish_reasons == FinishReason.LENGTH).mean()),
         }
         if self.args.environment:
             row["environment/turns"] = float(batch.turns.mean())
             row["environment/tokens"] = float((batch.completion_lengths - batch.response_lengths).mean())
             row["environment/failed"] = float((batch.finish_reasons == FinishReason.FAILED).mean())
+        if self.args.tool_call_parser and batch.malformed_calls is not None:
+            row["turns/malformed_calls"] = float(batch.malformed_calls.sum() / batch.turns.sum())
         for name, column in zip(self.args.reward_funcs, batch.rewards.T, strict=True):
             row[f"reward/{name}/mean"] = mean_of_scored(column)
             if len(scored := column[~np.isnan(column)].astype(np.float64)):

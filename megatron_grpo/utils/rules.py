@@ -1,5 +1,6 @@
 """Common checks of flags; each raises GrpoError with the flag and its value."""
 
+import json
 import math
 import os
 from argparse import Namespace
@@ -17,7 +18,10 @@ def flag(dest: str) -> str:
 
 
 def check_value(name: str, kind: Any, value: Any) -> None:
-    """Refuse a value that the kind of its flag excludes: a number out of range, an empty text, too long a path."""
+    """Refuse a value that the kind of its flag excludes: a number out of range, an empty text, too long a path.
+
+    Texts with bytes that are no UTF-8 are refused for all flags: neither the log nor records of the run can hold them.
+    """
     (kind,) = kind if isinstance(kind, list) else (kind,)
     for one in value if isinstance(value, list | tuple) else [value]:
         if isinstance(one, float) and not math.isfinite(one):
@@ -26,6 +30,9 @@ def check_value(name: str, kind: Any, value: Any) -> None:
             raise GrpoError(f"{name} ({one}) {kind}")
         if one == "":
             raise GrpoError(f"{name} is empty: give a value, or leave the flag out")
+        text = json.dumps(one, ensure_ascii=False) if isinstance(one, dict) else one
+        if isinstance(text, str) and (shown := text.encode(errors="backslashreplace").decode()) != text:
+            raise GrpoError(f"{name} {shown}: the value is not valid UTF-8: correct it, or rename the file")
         if kind == PATH and one is not None:
             longest = max(map(len, os.fsencode(one).split(b"/")))
             if len(os.fsencode(one)) > _PATH_BYTES or longest > _NAME_BYTES:

@@ -35,6 +35,9 @@ ATTENTION = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attent
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-dtype fp32"
 MOE = f"{ATTENTION} --model-family qwen3_moe --group-query-attention --num-query-groups 2 --kv-channels 32 {EXPERTS}"
 BALANCED = f"{MOE} --moe-aux-loss-coeff 1e-2 --micro-batch-size 2"
+# Losses that are equal for all packs.
+BALANCING = """--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.2
+ --moe-z-loss-coeff 1e-2"""
 LATENT = f"""{ATTENTION} --model-family deepseek_v3 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16
  --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 --rotary-scaling-factor 4
  --original-max-position-embeddings 128 {EXPERTS} --moe-layer-freq [0,1,1,1] --moe-router-score-function sigmoid
@@ -124,13 +127,32 @@ LAYOUTS = {
         f"CP2 EP2: {SHARED} --moe-token-dispatcher-type allgather",
     ],
     "balanced": ["TP1", "TP2 SP", "CP2 EP2", "PP2 VPP2", "EP2: --moe-token-dispatcher-type allgather"],
+    # The first is a loop over single sequences.
+    "balanced_packs": [
+        "TP1: --micro-batch-size 1",
+        f"TP1: {BUDGET}",
+        "DP2: --micro-batch-size 2",
+        f"DP2: {BUDGET} {OVERLAP}",
+        f"TP2 SP: {BUDGET}",
+        f"PP2 VPP2: {BUDGET} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        f"CP2: {BUDGET} --moe-layer-recompute",
+        f"EP2: {BUDGET} --moe-token-dispatcher-type allgather",
+        f"TP2 SP CP2 EP2: {BUDGET}",
+        f"PP2 VPP2 CP2 EP2: {BUDGET}",
+        f"CP2 EP2: {HYBRID[2]}",
+        f"CP4 EP2: {HYBRID[4]}",
+        f"PP2 CP2 EP2: {HYBRID[2]} --moe-layer-recompute",
+    ],
     "latent": [
+        "TP1: --micro-batch-size 1",
         f"TP1: {BUDGET}",
         f"TP2 SP: {BUDGET}",
         f"CP2 EP2: {BUDGET}",
         f"PP2 VPP2: {BUDGET}",
         f"TP2 SP PP2 EP2 ETP1: {BUDGET} --use-distributed-optimizer",
         f"CP4 EP2: {HYBRID[4]}",
+        f"PP2: {BUDGET} --overlap-grad-reduce",
+        f"PP2 VPP2: {BUDGET} {OVERLAP}",
     ],
     "adapters": [
         f"TP1: {BUDGET}",
@@ -193,13 +215,14 @@ PAIRWISE = {
         f"CP2 EP2: {HYBRID[2]}",
     ],
     "balanced": ["TP1", "CP2 EP2", "PP2 VPP2"],
-    "latent": [LAYOUTS["latent"][0], LAYOUTS["latent"][2], LAYOUTS["latent"][4]],
+    "balanced_packs": [LAYOUTS["balanced_packs"][number] for number in (0, 5, 9, 11)],
+    "latent": [LAYOUTS["latent"][number] for number in (0, 3, 5, 7)],
     "adapters": [LAYOUTS["adapters"][number] for number in (0, 1, 4)],
     "dora": LAYOUTS["dora"][:2],
     "fp8_base": LAYOUTS["fp8_base"][:2],
     "gpt_oss": [LAYOUTS["gpt_oss"][number] for number in (0, 1, 3, 6)],
 }
-SLOW = [pytest.param(model, marks=pytest.mark.slow) for model in ("balanced", "dora", "fp8_base")]
+SLOW = [pytest.param(model, marks=pytest.mark.slow) for model in ("balanced", "balanced_packs", "dora", "fp8_base")]
 SHARES = ["pairwise", pytest.param("the others", marks=pytest.mark.slow)]
 TOLERANCE = 1e-5
 
@@ -270,11 +293,12 @@ def test_the_other_dense_layouts_agree(tmp_path, tiny_models):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("model", ["moe", "latent", "adapters", "gpt_oss", *SLOW])
 def test_layouts_of_experts_agree(model, share, tmp_path):
-    """Mixture of experts; with the load-balancing loss, on equal micro-batches; latent attention with shared experts,
-    balanced by a bias, and multi-token prediction; adapters of all its layers, on a base in 8 bits, too; biases,
-    windows and sinks.
+    """Mixture of experts; with the load-balancing loss, on equal micro-batches, and with those that are equal for all
+    packs; latent attention with shared experts, balanced by a bias and by losses, and multi-token prediction; adapters
+    of all its layers, on a base in 8 bits, too; biases, windows and sinks.
     """
-    flags = {"moe": MOE, "balanced": BALANCED, "latent": LATENT, "gpt_oss": GPT_OSS}
+    flags = {"moe": MOE, "balanced": BALANCED, "latent": f"{LATENT} {BALANCING}", "gpt_oss": GPT_OSS}
+    flags["balanced_packs"] = f"{MOE} {BALANCING}"
     flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora", "fp8_base": FP8_BASE}
     status, printed = check(flags[model], "--out", tmp_path, "--layouts", *share_of(model, share))
     assert status == 0, printed

@@ -6,7 +6,7 @@ The published files are in tests/data/instruct_models; SOURCES.md there says whe
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from tools.make_tiny_model import byte_tokenizer
@@ -20,16 +20,19 @@ def published(name: str, file: str) -> dict:
     return json.loads((DATA / name / file).read_text())
 
 
-def build_tokenizer(name: str, directory: Path) -> dict[str, int]:
+def build_tokenizer(name: str, directory: Path, real_ids: bool = False) -> dict[str, int]:
     """Write a tokenizer directory of a model, with a vocabulary of bytes; return {special token: toy id}.
 
     The directory gets tokenizer.json, tokenizer_config.json, the published chat template, config.json (names and ids
     only: the shape is not the toy's) and, if there is one, generation_config.json, in which every id stands for the
-    token of the published id. The toy ids follow the 256 bytes in the order of the published ids.
+    token of the published id. The toy ids follow the 256 bytes in the order of the published ids; with ``real_ids`` the
+    tokens have the published ones, as programs that know them expect (openai_harmony), and the bytes those of OpenAI.
     """
     tokens = published(name, "tokens.json")
     added = {**tokens["special"], **tokens["not_special"]}
     backend = byte_tokenizer([])
+    if real_ids:
+        backend.model = models.BPE(vocab={**backend.get_vocab(), **added}, merges=[])
     for content in sorted(added, key=added.get):
         token = AddedToken(content, normalized=False, special=content in tokens["special"])
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])

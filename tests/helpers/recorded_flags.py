@@ -1,5 +1,6 @@
 """Record of the flags that a run reads after its checks, from the parsed arguments and megatron-core's configs."""
 
+import importlib.machinery
 import re
 import sys
 import types
@@ -59,7 +60,8 @@ def flags_read_by(words: list[str]) -> set[str]:
         patch.setattr(arguments, "parse_args", lambda: Recorded(**vars(parse())))
         patch.setattr(setup, "validate_args", after_validation)
         # Both modules that _build imports, or the outcome depends on what an earlier test of the worker has imported.
-        patch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=lambda **options: None))
+        spec = importlib.machinery.ModuleSpec("vllm", None)
+        patch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=lambda **options: None, __spec__=spec))
         models = types.SimpleNamespace(registry=types.SimpleNamespace())
         patch.setitem(sys.modules, "vllm.model_executor.models", models)
         patch.setattr(colocate, "_cpu_options", lambda args: {})

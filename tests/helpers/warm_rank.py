@@ -21,7 +21,11 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from typing import Any
+
+# The libraries' threads are idle at a fork, and the ranks start threads of their own.
+warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
 
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1])

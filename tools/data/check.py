@@ -3,8 +3,8 @@
     python tools/data/check.py --train-data-path a.parquet b.jsonl --tokenizer-model DIR --max-prompt-length 1024
 
 The flags are those of pretrain_grpo.py: --load-hf gives tokenizer and processor of images, --environment the tools of
-prompts. Without --tokenizer-model and --load-hf lengths are in bytes. Files may have any size. The exit code is 1 if
-there are bad rows.
+prompts, and --reward-funcs the built-in rewards whose gold answers every row must have. Without
+--tokenizer-model and --load-hf lengths are in bytes. Files may have any size. The exit code is 1 if there are bad rows.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from megatron_grpo.data.prompts import LeftOut, PromptDataset
 from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.environments.registry import tools_of
 from megatron_grpo.models.arguments import padded_vocab_size
+from megatron_grpo.rewards.registry import gold_check
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.setup import set_architecture
 from megatron_grpo.utils.errors import GrpoError
@@ -54,7 +55,10 @@ def main(argv: list[str] | None = None) -> int:
             args.padded_vocab_size = padded_vocab_size(args)
             images = ImageReader(args, tokenizer.special_tokens)
         tools = partial(tools_of, default=args.environment)
-        data = PromptDataset(args.train_data_path, tokenizer, args, streamed=True, tools=tools, images=images)
+        check_gold = gold_check(args.reward_funcs or [], vars(args))
+        data = PromptDataset(
+            args.train_data_path, tokenizer, args, streamed=True, tools=tools, images=images, check_gold=check_gold
+        )
         lengths, example = [], None
         for number in range(len(data)):
             try:

@@ -31,6 +31,7 @@ class Bytes:
 
     special_tokens: ClassVar[dict[str, int]] = {}
     longest_token = 1
+    text_start = ""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_grpo.data.json_column import json_column
-from megatron_grpo.rewards.builtin.answer_text import last_code_block
+from megatron_grpo.rewards.builtin.answer_text import after_reasoning, last_code_block
 from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.rewards.sandbox.sandbox import Limits, sandbox
 from megatron_grpo.utils.errors import GrpoError
@@ -13,8 +13,18 @@ _TEST_FORMATS = '"assert ..", {"stdin": .., "stdout": ..} or {"call": NAME, "arg
 
 
 @register_reward("code")
-def code(sample: Sample, *, code_sandbox: str, code_timeout: float, code_memory: int, reward_timeout: float) -> float:
+def code(
+    sample: Sample,
+    *,
+    code_sandbox: str,
+    code_timeout: float,
+    code_memory: int,
+    reward_timeout: float,
+    unfinished_thinking: str = "wrong",
+) -> float:
     """Return the share of row["tests"] that the completion's last block of Python (```python .. ```) passes, else 0.
+
+    The block is looked for after the reasoning (`after_reasoning`).
 
     row["tests"] is a list, or JSON text of a list. A test has one of three formats:
     - "assert f(1) == 2": Python code to run after the program
@@ -24,7 +34,8 @@ def code(sample: Sample, *, code_sandbox: str, code_timeout: float, code_memory:
     A test that exceeds its time limit fails.
     """
     tests = _tests(sample.row.get("tests"))
-    program = last_code_block(sample.completion)
+    said = after_reasoning(sample, unfinished_thinking)
+    program = None if said is None else last_code_block(said)
     if program is None:
         return 0.0
     limits = Limits(code_timeout, _TESTS_SHARE * reward_timeout, code_memory)
@@ -44,10 +55,18 @@ def passes(test: dict[str, Any], result: dict[str, Any]) -> bool:
 def _tests(column: Any) -> list[dict[str, Any]]:
     tests = json_column(column)
     if isinstance(tests, list) and tests:
-        tests = [{"assert": test} if isinstance(test, str) else test for test in tests]
+        tests = [{"assert": test} if isinstance(test, str) else _own_keys(test) for test in tests]
         if all(map(_is_test, tests)):
             return tests
     raise GrpoError(f'the row\'s "tests" must be a list of {_TEST_FORMATS}, found {column!r:.200}')
+
+
+def _own_keys(test: Any) -> Any:
+    """Return a test without the null keys of other formats, which Parquet adds; an expected result may be null."""
+    if not isinstance(test, dict):
+        return test
+    expected = {"returns"} if test.get("call") is not None else set()
+    return {key: value for key, value in test.items() if value is not None or key in expected}
 
 
 def _is_test(test: Any) -> bool:

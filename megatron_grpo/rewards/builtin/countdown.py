@@ -2,6 +2,7 @@
 
 import ast
 import operator
+import re
 from collections import Counter
 from fractions import Fraction
 
@@ -10,15 +11,24 @@ from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-_UNICODE_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
+_UNICODE_SIGNS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-", "[": "(", "]": ")"})
+_LATEX = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\$|`|\\[()\[\]]|\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])|\\[,;:! ]|\\q?quad(?![A-Za-z])", " "),
+        (r"\\(?:times|cdot|ast)(?![A-Za-z])", "*"),
+        (r"\\div(?![A-Za-z])", "/"),
+    )
+]
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
 @register_reward("countdown")
-def countdown(sample: Sample) -> float:
+def countdown(sample: Sample, *, answer_extraction: str = "boxed", unfinished_thinking: str = "wrong") -> float:
     r"""Return 1 if the answer is an arithmetic expression of row["nums"] with the value row["target"], else 0.
 
-    The answer is the <answer> text or the last \boxed{}, up to "=". The expression uses each number exactly once, with
-    + - * / and brackets, and is evaluated exactly.
+    The answer is that of `final_answer`, up to "=", in plain text or LaTeX. The expression uses each number exactly
+    once, with + - * / and brackets, and is evaluated exactly.
 
     Source of the game's form: TinyZero (Pan et al. 2025, github.com/Jiayi-Pan/TinyZero).
     """
@@ -28,17 +38,27 @@ def countdown(sample: Sample) -> float:
             f'the row needs "nums" (a list of integers) and "target" (an integer), found {numbers!r:.80} and '
             f"{target!r:.80}"
         )
-    answer = final_answer(sample.completion)
+    answer = final_answer(sample, answer_extraction, unfinished_thinking)
     if answer is None:
         return 0.0
     used: list[int] = []
     try:
-        tree = ast.parse(answer.partition("=")[0].translate(_UNICODE_SIGNS).strip(), mode="eval")
+        tree = ast.parse(_plain(answer.partition("=")[0]), mode="eval")
         value = _value(tree.body, used)
     # The text is not an expression, or is nested too deeply for Python's parser.
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
     return float(value == target and Counter(used) == Counter(numbers))
+
+
+def _plain(expression: str) -> str:
+    r"""Return an expression with LaTeX's and Unicode's signs in Python's: \times, \div, \frac{}{}, brackets."""
+    for pattern, replacement in _LATEX:
+        expression = pattern.sub(replacement, expression)
+    before = None
+    while before != expression:
+        before, expression = expression, _FRACTION.sub(r"((\1)/(\2))", expression)
+    return expression.replace("{", "(").replace("}", ")").translate(_UNICODE_SIGNS).strip()
 
 
 def _are_integers(values: list) -> bool:

@@ -1,68 +1,58 @@
-"""Rewards for answers that math-verify (sympy) finds mathematically equal to the gold answer."""
+"""Rewards for answers that equal the gold answer mathematically (math_value.py)."""
 
 import math
-import re
-import time
 from functools import lru_cache
 from typing import Any
 
-from math_verify import parse, verify
 from math_verify.errors import TimeoutException
+from math_verify.utils import timeout
 
+from megatron_grpo.rewards.builtin import math_value
 from megatron_grpo.rewards.builtin.answer_text import final_answer, last_boxed
 from megatron_grpo.rewards.builtin.short_answer import gold_text
 from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
-# Time limit of each step of math-verify (SIGALRM: main thread only). An expression that sympy cannot evaluate in time
-# is a wrong answer. The pool's limit of the whole call is above the sum of these limits.
+# Time limit of reading an answer and of a comparison (SIGALRM: main thread only). An expression that sympy cannot
+# evaluate in time is a wrong answer. The pool's limit of the whole call is above the sum of these limits.
 _STEP_TIMEOUT = 3
-_DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[")
-# Thousands separated by a space: math-verify would parse 1\,234 as the mixed number 1 + 234.
-_SPACED_THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;!: ]|~| )\d{3})+(?!\d)")
-# A separate word after removal of LaTeX commands and their text: the text is prose, and math-verify searches it.
-_WORD = re.compile(r"(?:^|\s)[A-Za-z]{3,}(?=[\s.,:;!?]|$)")
-_COMMAND = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+")
 
 
 @lru_cache(maxsize=4096)  # one gold answer serves every completion of its prompt
-def read(text: str) -> tuple[Any, ...]:
-    """Return the sympy expression that math-verify parses from a text, or () if there is none.
+def read(text: str) -> Any:
+    """Return the value of an answer's text (`math_value.read`); TimeoutError if that takes too long.
 
-    TimeoutError if parsing takes too long. The cache does not keep time-outs, because a slow machine can cause them.
+    The cache does not keep time-outs, because a slow machine can cause them.
     """
-    text = _SPACED_THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), " ".join(text.split()))
-    if not _DELIMITED.search(text) and not _WORD.search(_COMMAND.sub(" ", text)):
-        text = f"${text.rstrip('.')}$"
-    start = time.monotonic()
     try:
-        found = tuple(parse(text, fallback_mode="no_fallback", parsing_timeout=_STEP_TIMEOUT))
-    except TimeoutException:  # a BaseException; parse raises it in some cases and returns [] in others
-        found = ()
-    if not found and time.monotonic() - start >= _STEP_TIMEOUT:
-        raise TimeoutError(f"math-verify did not parse {text[:200]!r} within {_STEP_TIMEOUT} s")
-    return found
+        return timeout(_STEP_TIMEOUT)(math_value.read)(text)
+    except TimeoutException as error:  # a BaseException
+        raise TimeoutError(f"{text[:200]!r} was not parsed within {_STEP_TIMEOUT} s") from error
 
 
 @register_reward("accuracy")
-def accuracy(sample: Sample) -> float:
-    r"""Return 1 if the answer (<answer> text or last \boxed{}) equals the gold answer mathematically, else 0.
+def accuracy(sample: Sample, *, answer_extraction: str = "boxed", unfinished_thinking: str = "wrong") -> float:
+    r"""Return 1 if the completion's answer (`final_answer`) equals the gold answer mathematically, else 0.
 
     The gold answer is in the row's answer (data/answer_column.py): the last \boxed{}, else the text after "####", else
-    the whole text. If math-verify cannot parse the gold answer, a GrpoError ends the run, because the data is wrong. If
-    the gold answer is not parsed in time, the sample fails.
+    the whole text. A gold answer that cannot be compared with is an error in the data: GrpoError. If the gold answer is
+    not parsed in time, the sample fails.
     """
     text = gold_text(sample)
-    gold = read(last_boxed(text) or text.rpartition("####")[2])
-    if not gold:
+    gold_answer = last_boxed(text) or text.rpartition("####")[2]
+    if fault := math_value.gold_fault(gold_answer):
         raise GrpoError(
-            f"math-verify finds no mathematical expression in the gold answer {text[-200:]!r}: use "
+            f"the gold answer {text[-200:]!r} cannot be compared with, because {fault}: correct it, or use "
             "--reward-funcs exact_match for text"
         )
-    answer = final_answer(sample.completion)
+    answer = final_answer(sample, answer_extraction, unfinished_thinking)
+    if answer is None or not answer.strip():
+        return 0.0
+    gold = read(gold_answer)
     try:
-        return float(answer is not None and verify(list(gold), list(read(answer)), timeout_seconds=_STEP_TIMEOUT))
-    except TimeoutError:
+        return float(timeout(_STEP_TIMEOUT)(math_value.equal)(gold, read(answer)))
+    # Also sympy's errors about expressions that it cannot evaluate, which are of many kinds.
+    except (TimeoutException, Exception):
         return 0.0
 
 
@@ -75,17 +65,19 @@ def cosine(
     cosine_max_len_value_correct: float,
     cosine_min_len_value_wrong: float,
     cosine_max_len_value_wrong: float,
+    answer_extraction: str = "boxed",
+    unfinished_thinking: str = "wrong",
 ) -> float:
     """Return a reward for `accuracy` that depends on the length by half a cosine period.
 
-    v(max) + (v(min) - v(max)) (1 + cos(pi t / T)) / 2, where t is the completion's number of tokens, at most T,
+    v(max) + (v(min) - v(max)) (1 + cos(pi t / T)) / 2, where t is the number of sampled tokens, at most T,
     T = --max-completion-length, and v(min), v(max) are the rewards at lengths 0 and T. Right and wrong answers have
     separate values (four flags). By default, short right answers and long wrong answers have higher rewards.
 
     Source: Yeo et al. 2025, Demystifying Long Chain-of-Thought Reasoning in LLMs (arXiv:2502.03373).
     """
-    right = accuracy(sample) == 1.0
+    right = accuracy(sample, answer_extraction=answer_extraction, unfinished_thinking=unfinished_thinking) == 1.0
     shortest = cosine_min_len_value_correct if right else cosine_min_len_value_wrong
     longest = cosine_max_len_value_correct if right else cosine_max_len_value_wrong
-    share = min(len(sample.token_ids) / max_completion_length, 1.0)
+    share = min(sample.num_sampled / max_completion_length, 1.0)
     return longest + (shortest - longest) * (1.0 + math.cos(math.pi * share)) / 2.0

@@ -4,6 +4,7 @@ import re
 from decimal import Decimal
 
 from megatron_grpo.data.answer_column import ANSWER_COLUMNS, find_answers
+from megatron_grpo.rewards.builtin.answer_text import after_reasoning
 from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
@@ -12,6 +13,8 @@ _NUMBER = re.compile(
     r"(?P<sign>(?:(?<![\w)\]])[-−])?)\$?\s?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
+# Separators of thousands in LaTeX: 70{,}000, 70,\!000, 70\,000.
+_LATEX_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\!,?|\\,)\s*(?=[0-9]{3}(?![0-9]))")
 
 
 def gold_text(sample: Sample) -> str:
@@ -28,7 +31,8 @@ def gold_text(sample: Sample) -> str:
                 f'the row\'s answer, in "{name}", must be a non-empty string or a number, found {gold!r:.200}: correct '
                 "it, or write the answer to an earlier column of docs/data.md, such as answer"
             )
-        return str(gold).strip()
+        # A column of whole numbers with nulls is one of floats in Parquet: 72.0 is 72.
+        return str(int(gold) if isinstance(gold, float) and gold.is_integer() else gold).strip()
     raise GrpoError(
         f"the row has no answer to compare with: expected {', '.join(ANSWER_COLUMNS[:-1])} or {ANSWER_COLUMNS[-1]}, "
         f"found {', '.join(sample.row) or 'no column'}"
@@ -37,7 +41,7 @@ def gold_text(sample: Sample) -> str:
 
 def last_number(text: str) -> Decimal | None:
     """Return the last number in a text, or None; thousands separators, $ and a final full stop are removed."""
-    matches = list(_NUMBER.finditer(text))
+    matches = list(_NUMBER.finditer(_LATEX_THOUSANDS.sub(",", text)))
     if not matches:
         return None
     value = Decimal(matches[-1]["digits"].replace(",", ""))
@@ -45,16 +49,24 @@ def last_number(text: str) -> Decimal | None:
 
 
 @register_reward("exact_match")
-def exact_match(sample: Sample) -> float:
-    """Return 1 if the completion equals the row's answer after removal of white space at both ends, else 0."""
-    return float(sample.completion.strip() == gold_text(sample))
+def exact_match(sample: Sample, *, unfinished_thinking: str = "wrong") -> float:
+    """Return 1 if the completion after its reasoning equals the row's answer without white space at both ends, else 0.
+
+    `after_reasoning` says where the reasoning ends.
+    """
+    gold, said = gold_text(sample), after_reasoning(sample, unfinished_thinking)
+    return float(said is not None and said.strip() == gold)
 
 
 @register_reward("gsm8k")
-def gsm8k(sample: Sample) -> float:
-    """Return 1 if the completion's last number equals that of the row's answer (after "####", if present), else 0."""
+def gsm8k(sample: Sample, *, unfinished_thinking: str = "wrong") -> float:
+    """Return 1 if the completion's last number equals that of the row's answer (after "####", if present), else 0.
+
+    The number is looked for after the reasoning (`after_reasoning`).
+    """
     answer = gold_text(sample).rpartition("####")[2]
     gold = last_number(answer)
     if gold is None:
         raise GrpoError(f"no number in the row's answer: {answer!r}")
-    return float(last_number(sample.completion) == gold)
+    said = after_reasoning(sample, unfinished_thinking)
+    return float(said is not None and last_number(said) == gold)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.data.row_prompt import parse_prompt
+from megatron_grpo.data.text_start import encode_once, text_start
 from megatron_grpo.rewards.registry import Sample, known_rewards
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec
 from megatron_grpo.rewards.reward_models.judge import Judge, TemplateJudge, get_judge
@@ -228,7 +229,7 @@ class LocalClassifier(RewardModel):
     async def score(self, sample: Sample) -> float:
         model_input = self.model_input(sample)
         if isinstance(model_input, str):
-            ids = self._tokenizer(model_input)["input_ids"]
+            ids = encode_once(self._tokenizer, model_input, text_start(self._tokenizer))
         else:
             text = self._tokenizer.apply_chat_template(model_input, tokenize=False)
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template adds special tokens

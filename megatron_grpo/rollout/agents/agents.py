@@ -67,6 +67,7 @@ class _Run:
     tree: Tree = field(default_factory=Tree)
     calls: int = 0
     sampled: int = 0
+    malformed_calls: int = 0
     prompts: int = 0  # tokens of all samples that were not sampled in it
     over: bool = False  # a call was refused at a limit
     decoded: set[bytes] = field(default_factory=set)  # images that are whole
@@ -76,6 +77,7 @@ class _Run:
         """Forget what an earlier program has said."""
         self.earlier |= {self.program} if self.program else set()
         self.program, self.tree, self.sampled, self.prompts, self.over = program, Tree(), 0, 0, False
+        self.malformed_calls = 0
 
 
 class _Asked(NamedTuple):
@@ -299,8 +301,10 @@ class Agents(Conversing):
         images = list(chain.from_iterable(of_messages))
         self._check_images(run, images)
         messages, tools = [normalised(message) for message in given], call.body.get("tools") or None
+        if self._parser is not None:
+            self._parser.check(tools or ())
         shown = [self._shown(message) for message in given]
-        variables = (self._args.chat_template_kwargs or {}) | (call.body.get("chat_template_kwargs") or {})
+        variables = self._variables(call)
         key = json.dumps([tools, variables], sort_keys=True)
         parent = run.tree.continued_by(messages, key)
         if parent is not None:
@@ -321,6 +325,10 @@ class Agents(Conversing):
             new = self._renderer.after_turn(shown[: before - 1], turn, shown[before:], last, tools, variables)
             return self._expanded(parent, new, messages, key, added)
         return self._expanded(None, self._renderer.whole(shown, tools, variables), messages, key, images)
+
+    def _variables(self, call: Call) -> dict[str, Any]:
+        """Return the chat template's further variables in a call."""
+        return (self._args.chat_template_kwargs or {}) | (call.body.get("chat_template_kwargs") or {})
 
     def _expanded(
         self, parent: Node | None, ids: list[int], messages: list[Message], key: str, images: list[bytes]
@@ -355,8 +363,9 @@ class Agents(Conversing):
         if not isinstance(prompt, str) or not prompt:
             raise GrpoError("prompt must be one text, or a list of token ids")
         parent = run.tree.continued_by_text(prompt)
-        ids = self._tokenizer.encode(prompt if parent is None else prompt[len(parent.text) :])
-        return self._expanded(parent, ids, [], "", [])
+        if parent is None:
+            return self._expanded(None, self._tokenizer.encode(prompt), [], "", [])
+        return self._expanded(parent, self._tokenizer.encode_rest(prompt[len(parent.text) :]), [], "", [])
 
     def _shown(self, message: Message) -> Message:
         """Return a message as the chat template gets it: as `normalised`, with the ids of tool calls."""
@@ -385,12 +394,21 @@ class Agents(Conversing):
         run.sampled -= most if call.abandoned else most - len(ids)
         if call.abandoned:  # nobody has read the answer
             return
-        raw, text, calls = self._read_turn(ids, with_calls=call.chat)
-        reply: Message = {"role": "assistant", "content": text or None}
-        if calls:
+        raw, said = self._read_turn(
+            ids,
+            [*(prompt.parent.ids if prompt.parent is not None else ()), *prompt.ids],
+            with_calls=call.chat and call.body.get("tool_choice") != "none",
+            tools=call.body.get("tools"),
+            number=len(run.tree.nodes) + 1,
+            cut=completion.finish_reason == "length",
+            variables=self._variables(call),
+        )
+        run.malformed_calls += len(said.malformed)
+        reply: Message = {"role": "assistant", "content": said.text_with_malformed or None}
+        if said.calls:
             reply["tool_calls"] = [
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
-                for c in calls
+                for c in said.calls
             ]
         images = None if self._images is None else prompt.images
         node = Node(prompt.parent, prompt.ids, completion, images=images)
@@ -400,7 +418,7 @@ class Agents(Conversing):
             before = prompt.parent.text if prompt.parent is not None else ""
             node.text = f"{before}{self._tokenizer.decode(prompt.ids)}{raw}"
         run.tree.add(node)
-        reason = "tool_calls" if calls else completion.finish_reason
+        reason = "tool_calls" if said.calls else completion.finish_reason
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
         choice |= {"message": reply} if call.chat else {"text": raw}
         self._endpoint.answer(call, choice, (len(node.ids) - len(ids), len(ids)))
@@ -427,6 +445,7 @@ class Agents(Conversing):
             Completion.joined(samples),
             finish_reason=reason,
             turns=len(run.tree.nodes),
+            malformed_calls=run.malformed_calls,
             environment_reward=reward,
             messages=None if messages is None else [without_hashes(message) for message in messages],
         )

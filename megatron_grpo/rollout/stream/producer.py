@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from megatron_grpo.algorithm.advantages import combine_rewards
 from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import host_group
@@ -27,7 +26,7 @@ from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import GroupMember, RewardPool, print_first_failures
 from megatron_grpo.rollout.arguments import urls_of_replica
 from megatron_grpo.rollout.collect import exchange, nothing, sample_to_score, to_batch
-from megatron_grpo.rollout.dynamic_sampling import has_signal
+from megatron_grpo.rollout.dynamic_sampling import filter_reward, filter_weights, has_signal
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request, request_seed
 from megatron_grpo.rollout.episodes import Conversing
 from megatron_grpo.rollout.ledger.ledger import Ledger
@@ -266,7 +265,9 @@ class Producer:
         if self._scoring or (self._job is not None and self._job.scored):
             self._scorer.poll()
         for number in list(self._scoring):
-            taken = self._scorer.take(range(number * self._size, (number + 1) * self._size))
+            # As many samples as this replica has of a batch.
+            share = -(-self._num_groups // self._joint.num_replicas) * self._size
+            taken = self._scorer.take(range(number * self._size, (number + 1) * self._size), share)
             if taken is not None:
                 self._scoring.remove(number)
                 rewards, failures = taken
@@ -276,7 +277,7 @@ class Producer:
         self._report_written()
         job = self._job
         if job is not None and job.scored and job.rewards is None and len(job.completions) == len(job.members):
-            taken = self._scorer.take([completion.id for completion in job.completions])
+            taken = self._scorer.take([completion.id for completion in job.completions], None)
             if taken is not None:
                 job.rewards, failures = taken
                 job.failures = len(failures)
@@ -305,7 +306,7 @@ class Producer:
     def _report_group(self, number: int, failures: int, written: bool = True) -> None:
         rewards = self._groups[number].rewards
         assert rewards is not None
-        signal_there = has_signal(combine_rewards(rewards, self._args.reward_weights))
+        signal_there = has_signal(filter_reward(rewards, filter_weights(self._args)))
         report = {"do": "complete", "group": number, "has_signal": signal_there, "failures": failures}
         drafts = self._engine.drafts
         self._report(report | {"written": written, "drafts": None if drafts is None else drafts.tolist()})
@@ -375,6 +376,8 @@ class Producer:
         if job.scored and self._scorer is not None:
             member = job.members[completion.id]
             prompt = job.prompts[member.group]
+            # With --weight-update keep groups of the training data, which have other numbers, are scored meanwhile.
+            member = member._replace(group=completion.id - member.place)
             sample = sample_to_score(prompt, self._tokenizer.decode(prompt.ids), completion, self._tokenizer)
             self._scorer.submit(completion.id, sample, member)
 

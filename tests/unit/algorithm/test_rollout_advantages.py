@@ -255,6 +255,25 @@ def test_metrics_of_reward_functions():
     assert row["reward/zero_std_groups"] == 0.5  # {2, 2} of {1, 7} and {2, 2}
 
 
+def test_lengths_of_completions_are_those_of_sampled_tokens():
+    """An environment has said 3 tokens between and behind the 2 that were sampled."""
+    batch = RolloutBatch.from_completions(
+        [[1]] * 2, [[5, 6, 7, 8, 9], [5]], [None] * 2, 0, [0, 0], [0, 0], [0, 1], [FinishReason.STOP] * 2,
+        response_masks=[[1, 0, 0, 1, 0], None], turns=[2, 1],
+    )  # fmt: skip
+    batch.rewards = np.zeros((2, 1), np.float32)
+    trainer = Namespace(
+        args=Namespace(environment="calculator", reward_funcs=["right"]),
+        reward_failures=0,
+        memory={},
+        sampling_metrics={},
+        sync_metrics={},
+    )
+    row = Trainer.rollout_metrics(trainer, batch, np.zeros(2, np.float32))
+    assert [row[f"completion/length_{what}"] for what in ("mean", "min", "max")] == [1.5, 1, 2]
+    assert row["tokens/rollout"] == 3 and row["environment/tokens"] == 1.5
+
+
 # ---- the loss
 
 

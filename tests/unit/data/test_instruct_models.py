@@ -7,6 +7,10 @@ import pytest
 from instruct_models import NAMES, build_tokenizer, published
 from transformers import AutoTokenizer
 
+from megatron_grpo.data.prompts import PromptDataset
+from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
+from megatron_grpo.training.arguments import parse_args
+
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "One?"},
@@ -161,6 +165,33 @@ def test_stop_ids_stand_for_the_tokens_that_end_a_turn(load, name):
 def test_a_text_begins_with_the_token_that_the_tokenizer_adds(load, name, first):
     tokenizer, ids, _ = load(name)
     assert tokenizer.encode("a") == [*(ids[token] for token in first), 64]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_that_is_a_rendered_template_has_one_start(load, name, tmp_path, capsys):
+    """Its ids are those of its messages, which begin once with what the published tokenizer adds to a text."""
+    tokenizer, ids, directory = load(name)
+    ours = HuggingFaceTokenizer(directory)
+    messages = CONVERSATION[1:]
+    rendered = ours.render_chat(messages)
+    assert ours.encode(rendered) == ours.apply_chat_template(messages)
+    assert ours.encode("a") == tokenizer.encode("a") and ours.encode_rest("a") == [64]
+    adds = [ids[token] for token in published(name, "tokens.json")["encode_adds"] or []]
+    assert ours.text_start == "".join(tokenizer.convert_ids_to_tokens(adds))
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in (rendered, rendered, "One?")))
+    args = parse_args(["--max-prompt-length", "4000"])
+    data = PromptDataset([file], ours, args)
+    for prompt in data:
+        assert [prompt.ids.count(token) for token in adds] == [1] * len(adds) and prompt.ids[: len(adds)] == adds
+    line = f"2 prompts bring {ours.text_start}: the tokenizer adds no second one"
+    assert (line in capsys.readouterr().out.splitlines()) == bool(adds)
+    PromptDataset([file], ours, args, streamed=True)
+    assert ("the first row's prompt brings" in capsys.readouterr().out) == bool(adds)
+
+
+def test_eight_published_tokenizers_begin_a_text():
+    assert sum(bool(published(name, "tokens.json")["encode_adds"]) for name in NAMES) == 8
 
 
 @pytest.mark.parametrize(

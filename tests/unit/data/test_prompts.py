@@ -11,18 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_grpo.data.answer_column import LAST_TURN, find_answers
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.row_prompt import parse_prompt, parse_tools
 from megatron_grpo.data.sampler import PromptSampler
+from megatron_grpo.rewards.builtin import code_tests
+from megatron_grpo.rewards.registry import Sample, get_rewards, gold_check
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
+from tools.data import check
 
 
 class Characters:
     """Token = code point; a conversation is "role:content|" for each message, then ">"."""
 
     def __init__(self):
-        self.special_tokens, self.longest_token = {"<end>": 7}, 1
+        self.special_tokens, self.longest_token, self.text_start = {"<end>": 7}, 1, ""
 
     def encode(self, text):
         return [ord(c) for c in text]
@@ -84,8 +88,8 @@ def test_tools_are_given_to_the_chat_template(tmp_path):
     data = dataset(tmp_path / "a.jsonl", *rows)
     expected = ["[f][g]user:hi|>", "[f]user:hi|>", "user:hi|assistant:|tool:3|>", "user:hi|>"]
     assert [text(prompt) for prompt in data] == expected
-    assert parse_tools(rows[0], [user("hi")]) == [{"name": "f"}, {"name": "g"}]  # Parquet's nulls are no keys
-    # As JSON text they are what they are.
+    # Nulls of JSON are what they are.
+    assert parse_tools(rows[0], [user("hi")]) == [{"name": "f", "strict": None}, {"name": "g"}]
     assert parse_tools({"tools": '[{"name": "f", "default": null}]'}, [user("hi")]) == [{"name": "f", "default": None}]
 
 
@@ -100,9 +104,96 @@ def test_several_files_and_parquet(tmp_path):
     assert data[3].row["answer"] == 4 and data[3].source == f"{tmp_path / 'b.parquet'}, row 2"
 
 
-def test_parquet_messages_have_no_null_keys():
-    row = {"messages": [{"role": "user", "content": "c", "name": None}]}
-    assert parse_prompt(row, "prompt") == [user("c")]
+CALLS = [
+    {"name": "add", "arguments": {"a": 1, "b": 2}},
+    {"name": "find", "arguments": {"text": "x", "limit": {"of": 3}}},
+]
+
+
+def test_parquet_merges_the_shapes_of_rows(tmp_path):
+    """Each object gets the keys of all, with null: they are no keys of its own. Columns of others stay as they are."""
+    rows = [
+        {
+            "prompt": [user("c")],
+            "tools": [{"name": call["name"], "parameters": dict.fromkeys(call["arguments"], "int")}],
+            "tool_calls": [call],
+            "extra": {"of": call["arguments"]},
+        }
+        for call in CALLS
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    data = PromptDataset([tmp_path / "a.parquet"], Characters(), flags())
+    (tool_call,) = get_rewards(["tool_call"])
+    for prompt, row, call in zip(data, rows, CALLS, strict=True):
+        assert {name: prompt.row[name] for name in ("prompt", "tools", "tool_calls")} == {
+            name: row[name] for name in ("prompt", "tools", "tool_calls")
+        }
+        assert tool_call(Sample("", f"<tool_call>{json.dumps(call)}</tool_call>", prompt.row)) == 1
+        assert prompt.row["extra"]["of"].keys() == {"a", "b", "text", "limit"}
+    tests = [{"call": "f", "args": [1], "returns": None}, {"stdin": "1", "stdout": "2"}, {"assert": "f(1) is None"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "p", "tests": tests}]), tmp_path / "b.parquet")
+    (prompt,) = PromptDataset([tmp_path / "b.parquet"], Characters(), flags())
+    assert code_tests._tests(prompt.row["tests"]) == tests
+
+
+def test_nulls_of_json_lines_stay_in_the_prompt(tmp_path):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+    assistant = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages = [user("x"), assistant | {"name": None}, {"role": "tool", "content": "y"}]
+    data = dataset(tmp_path / "a.jsonl", {"prompt": messages, "tool_calls": [{"name": "f", "arguments": {"a": None}}]})
+    assert parse_prompt(data[0].row, "prompt") == [user("x"), assistant, {"role": "tool", "content": "y"}]
+    assert data[0].row["tool_calls"][0]["arguments"] == {"a": None}
+
+
+def test_a_prompt_of_json_text_of_messages(tmp_path, capsys):
+    said = [{"role": "system", "content": "Be brief."}, user("1 + 1?")]
+    data = dataset(tmp_path / "a.jsonl", {"prompt": json.dumps(said)}, {"prompt": "[1, 2]"}, {"prompt": said})
+    assert [text(prompt) for prompt in data] == ["system:Be brief.|user:1 + 1?|>", "[1, 2]", text(data[0])]
+    line = "1 prompts are JSON text of messages: they are parsed, and rendered as messages"
+    assert line in capsys.readouterr().out.splitlines()
+    solved = [*said, {"role": "assistant", "content": "2"}]
+    row = {"messages": json.dumps(solved)}
+    assert parse_prompt(row, "prompt") == said and find_answers(row) == {LAST_TURN: "2"}
+    PromptDataset([tmp_path / "a.jsonl"], Characters(), flags(), streamed=True)
+    assert "the first row's prompt is JSON text of messages" in capsys.readouterr().out
+
+
+GOLD = {
+    "exact_match": [{"answer": "2"}, {}, {"answer": None}, {"answer": [1, 2]}],
+    "accuracy": [{"answer": "\\frac12"}, {"answer": "\\frac{1}{"}, {"answer": ""}],
+    "gsm8k": [{"answer": "#### 2"}, {"answer": "none"}],
+    "countdown": [{"nums": [1, 2], "target": 3}, {"nums": [1, 2]}],
+    "tool_call": [{"tool_calls": []}, {"tool_calls": "{"}],
+    "code": [{"tests": ["assert 1"]}, {"tests": [{"stdin": "1"}]}],
+}
+
+
+@pytest.mark.parametrize("name", GOLD)
+def test_a_row_without_a_gold_answer_is_a_bad_row(name, tmp_path, capsys):
+    args = flags(reward_funcs=[name, "format"], code_sandbox="auto", code_timeout=1.0, code_memory=100)
+    rows = [{"prompt": "a"} | row for row in GOLD[name]]
+    parts = {"check_gold": gold_check([name, "format"], vars(args))}
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(GrpoError, match=rf'(?s)a\.jsonl:2: reward "{name}": .*--bad-rows skip to skip'):
+        PromptDataset([file], Characters(), args, **parts)
+    args.bad_rows = "skip"
+    assert [prompt.row for prompt in PromptDataset([file], Characters(), args, **parts)] == rows[:1]
+    data = PromptDataset([file], Characters(), args, streamed=True, **parts)
+    assert [prompt.row for prompt in data] == rows[:1]
+    capsys.readouterr()
+    words = ["--train-data-path", str(file), "--reward-funcs", name, "format"]
+    assert check.main(words) == 1
+    assert f"1 good rows, {len(rows) - 1} bad" in capsys.readouterr().out
+    assert check.main(words[:2]) == 0
+
+
+def test_gold_answers_are_those_of_the_rows_route():
+    args = flags(reward_funcs=["gsm8k", "exact_match"], reward_routing=["a=gsm8k", "b=exact_match"])
+    check_gold = gold_check(args.reward_funcs, vars(args))
+    check_gold({"data_source": "b", "answer": "none"})
+    with pytest.raises(GrpoError, match='reward "gsm8k": no number'):
+        check_gold({"data_source": "a", "answer": "none"})
 
 
 def test_truncation(tmp_path, capsys):

@@ -72,6 +72,8 @@ OTHERS += "--one-run --saves --ranks --megabytes".split()  # of tools/resume_che
 OTHERS += ["--mode"]  # of tools/ledger_check.py
 OTHERS += "--batch --group --check".split()  # of tools/ledger.py
 OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()
+OTHERS += ["--dist-ckpt-optim-fully-reshardable"]  # of Megatron-LM
+OTHERS += ["--numprocesses"]  # of pytest-xdist
 # Of vLLM's and SGLang's servers.
 OTHERS += "--model-path --skip-tokenizer-init --load-format --device --grammar-backend".split()
 OTHERS += "--attention-backend --sampling-backend --enable-memory-saver --enable-weights-cpu-backup --tp".split()
@@ -80,7 +82,9 @@ OTHERS += (
 )
 OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone --runner --port".split()
 OTHERS += "--enable-scale-out --skip-mm-profiling --media-io-kwargs --mm-processor-kwargs".split()
-REMOVED = {"CHANGELOG.md": ["--shuffle-completions"]}  # flags of earlier versions
+REMOVED = {  # flags of earlier versions
+    "CHANGELOG.md": "--shuffle-completions --batch-invariant-mode --fp32-residual-connection".split()
+}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

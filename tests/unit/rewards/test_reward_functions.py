@@ -2,10 +2,12 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from math_verify.errors import TimeoutException
 
 from megatron_grpo.rewards.builtin import math_answer
 from megatron_grpo.rewards.builtin.answer_text import last_code_block
@@ -28,7 +30,7 @@ def reward(name, completion, length=0, flags=None, prompt="", **row):
     return function(Sample(prompt, completion, row, token_ids=[1] * length))
 
 
-# --- accuracy: what math-verify takes for equal, and what it does not
+# --- accuracy: what is equal, and what is not
 
 EQUAL = r"""
 \dfrac12 | 1/2                      : \frac without braces
@@ -46,6 +48,7 @@ EQUAL = r"""
 $18 | 18                            : money
 \$18.00 | 18                        : money in LaTeX
 90^\circ | 90                       : degrees
+\frac{\pi}{3} | 60^\circ            : radians
 1,234,567 | 1234567                 : thousands
 1{,}234 | 1234                      : thousands in LaTeX
 1\,234 | 1234                       : thousands with a thin space
@@ -83,7 +86,6 @@ x^2+2x | x^2+2x+1                   : an expression
 \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}2\\1\end{pmatrix} : a vector
 1, 2 | 2                            : one answer too many
 1/0 | 1                             : nonsense
-\frac{\pi}{3} | 60^\circ            : radians: math-verify knows no units
 """
 
 
@@ -96,10 +98,151 @@ def pairs(table):
     ("answer", "gold", "expected"),
     [(*pair, 1.0) for pair in pairs(EQUAL)] + [(*pair, 0.0) for pair in pairs(DIFFERENT)],
 )
-def test_accuracy_by_math_verify(answer, gold, expected, monkeypatch):
+def test_accuracy(answer, gold, expected, monkeypatch):
     monkeypatch.setattr(math_answer, "_STEP_TIMEOUT", 60)  # a busy machine is not what is tested
     assert reward("accuracy", f"\\boxed{{{answer}}}", answer=gold) == expected
     assert reward("accuracy", f"<think>{gold}</think><answer>{answer}</answer>", answer=gold) == expected
+
+
+# Form, gold answer, answer, right verdict, ours; the verdicts are by mathematics (see the head of the file).
+PAIRS = [
+    tuple(part.strip() for part in line.split(" | ")[:5])
+    for line in (Path(__file__).parents[2] / "data/answer_pairs.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+FORMS = (
+    "integer fraction interval set tuple unit percent scientific equation modular base radical complex matrix choice "
+    "text sequence"
+).split()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pairs_of_answers(form, monkeypatch):
+    monkeypatch.setattr(math_answer, "_STEP_TIMEOUT", 60)
+    found = {
+        (gold, answer): str(int(reward("accuracy", f"<answer>{answer}</answer>", answer=gold)))
+        for of, gold, answer, *_ in PAIRS
+        if of == form
+    }
+    assert found == {(gold, answer): ours for of, gold, answer, _, ours in PAIRS if of == form}
+
+
+def test_the_table_of_pairs_is_what_it_should_be():
+    assert len(PAIRS) >= 200 and {form for form, *_ in PAIRS} == set(FORMS)
+    assert len({pair[1:3] for pair in PAIRS}) == len(PAIRS)
+    for form in FORMS:
+        right = [pair[3] for pair in PAIRS if pair[0] == form]
+        assert len(right) >= 10 and 0.4 <= right.count("1") / len(right) <= 0.6
+    # An equal answer may be refused; a different one is never taken for equal.
+    assert all(ours == "0" for *_, right, ours in PAIRS if right == "0")
+    assert sum(right != ours for *_, right, ours in PAIRS) <= 10
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "right"),
+    [
+        ("", "<think>or <answer>6</answer>?</think>It is \\boxed{5}.", 1),
+        ("", "<think>\\boxed{5}?</think>It is \\boxed{6}.", 0),
+        ("", "<think>\\boxed{5}</think>I do not know.", 0),
+        ("Go.<think>\n", "is it \\boxed{6}?</think>\\boxed{5}", 1),
+        ("Go.<think>\n", "maybe \\boxed{5}, but let me check", 0),
+        ("", "<think>maybe \\boxed{5}, but let me check", 0),
+        ("", "\\boxed{5}", 1),
+        ("", "<answer>**5**</answer>", 1),
+        ("", "<answer>6</answer> or \\boxed{5}", 0),
+        ("", "", 0),
+    ],
+)
+def test_the_answer_is_read_after_the_reasoning(prompt, completion, right):
+    assert reward("accuracy", completion, prompt=prompt, answer="5") == right
+    read = {"unfinished_thinking": "read"}
+    begun = "</think>" not in completion and "<think>" in prompt + completion
+    assert reward("accuracy", completion, flags=read, prompt=prompt, answer="5") == (1 if begun else right)
+
+
+def test_all_rewards_of_answers_leave_out_the_reasoning():
+    call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
+    cases = (
+        ("gsm8k", "5", {"answer": "5"}),
+        ("exact_match", "5", {"answer": "5"}),
+        ("countdown", "<answer>2+3</answer>", {"nums": [2, 3], "target": 5}),
+        ("tool_call", call, {"tool_calls": [{"name": "a", "arguments": {}}]}),
+    )
+    for name, said, row in cases:
+        assert reward(name, said, **row) == 1
+        assert reward(name, f"<think>or 7{call}</think>{said}", **row) == 1
+        assert reward(name, f"<think>{said}</think>or 7 or not", **row) == 0
+        assert reward(name, f"<think>{said}", **row) == 0
+
+
+def test_cosine_takes_the_flags_of_answers():
+    flags = {"answer_extraction": "line", "unfinished_thinking": "read"}
+    assert reward("cosine", "<think>Answer: 2", flags=flags, answer="2") == 1.0
+    assert reward("cosine", "<think>Answer: 2", answer="2") == -0.5
+
+
+# The form that the prompts of DAPO's data sets ask for: The last line .. should be of the form Answer: $Answer
+LINES = ("Answer: $13$", "So.\nAnswer: 13", "**Answer:** 13", "Answer: 12\nNo.\nAnswer: \\boxed{13}.", "answer: 13.")
+
+
+@pytest.mark.parametrize("completion", LINES)
+def test_a_line_with_the_answer(completion):
+    assert reward("accuracy", completion, answer="13") == (1 if "boxed" in completion else 0)
+    for way in ("line", "any"):
+        assert reward("accuracy", completion, flags={"answer_extraction": way}, answer="13") == 1
+        assert reward("accuracy", completion, answer="13", answer_extraction=way) == 1
+        assert reward("accuracy", completion, flags={"answer_extraction": way}, answer="12") == 0
+
+
+def test_where_the_answer_is_by_row():
+    flags = {"answer_extraction": "line"}
+    assert reward("accuracy", "\\boxed{13}", flags=flags, answer="13") == 0
+    assert reward("accuracy", "\\boxed{13}", flags=flags, answer="13", answer_extraction="boxed") == 1
+    assert reward("accuracy", "\\boxed{13}\nAnswer: 14", flags={"answer_extraction": "any"}, answer="13") == 1
+    with pytest.raises(GrpoError, match=r'"answer_extraction" must be one of boxed, line, any, found \'box\''):
+        reward("accuracy", "", answer="1", answer_extraction="box")
+
+
+@pytest.mark.parametrize(
+    ("gold", "fault"),
+    [
+        ("\\frac{1}{", "its braces do not match"),
+        ("We add both numbers and see that the sum is large", "it is prose"),
+        ("?!", "it has neither a letter nor a digit"),
+        ("\\boxed{", "its braces do not match"),
+    ],
+)
+def test_a_gold_answer_that_nothing_can_equal_is_an_error(gold, fault):
+    with pytest.raises(GrpoError, match=f"cannot be compared with, because {fault}"):
+        reward("accuracy", "", answer=gold)
+
+
+# --- numbers and text
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("$70{,}000$", 1),
+        ("\\boxed{70,\\!000}", 1),
+        ("\\boxed{70\\,000}", 1),
+        ("\\$70{,}000.00", 1),
+        ("70,000", 1),
+        ("$70{,}001$", 0),
+        ("7{,}000", 0),
+        ("-70{,}000", 0),
+        ("70{,}00", 0),
+    ],
+)
+def test_gsm8k_in_latex(completion, expected):
+    assert reward("gsm8k", completion, answer="70000") == expected
+    assert reward("gsm8k", "so 70000", answer=f"#### {completion}") == expected
+
+
+@pytest.mark.parametrize(("gold", "text"), [(72.0, "72"), (-3.0, "-3"), (1e15, "1000000000000000"), (0.5, "0.5")])
+def test_exact_match_of_a_column_of_floats(gold, text):
+    assert reward("exact_match", text, answer=gold) == 1
+    assert reward("exact_match", text + "1", answer=gold) == 0
 
 
 # --- length
@@ -129,6 +272,22 @@ def test_repetition(text, n, expected):
     assert reward("repetition", text, flags={"repetition_n_grams": n}) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("你好" * 12, 2 / 22 - 1),  # 22 trigrams, of two kinds
+        ("今天天气很好我们去公园玩", 0),
+        ("สวัสดี" * 4, 6 / 22 - 1),
+        ("こんにちは" * 4, 5 / 18 - 1),
+        ("GRPO 很好 GRPO 很好", -1 / 4),  # GRPO很好 很好GRPO 好GRPO很 GRPO很好
+        ("!" * 500, 1 / 498 - 1),
+        ("안녕 안녕 안녕 안녕", 1 / 2 - 1),
+    ],
+)
+def test_repetition_in_any_script(text, expected):
+    assert reward("repetition", text) == pytest.approx(expected)
+
+
 @given(st.lists(st.sampled_from("abc"), max_size=12), st.integers(1, 4))
 def test_repetition_is_zero_only_without_any(words, n):
     value = reward("repetition", " ".join(words), flags={"repetition_n_grams": n})
@@ -145,6 +304,20 @@ def test_soft_overlong(length, expected):
 def test_soft_overlong_of_the_paper():
     flags = {"max_completion_length": 20480, "soft_cache_length": 4096}
     assert [reward("soft_overlong", "", n, flags) for n in (16384, 18432, 20480)] == [0, -0.5, -1]
+
+
+def test_lengths_are_those_of_the_sampled_tokens():
+    """22 of 120 tokens are the policy's, of 64 that are allowed; the rest an environment said."""
+    mask = [1] * 10 + [0] * 98 + [1] * 12
+    flags = FLAGS | {"max_completion_length": 64, "soft_cache_length": 32}
+    for name in ("soft_overlong", "cosine"):
+        (function,) = get_rewards([name], flags)
+        spoken = Sample("", "\\boxed{2}", {"answer": "2"}, token_ids=[1] * 120, response_mask=mask)
+        alone = Sample("", "\\boxed{2}", {"answer": "2"}, token_ids=[1] * 22)
+        assert function(spoken) == function(alone)
+        assert spoken.num_sampled == alone.num_sampled == 22
+    (soft_overlong,) = get_rewards(["soft_overlong"], flags)
+    assert soft_overlong(spoken) == 0
 
 
 # --- form
@@ -179,6 +352,12 @@ def test_react_format(completion, expected):
         ("(75 - 25) * 2 / 4", 1),
         ("(75-25)*2/4 = 25", 1),
         ("(75 − 25) × 2 ÷ 4", 1),
+        (r"(75-25) \times 2 \div 4", 1),
+        (r"$\left(75-25\right)\cdot\frac{2}{4}$", 1),
+        (r"\dfrac{(75-25) \times 2}{4} = 25", 1),
+        (r"[75-25] \times \frac{2}{4}", 1),
+        (r"(75+25) \times 2 \div 4", 0),
+        (r"\frac{75-25}{2} \times 4", 0),
         ("75 / (4 - 2) - 25 / 2", 0),  # 25 twice short: 2 twice
         ("75 - 25 * 2", 0),  # 25, but without the 4
         ("25", 0),
@@ -232,6 +411,10 @@ def calls(*made):
         (calls(A, A), [A], 1 / 2),
         (calls(A, B, "nonsense"), [A, B], 2 / 3),  # (2 + 2) / 6
         ("<tool_call>{</tool_call>", [A], 0),
+        (f"<think>{calls(A, B)}</think>{calls(A)}", [A], 1),  # what is in reasoning is no call
+        (f"{calls(A, B)}</think>{calls(A)}", [A], 1),  # the prompt ends with <think>
+        (f"<think>{calls(A)}</think>12", [], 1),
+        (f"<think>{calls(A)}", [A], 0),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", [A], 0),
         (calls(A).replace("</tool_call>", ""), [A], 0),
         ("", [A], 0),
@@ -270,10 +453,15 @@ def test_last_code_block(text, expected):
 
 def test_a_gold_answer_that_is_not_read_in_time_is_no_error_in_the_data(monkeypatch):
     """On a machine that is busy it would end the run; an answer that takes too long is wrong."""
-    monkeypatch.setattr(math_answer, "_STEP_TIMEOUT", 0)  # whatever it takes
-    monkeypatch.setattr(math_answer, "parse", lambda text, **_: [7] if "77125" in text else [])
+
+    def read(text):
+        if "8125" in text:
+            raise TimeoutException
+        return 7
+
+    monkeypatch.setattr(math_answer.math_value, "read", read)
     (accuracy,) = get_rewards(["accuracy"])
-    with pytest.raises(TimeoutError, match=r"did not parse '\$88125\$' within"):
+    with pytest.raises(TimeoutError, match=r"'88125' was not parsed within"):
         accuracy(Sample("", "\\boxed{1}", {"answer": "88125"}))
     assert accuracy(Sample("", "\\boxed{88125}", {"answer": "77125"})) == 0
     math_answer.read.cache_clear()

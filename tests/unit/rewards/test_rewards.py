@@ -113,10 +113,10 @@ def test_a_row_without_a_usable_answer_is_an_error(name, row):
         reward(name, "<answer>1</answer>", **row)
 
 
-@pytest.mark.parametrize("name", ["gsm8k", "accuracy"])
-def test_a_gold_answer_that_cannot_be_read_is_an_error(name):
+@pytest.mark.parametrize(("name", "gold"), [("gsm8k", "blue"), ("accuracy", "blue}")])
+def test_a_gold_answer_that_cannot_be_read_is_an_error(name, gold):
     with pytest.raises(GrpoError, match="blue"):
-        reward(name, "<answer>blue</answer>", answer="blue")
+        reward(name, "<answer>blue</answer>", answer=gold)
 
 
 @pytest.mark.parametrize(
@@ -477,17 +477,17 @@ def test_a_stream_of_groups_is_taken_group_by_group(make_pool, tmp_path):
     pool = make_pool("act", workers=2, timeout=600.0, retries=0)
     for key, text in enumerate(["value 7", "raise", f"gate {tmp_path / 'open'}", "value 1"]):
         pool.submit(key, samples(text)[0], GroupMember(key // 2, key % 2, 2))
-    while (taken := pool.take([0, 1])) is None:
+    while (taken := pool.take([0, 1], 4)) is None:
         pool.poll(0.2)
     np.testing.assert_array_equal(taken[0], [[7], [math.nan]])
     assert [failure.key for failure in taken[1]] == [1]
-    assert pool.take([2, 3]) is None
+    assert pool.take([2, 3], 4) is None
     pool.submit(0, samples("value 5")[0])  # the key is free again
     (tmp_path / "open").touch()
-    while (taken := pool.take([2, 3])) is None:
+    while (taken := pool.take([2, 3], 4)) is None:
         pool.poll(0.2)
     assert taken[0].tolist() == [[1], [1]] and taken[1] == []
-    while (taken := pool.take([0])) is None:
+    while (taken := pool.take([0], 4)) is None:
         pool.poll(0.2)
     assert taken[0].tolist() == [[5]]
 
@@ -497,9 +497,33 @@ def test_a_function_that_fails_on_all_of_a_stream_ends_the_run(make_pool):
     with pytest.raises(GrpoError, match='reward "act" failed on all 64 samples'):
         for key in range(200):
             pool.submit(key, samples("raise")[0])
-            while pool.take([key]) is None:
+            while pool.take([key], 100) is None:
                 pool.poll(0.2)
     assert key == 63
+
+
+def take(pool, key, text, batch_size):
+    """Submit and take one sample."""
+    pool.submit(key, Sample("", text, {"answer": "1", "data_source": "x"}))
+    while (taken := pool.take([key], batch_size)) is None:
+        pool.poll(0.2)
+    return taken[0].tolist()
+
+
+def test_a_function_that_has_ceased_to_work_ends_a_stream(make_pool):
+    """As without a stream: it fails on a whole batch, here of 4 samples. A value begins the count again."""
+    pool = make_pool("act", retries=0)
+    for key, text in enumerate(["value 1", "raise", "raise", "raise", "none", "raise", "raise", "raise"]):
+        take(pool, key, text, 4)
+    with pytest.raises(GrpoError, match='reward "act" failed on the last 4 samples'):
+        take(pool, 8, "raise", 4)
+
+
+def test_a_function_that_fails_on_a_whole_evaluation_ends_a_stream(make_pool):
+    pool = make_pool("act", "never", retries=0, routes={"x": ["act"], "y": ["act", "never"]})
+    assert take(pool, 0, "value 2", None)[0][0] == 2.0, "never has nothing to score"
+    with pytest.raises(GrpoError, match='reward "act" failed on all 1 samples'):
+        take(pool, 1, "raise", None)
 
 
 def test_some_samples_can_be_waited_for_while_others_are_scored(make_pool, tmp_path):

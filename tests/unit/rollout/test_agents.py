@@ -6,6 +6,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from instruct_models import build_tokenizer
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
@@ -57,6 +58,21 @@ def breaks_once(base_url, row, **metadata):
         raise OSError("no connection")
     return 0.5
 
+def typed(base_url, row, **metadata):
+    """Calls of a format of texts: the types are those of the request's tools; a malformed call is text."""
+    ask = OpenAI(base_url=base_url, api_key="any").chat.completions.create
+    def tools(kind):
+        parameters = {"type": "object", "properties": {"a": {"type": kind}}}
+        return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    found = []
+    for given in ({"tools": tools("integer")}, {"tools": tools("string")}, {"tools": tools("number")},
+                  {"tools": tools("integer"), "tool_choice": "none"}):
+        answer = ask(model="policy", messages=[say("call")], **given).choices[0].message
+        found.append([[json.loads(call.function.arguments)["a"] for call in answer.tool_calls or ()], answer.content])
+    call = "<tool_call>\\n<function=f>\\n<parameter=a>\\n5\\n</parameter>\\n</function>\\n</tool_call>"
+    bad = "<tool_call>f(5)</tool_call>"
+    return float(found == [[[5], bad], [["5"], bad], [[5], bad], [[], call + bad]])
+
 def breaks(base_url, row, **metadata):
     raise OSError("no connection")
 
@@ -67,6 +83,7 @@ def malformed(base_url, row, **metadata):
                [say("begin") | {"tool_calls": 3}], [say("begin") | {"content": ["begin"]}])]
     bodies += [("chat/completions", {"messages": [say("begin")]} | more) for more in
                ({"max_tokens": "many"}, {"max_tokens": [1]}, {"stop": 3}, {"stop": [3]}, {"n": 2}, {"tools": 3},
+                {"tools": [3]}, {"tools": [{"type": "function", "function": {"name": "f", "description": 3}}]},
                 {"chat_template_kwargs": 3})]
     bodies += [("completions", {"prompt": prompt}) for prompt in (None, "", 3, [], [-1], [10**9], ["free"])]
     refused = 0
@@ -80,7 +97,9 @@ def malformed(base_url, row, **metadata):
     return refused / len(bodies)
 '''
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "12+7"}}</tool_call>'
-REPLIES = {"user: 12+7=": CALL, "tool: 19": "19", "free": "text", "user: begin": "ok", "user: left": "to the left",
+CODED = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+REPLIES = {"user: call": f"{CODED}<tool_call>f(5)</tool_call>", "user: 12+7=": CALL,
+           "tool: 19": "19", "free": "text", "user: begin": "ok", "user: left": "to the left",
            "user: right": "to the right", "user: more": "still more"}  # fmt: skip
 
 
@@ -113,6 +132,23 @@ def tokenizer(tmp_path_factory):
     return HuggingFaceTokenizer(directory)
 
 
+def test_a_continued_text_has_no_second_start(tmp_path):
+    """The tokenizer puts <|begin_of_text|> before a text: not before the part of it that follows an answer."""
+    ids = build_tokenizer("Llama-3.1-8B-Instruct", tmp_path)
+    node = SimpleNamespace(text="<|begin_of_text|>ab")
+    agents = SimpleNamespace(
+        _tokenizer=HuggingFaceTokenizer(tmp_path), _expanded=lambda parent, ids, *rest: (parent, ids)
+    )
+    start, letters = ids["<|begin_of_text|>"], [64, 65, 66]
+    for parent, prompt, expected in (
+        (None, "abc", [start, *letters]),
+        (None, "<|begin_of_text|>abc", [start, *letters]),
+        (node, "<|begin_of_text|>abc", letters[2:]),
+    ):
+        run = SimpleNamespace(tree=SimpleNamespace(continued_by_text=lambda text, parent=parent: parent))
+        assert Agents._text_prompt(agents, run, prompt) == (parent, expected)
+
+
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
     """One process for all programs: each test has another."""
@@ -128,13 +164,13 @@ def pool(tmp_path_factory):
 
 @pytest.fixture
 def run(tokenizer, pool):
-    def start(program, max_tokens=60, max_environment_tokens=60, history="keep", **row):
+    def start(program, max_tokens=60, max_environment_tokens=60, history="keep", parser="hermes", **row):
         args = SimpleNamespace(
             environment=f"agent:programs:{program}", end_token_ids=(256,), on_rewritten_history=history,
             tool_role="tool", chat_template_kwargs=None, max_prompt_length=20, vocab_size=300,
             max_environment_tokens=max_environment_tokens,
         )  # fmt: skip
-        parser = ToolCallParser("hermes", tokenizer.backend)
+        parser = ToolCallParser(parser, tokenizer.backend)
         agents = Agents(Script(tokenizer), pool, TurnRenderer(tokenizer, (256,)), parser, tokenizer, args)
         try:
             (done,) = generate(
@@ -171,6 +207,12 @@ def test_calls_of_openais_client(run, tokenizer):
     assert done.environment_reward == 2.0
     assert [math.isnan(x) for x in done.log_probs] == [m == 0 for m in done.response_mask]
     assert done.messages[-1] == {"role": "assistant", "content": "19"}
+
+
+def test_types_are_those_of_the_requests_tools(run):
+    done, failures = run("typed", parser="qwen3_coder", max_tokens=500, max_environment_tokens=500)
+    assert not failures and done.environment_reward == 1.0
+    assert done.malformed_calls == 3 and done.turns == 4
 
 
 def test_a_prefix_that_branches_share_is_trained_once(run, tokenizer):

@@ -10,6 +10,8 @@ from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.environments.pool import Answer
+from megatron_grpo.rewards.registry import get_rewards
+from megatron_grpo.rollout.collect import sample_to_score
 from megatron_grpo.rollout.engine import Completion, Request, generate
 from megatron_grpo.rollout.episodes import Episodes
 from megatron_grpo.utils.errors import GrpoError
@@ -109,6 +111,19 @@ def test_three_turns():
     assert completion.turn_rewards.tolist()[:3] == [0.5, 0.5, 1.0] and np.isnan(completion.turn_rewards[3:]).all()
     # Each turn continues from the very tokens so far; the limit counts sampled tokens only.
     assert seen == [(4, [1, 2, *completion.token_ids[:n]], left) for n, left in ((0, 20), (5, 18), (10, 16))]
+
+
+def test_rewards_see_which_tokens_were_sampled():
+    """22 sampled tokens of 64 allowed are no reason for a length penalty, however much the environment said."""
+    turns, answers = {4: [[*range(9), END], [6, END], [*range(9), END]]}, {4: [RESET, MORE, MORE, DONE]}
+    prompt = SimpleNamespace(row={}, source="")
+    (soft_overlong,) = get_rewards(["soft_overlong"], {"max_completion_length": 27, "soft_cache_length": 5})
+    for history in ("keep", "split"):
+        done, _, episodes = run(turns, answers, max_tokens=27, on_rewritten_history=history)
+        sample = sample_to_score(prompt, "", done[4], episodes._tokenizer)
+        assert len(sample.token_ids) == 28 and sample.num_sampled == 22 and soft_overlong(sample) == 0
+        sampled = [token for token, mask in zip(sample.token_ids, sample.response_mask, strict=True) if mask]
+        assert sampled == [*range(9), END, 6, END, *range(9), END]
 
 
 def test_the_batch_of_episodes():

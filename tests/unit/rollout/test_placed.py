@@ -18,15 +18,16 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.roles import Joint, Role, check_hosts, role_of
-from megatron_grpo.rewards.pool import Failure
+from megatron_grpo.rewards.pool import Failure, GroupMember
 from megatron_grpo.rollout.collect import everything
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.rollout.ledger import content, ledger
 from megatron_grpo.rollout.ledger.content import BatchRecord
 from megatron_grpo.rollout.plan import RolloutPlan
-from megatron_grpo.rollout.stream import messages, placed
+from megatron_grpo.rollout.stream import messages, placed, producer
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
+from megatron_grpo.rollout.unfinished import Group
 from megatron_grpo.training import recorded_run
 from megatron_grpo.utils.errors import GrpoError, Preempted
 from megatron_grpo.weights.stream import Described
@@ -142,14 +143,20 @@ class Scorer:
 
     def __init__(self, without_signal=0):
         self.samples, self.without_signal = {}, without_signal
+        self.groups = {}  # incomplete, as the pool's
 
     def submit(self, key, sample, member):
         self.samples[key] = sample, member
+        sources = self.groups.setdefault(member.group, [])
+        sources.append(sample.source)
+        assert len(set(sources)) == 1, f"a group-wise reward would score {sources} as one group"
+        if len(sources) == member.size:
+            del self.groups[member.group]
 
     def poll(self):
         pass
 
-    def take(self, keys):
+    def take(self, keys, batch_size):
         taken = [self.samples.pop(key) for key in keys]
         row = int(taken[0][0].source.split()[1])
         rewards = [[0.0 if row < self.without_signal else float(member.place)] for _, member in taken]
@@ -293,8 +300,10 @@ def test_groups_without_signal_are_replaced(launch):
     assert numbers_of(batch) == [6, 7, 8, 9] and metrics["stream/replaced_groups"] == 6
 
 
-def test_an_evaluation_is_of_one_version_and_training_goes_on_after_it(launch):
-    run = launch("--max-staleness 1")
+@pytest.mark.parametrize("update", ["interrupt", "keep"])
+def test_an_evaluation_is_of_one_version_and_training_goes_on_after_it(launch, update):
+    """With "keep" training goes on beside it, and no group of the one is a group of the other."""
+    run = launch(f"--max-staleness 1 --weight-update {update}")
     run.publish(0)
     first, _, _ = run.trainer.take(everything)
     run.publish(1)
@@ -304,6 +313,24 @@ def test_an_evaluation_is_of_one_version_and_training_goes_on_after_it(launch):
     assert set(batch.weight_version) == {1} and failures == 0
     second, _, _ = run.trainer.take(everything)
     assert not set(numbers_of(first)) & set(numbers_of(second))
+
+
+def test_groups_of_an_evaluation_are_not_those_of_training():
+    """Training group 3 is submitted while the evaluation's group 3 is incomplete, as with --weight-update keep."""
+    train, valid, first = *Rows()[:2], producer.FIRST_OF_JOB
+    members = {first + place: GroupMember(3, place, 2) for place in range(2)}
+    made = Producer.__new__(Producer)
+    made._scorer, made._tokenizer, made._size, made._scoring = Scorer(), SimpleNamespace(decode=str), 2, []
+    made._job = producer.Job({3: valid}, 2, Sampling(4), 0, True, members)
+
+    def completion(number):
+        return Completion(number, [1], None, "stop", [0])
+
+    made._groups = {3: Group(train, 0, (completion(6), completion(7)))}
+    made._add_to_job(completion(first))
+    made._submit(3)
+    made._add_to_job(completion(first + 1))
+    assert not made._scorer.groups and len(made._scorer.samples) == 4
 
 
 def test_a_probe_is_not_scored(launch):

@@ -1,6 +1,7 @@
 """Groups chosen among more than a rollout needs: which are kept, replaced, aborted, and what goes back."""
 
 import os
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,14 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rollout.collect import collect_rollout
-from megatron_grpo.rollout.dynamic_sampling import STEPS_TO_SCORE, Selection, has_signal, prompts_to_draw
+from megatron_grpo.rollout.dynamic_sampling import (
+    STEPS_TO_SCORE,
+    Selection,
+    filter_reward,
+    filter_weights,
+    has_signal,
+    prompts_to_draw,
+)
 from megatron_grpo.rollout.plan import RolloutPlan
 
 
@@ -56,6 +64,33 @@ def choose(num_groups, polls, signals=None, ratio=1.0, rounds=0):
 )
 def test_a_signal_is_a_difference_between_scored_rewards(rewards, answer):
     assert has_signal(np.array(rewards, np.float32)) is answer
+
+
+def kept(funcs, weights, rewards, named=None):
+    args = Namespace(reward_funcs=funcs.split(), reward_weights=weights, dynamic_sample_reward=named)
+    return has_signal(filter_reward(np.array(rewards, np.float32), filter_weights(args)))
+
+
+WRONG = [[0, 0, 0], [0, 0, -0.1], [0, -0.5, 0], [0, -1, -0.3]]  # four wrong completions with penalties
+
+
+def test_penalties_alone_are_no_signal():
+    """DAPO, equation 11: a group needs a right and a wrong answer."""
+    funcs = "accuracy soft_overlong repetition"
+    assert not kept(funcs, [1, 1, 1], WRONG)
+    assert kept(funcs, [1, 1, 1], [[1, 0, 0], *WRONG])
+    assert not kept(funcs, [1, 1, 1], [[1, 0, 0], [1, -1, 0]])
+    assert kept("soft_overlong repetition", [1, 1], [row[1:] for row in WRONG])  # nothing else is there
+
+
+def test_the_rewards_that_must_differ_can_be_named():
+    funcs, mixed = "accuracy format soft_overlong", [[0, 0, 0], [0, 1, -1]]
+    assert kept(funcs, [1, 1, 1], mixed) and not kept(funcs, [1, 1, 1], mixed, ["accuracy"])
+    assert kept(funcs, [1, 1, 1], mixed, ["soft_overlong"])
+    assert not kept(funcs, [1, 1, 1], mixed, ["format", "soft_overlong"])  # 1 - 1
+    assert not kept(funcs, [1, 0, 1], mixed)
+    assert kept(funcs, [1, 0, 1], mixed, ["format"])
+    assert not kept(funcs, [1, 1, 1], [[np.nan, np.nan, 0], [np.nan, np.nan, -1]])
 
 
 def test_groups_without_signal_are_replaced_by_the_next_prompts():

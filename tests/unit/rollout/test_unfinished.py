@@ -16,8 +16,8 @@ def test_episodes_come_back():
     messages = [{"role": "user", "content": "zwei mal drei? \u00e9\n"}, {"role": "assistant", "content": "6"}]
     whole = Completion(
         4, [5, 9, 70, 6, 9], [-0.5, -1.0, math.nan, -0.25, -2.0], "stop", [3, 3, 3, 4, 4],
-        response_mask=[1, 1, 0, 1, 1], prompt_ids=[1, 2, 3], turns=2, environment_reward=0.1, messages=messages,
-        sample_starts=[3],
+        response_mask=[1, 1, 0, 1, 1], prompt_ids=[1, 2, 3], turns=2, malformed_calls=3, environment_reward=0.1,
+        messages=messages, sample_starts=[3],
     )  # fmt: skip
     one = Completion(5, [8], [-1.5], "length", [4], turns=1, messages=[], sample_starts=[])
     failed = Completion(6, [], None, "failed", [])
@@ -41,7 +41,9 @@ def test_an_interrupted_episode_keeps_its_state():
     plain = Completion(1, [6], [-1.0], "abort", [3])
     found = from_arrays(to_arrays({0: Group(PROMPT, 2, (begun, plain))}), lambda row, ids: PROMPT)[0].completions
     assert found[0].episode_state == state and found[1].episode_state is None
-    earlier = {k: v for k, v in to_arrays({0: Group(PROMPT, 2, (begun, plain))}).items() if "episode_state" not in k}
+    newer = ("episode_state", "malformed_calls")  # than checkpoints of earlier versions
+    arrays = to_arrays({0: Group(PROMPT, 2, (begun, plain))})
+    earlier = {k: v for k, v in arrays.items() if not k.startswith(newer)}
     assert from_arrays(earlier, lambda row, ids: PROMPT)[0].completions[0].episode_state is None
 
 

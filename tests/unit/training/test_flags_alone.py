@@ -23,6 +23,7 @@ EXPLAINED = {
     "--on-save-error": "of a save or a row of metrics that cannot be written: the run of the test has none",
     "--seq-length": "the checks compare the longest sequence with it",
     "--logprobs-max-tokens-per-microbatch": "the size of forward-only passes, and the run of the test has none",
+    "--unfinished-thinking": "reward functions read it, in processes of their own",
     "--init-method-std": "of weights that are not loaded; print_args says so",
     "--embedding-init-method-std": "of weights that are not loaded; print_args says so",
 }

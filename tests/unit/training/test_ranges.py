@@ -74,6 +74,24 @@ def test_empty_texts_are_refused(name):
         parse_args([name, ""])
 
 
+TEXTS = [name for name, kind in KINDS.items() if kind in (str, PATH)]
+TEXTS += [core.option for core in core_flags().values() if core.kind in (str, [str])]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_that_are_no_utf_8_are_refused(name):
+    """As Python reads a byte of a path that is no UTF-8, and half of a pair that JSON can have."""
+    for text, shown in (("a\udcffb", r"a\\udcffb"), ("\ud800", r"\\ud800")):
+        with pytest.raises(GrpoError, match=f"^{name} {shown}: the value is not valid UTF-8"):
+            parse_args([name, text])
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind is dict])
+def test_json_that_is_no_utf_8_is_refused(name):
+    with pytest.raises(GrpoError, match=f"^{name} .*: the value is not valid UTF-8"):
+        parse_args([name, '{"a": "\\ud800"}'])
+
+
 def test_long_list_expressions_are_refused_before_they_are_built(capsys):
     for text in ("[1]*1000000000000", "1000000*[1]", "([1]*9000+[0])*9000", "(" * 10_000):
         with pytest.raises(SystemExit):

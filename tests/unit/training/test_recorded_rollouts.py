@@ -12,7 +12,7 @@ import bad_input_runs
 import pytest
 from bad_input_bench import Bench
 from bad_input_runs import REPO, TRAIN, launch
-from test_partial_rollouts import REWARD, ROWS, Slow
+from test_partial_rollouts import REWARD, ROWS, Slow, tensors
 
 FLAGS = "--train-iters 4 --mismatch-limit 100 --max-completion-length 40 --num-iterations 1 --no-save-hf".split()
 
@@ -55,8 +55,8 @@ def test_training_on_the_rollouts_of_a_run_is_that_run(runs):
     names = "loss grad_norm lr reward/mean tokens/update tokens/rollout completion/length_mean".split()
     found, expected = ([[row[name] for name in names] for row in rows(runs[which])] for which in ("same", "whole"))
     assert found == expected and len(found) == 4
-    weights = [(runs[which] / "iter_0000004" / "checksums.json").read_text() for which in ("same", "whole")]
-    assert weights[0] == weights[1]
+    same, whole = (tensors(runs[which] / "iter_0000004") for which in ("same", "whole"))
+    assert same == whole
 
 
 def test_rollouts_alone_are_all_of_the_first_weights(runs):

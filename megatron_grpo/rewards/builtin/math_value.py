@@ -1,0 +1,907 @@
+r"""Values of mathematical answers, and whether two of them are equal.
+
+The parser of math-verify (latex2sympy) reads one expression, equation or inequality. This module takes apart what
+expressions are in (tuples, sets, lists, matrices, units, congruences, number bases) and compares. A text that the
+parser reads in part only is not a value: it equals the same text alone.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import sympy
+from antlr4 import CommonTokenStream, InputStream, Token
+from latex2sympy2_extended import latex2sympy
+from latex2sympy2_extended.antlr_parser import PSLexer, PSParser
+from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+from latex2sympy2_extended.logic import And
+
+from megatron_grpo.rewards.builtin.math_text import normal_form
+from megatron_grpo.rewards.builtin.units import Unit, read_unit
+
+_DIGITS = 50  # of numerical values
+_EPSILON = sympy.Rational(1, 10**30)  # relative difference of two values that are equal, computed with 50 digits
+_ROUNDED_DIGITS = 6  # a decimal with as many significant digits may be the rounding of an exact value
+_MAX_LENGTH = 2000  # characters of an answer; longer ones are not read
+_MAX_WORDS = 6  # of a text that can be a gold answer
+_LARGEST_EXPONENT = 10**5  # sympy computes powers of whole numbers digit by digit
+
+
+@dataclass(frozen=True)
+class Text:
+    """Words, a choice, or a text that the parser does not read as a whole."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Items:
+    """Values in an order that counts ("(": tuple or interval) or does not ("{": set; "": list without brackets)."""
+
+    brackets: str
+    items: tuple[Any, ...]
+    has_ellipsis: bool = False
+
+
+@dataclass(frozen=True)
+class Union:
+    r"""Sets with \cup between them."""
+
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class MatrixOf:
+    rows: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A value after its name, such as x = 5, a_n = 2n + 1 or "area = 12"."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number with a unit."""
+
+    value: Any
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class Percent:
+    value: Any
+
+
+@dataclass(frozen=True)
+class Ratio:
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Congruence:
+    name: str
+    residues: frozenset[int]
+    modulus: int
+
+
+@dataclass(frozen=True)
+class InBase:
+    digits: str
+    base: int
+
+
+_EMPTY_SET = re.compile(r"\\\{\s*\\\}|[∅∞]")
+_NUMBER = r"[-+]?\s*(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
+_THOUSANDS = re.compile(r"[-+]?\s*\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_MODULUS = re.compile(r"\s*(?:\\pmod|\(?\s*(?:\\bmod|\\mod|\\text\s*\{\s*mod\s*\}|mod))\s*\{?\s*(\d+)\s*\}?\s*\)?")
+_BASE_NAME = r"\d+|two|three|eight|ten|sixteen"
+_BASE = re.compile(
+    r"\(?\s*(?P<sign>-?)(?:\\text\s*\{)?(?P<digits>[0-9A-Za-z]+)\}?\s*\)?\s*_\s*"
+    rf"(?:\{{\s*(?:\\text\s*\{{)?\s*(?P<braced>{_BASE_NAME})\s*\}}?\s*\}}|(?P<base>\d))"
+)
+_IN_BASE = re.compile(
+    r"(?P<sign>-?)(?P<digits>[0-9A-Fa-f]+)\s*,?\s*\(?(?:\\text\s*\{)?\s*(?:in )?base\s*\}?\s*"
+    rf"(?P<base>{_BASE_NAME})\s*\)?\}}?"
+)
+_BASE_NAMES = {"two": 2, "three": 3, "eight": 8, "ten": 10, "sixteen": 16}
+# A letter in brackets with or without text after it, a capital letter after the word "option", or one alone.
+_CHOICE = re.compile(
+    r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?(?:"
+    r"(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?(?P<bracketed>[A-Ja-j])\s*\}?\s*\)\s*\}?(?P<rest>(?:[\s.:].*)?)|"
+    r"\\text\s*\{\s*(?P<text>[A-J])\s*[.):]?\s*\}[.):]?|(?P<bare>[A-J])\s*[.):]?)",
+    re.DOTALL,
+)
+_NOT_A_CHOICE = re.compile(r"\s*(?:[-+*/^_=<>,]|(?:and|or)\b|\\(?:cdot|times|cup|cap|leq|geq|in\b))")
+_QUANTITY = re.compile(
+    r"(?P<number>.*?(?:[\d})]|\\pi))(?P<space>\s*)(?P<unit>(?:\\text\s*\{[^{}]*\}|[A-Za-z€£¢][A-Za-z.]*)"
+    r"(?:[\s/^{}*.\d-]|\\cdot|\\text\s*\{[^{}]*\}|[A-Za-z])*|\\\$|\$|€)"
+)
+_MONEY = re.compile(
+    rf"(?P<sign>-?)\s*(?P<currency>\\?\$|€|£|¥)\s*(?P<number>{_NUMBER}(?:/\d+)?|\\frac.*)\s*(?P<rest>.*)"
+)
+_DELIMITED = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_BETWEEN_ANSWERS = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
+_QUALIFIED = re.compile(r"\b(?:not|least|most|less|than|between|except|isn't|aren't)\b", re.IGNORECASE)
+_TRIGONOMETRIC = "sin|cos|tan|cot|sec|csc"
+_OF_DEGREES = re.compile(
+    rf"(\\(?:{_TRIGONOMETRIC})\s*(?:\^\s*\{{?\d\}}?)?)\s*[{{(]?\s*(\d+(?:\.\d+)?)\s*\^\\circ\s*[)}}]?"
+)
+_MATRIX = re.compile(
+    r"\\begin\s*\{(?P<kind>[pbB]?matrix|smallmatrix|array)\}(?:\{[clr|]*\})?(?P<cells>.*)\\end\s*\{(?P=kind)\}",
+    re.DOTALL,
+)
+_WORDS = re.compile(r"\\text\s*\{([^{}]*)\}|(?<![A-Za-z\\])([A-Za-z]{2,})(?![A-Za-z])")
+_COMMANDS = frozenset(
+    "frac sqrt times cdot div pi infty pm mp circ binom log ln lg exp sin cos tan cot sec csc arcsin arccos "
+    "arctan sinh cosh tanh leq geq neq alpha beta gamma delta epsilon theta lambda mu nu rho sigma tau phi omega "
+    "zeta eta kappa xi chi psi Gamma Delta Theta Lambda Sigma Phi Psi Omega lfloor rfloor lceil rceil emptyset "
+    "mathbb setminus cup cap sum prod int lim to infty gcd lcm max min approx in overline bar vec hat ".split()
+)
+_SUBSCRIPT = re.compile(r"(?:[A-Za-z}]|\\[A-Za-z]+)\s*_")
+_NUMBER_WITH_SUBSCRIPT = re.compile(r"(?:(?<![A-Za-z])\d|\))\s*_")
+_SUBSCRIPT_OF_COMMAND = re.compile(r"\\(?:log|sum|prod|int|lim|max|min)\s*_")
+# Letters that products of variables are made of; a run of letters with any other one is a word.
+_VARIABLES = frozenset("abcdhkmnpqrstxyz")
+# Letters after a number that name a unit also without \text.
+_UNIT_LETTERS = frozenset("m s g h cm mm km kg mg ml L N J W V K".split())
+
+
+def read(text: str) -> Any:
+    """Return the value of an answer's text; a `Text` if it is not mathematical as a whole."""
+    return _read(normal_form(text[:_MAX_LENGTH])) if len(text) <= _MAX_LENGTH else Text(text)
+
+
+def gold_fault(text: str) -> str | None:
+    """Return why a gold answer cannot be compared with; None if it can. Only texts of many words are parsed."""
+    if text.count("{") - text.count(r"\{") != text.count("}") - text.count(r"\}"):
+        return "its braces do not match"
+    if text.count(r"\left") > text.count(r"\right"):
+        return "it is cut off"
+    if not any(sign.isalnum() for sign in text) and not _EMPTY_SET.search(text):
+        return "it has neither a letter nor a digit"
+    if len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", text))) > _MAX_WORDS and _has_text(read(text)):
+        return "it is prose"
+    return None
+
+
+def _has_text(value: Any) -> bool:
+    return isinstance(value, Text) or (isinstance(value, Items) and any(map(_has_text, value.items)))
+
+
+# ---- reading
+
+
+def _read(text: str) -> Any:
+    text = text.strip()
+    for reader in _READERS:
+        value = reader(text)
+        if value is not None:
+            return value
+    return Text(_plain_words(text))
+
+
+def _read_number(text: str) -> Any:
+    if re.fullmatch(r"[-+]?\d+", text):
+        return sympy.Integer(int(text)) if len(text) < 4000 else None
+    return sympy.Rational(text.replace(",", "").replace(" ", "")) if _THOUSANDS.fullmatch(text) else None
+
+
+def _read_in_base(text: str) -> Any:
+    match = _BASE.fullmatch(text) or _IN_BASE.fullmatch(text)
+    if match is None:
+        return None
+    groups = match.groupdict()
+    name = groups.get("braced") or groups.get("base") or ""
+    base, digits = _BASE_NAMES.get(name) or int(name), groups["digits"].upper()
+    if not 2 <= base <= 36 or (base <= 10 and not digits.isdigit()):
+        return None
+    if any(int(digit, 36) >= base for digit in digits):
+        return Text(text)
+    if base == 10:
+        return sympy.Integer(int(groups["sign"] + digits))
+    return InBase(groups["sign"] + (digits.lstrip("0") or "0"), base)
+
+
+def _read_congruence(text: str) -> Any:
+    match = _MODULUS.search(text)
+    if match is None:
+        return None
+    if match.end() < len(text) or not int(match[1]):
+        return Text(_plain_words(text))
+    name, _, residues = text[: match.start()].rstrip(" ,").rpartition(r"\equiv")
+    values = [part.strip().replace(" ", "") for part in re.split(r",|\bor\b|\band\b", residues) if part.strip()]
+    if not values or not all(re.fullmatch(r"-?\d+", value) for value in values):
+        return Text(_plain_words(text))
+    modulus = int(match[1])
+    return Congruence(name.strip(), frozenset(int(value) % modulus for value in values), modulus)
+
+
+def _read_matrix(text: str) -> Any:
+    match = _MATRIX.fullmatch(text.strip("()[] ") if text.startswith(("(\\begin", "[\\begin")) else text)
+    if match is None:
+        return None
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", match["cells"].replace(r"\hline", "")) if row.strip()]
+    return MatrixOf(tuple(tuple(_read(cell) for cell in row.split("&")) for row in rows))
+
+
+def _read_union(text: str) -> Any:
+    parts = _split(text, [r"\cup"])
+    return Union(tuple(map(_read, parts))) if len(parts) > 1 else None
+
+
+def _read_membership(text: str) -> Any:
+    match = re.fullmatch(r"([A-Za-z]|\\[a-z]+)\s*\\in(?![A-Za-z])\s*(.+)", text, re.DOTALL)
+    return _read(match[2]) if match else None
+
+
+def _read_brackets(text: str) -> Any:
+    text = text.replace(r"\langle", "(").replace(r"\rangle", ")") if text.startswith(r"\langle") else text
+    match = re.fullmatch(r"(\\\{|\(|\[|\])(.*?)(\\\}|\)|\]|\[)", text, re.DOTALL)
+    if match is None or not _is_one_group(text, match[1], match[3]):
+        return None
+    opening, inside, closing = match.groups()
+    items = _split(inside, [",", ";"])
+    if opening == r"\{":
+        if such_that := re.fullmatch(r"\s*[A-Za-z](?:\s*\\in\s*\\mathbb\s*\{R\})?\s*[|:](.+)", inside):
+            value = _read(such_that[1])
+            return value if _is_relation(value) else None
+        if re.search(r"[|:]", inside):
+            return None
+        return Items("{", *_items(items))
+    if len(items) < 2:
+        return None
+    # ]1,2[ is the open interval; a point of two numbers is written as an open interval.
+    brackets = {"]": "("}.get(opening, opening) + {"[": ")"}.get(closing, closing)
+    return Items(brackets, *_items(items))
+
+
+def _read_list(text: str) -> Any:
+    parts = _split(text, [",", ";", r"\lor", r"\vee"])
+    parts = [word for part in parts for word in re.split(r"(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])", part)]
+    parts = [part for part in parts if part.strip()]
+    if len(parts) < 2 or _THOUSANDS.fullmatch(text):
+        return None
+    return Items("", *_items(parts))
+
+
+def _items(parts: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
+    parts = [part.strip() for part in parts if part.strip()]
+    return tuple(_read(part) for part in parts), any(part == r"\ldots" for part in parts)
+
+
+def _read_ratio(text: str) -> Any:
+    parts = [part.replace(r"\text{to}", "").strip() for part in _split(text, [":", r"\colon"])]
+    if len(parts) < 2 or not all(parts):
+        return None
+    values = tuple(_expression(part) for part in parts)
+    return Ratio(values) if all(_is_number(value) for value in values) else None
+
+
+def _read_named(text: str) -> Any:
+    """Read an equation with one name on its left, or after \text on its left, such as x = 5."""
+    parts = _split(text, ["="])
+    if len(parts) < 2:
+        return None
+    values = [_expression(part) for part in parts]
+    if all(map(_is_number, values)):  # a calculation, such as 3 + 2 = 5
+        return values[-1] if all(equal(value, values[-1]) for value in values) else Text(_plain_words(text))
+    name = re.sub(r"\s+", "", parts[0])
+    is_name = re.fullmatch(
+        r"(?:[A-Za-z]|\\[a-z]+(?<!sqrt)|\\text\{[^{}]*\})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,{}\\]*\))?", name
+    )
+    if is_name is None and not (_WORDS.search(parts[0]) and not re.search(r"\d", parts[0])):
+        return None
+    # Of a chain such as S = 2 + 3 = 5 the last value counts.
+    return Named(name, _read(parts[-1]))
+
+
+def _read_choice(text: str) -> Any:
+    match = _CHOICE.fullmatch(text)
+    if match is None or _NOT_A_CHOICE.match(match["rest"] or ""):
+        return None
+    return Text((match["bracketed"] or match["text"] or match["bare"]).upper())
+
+
+def _read_percent(text: str) -> Any:
+    if not text.endswith("%"):
+        return None
+    value = _expression(text[:-1])
+    return Percent(value) if _is_number(value) else None
+
+
+def _read_quantity(text: str) -> Any:
+    """Read a number with a unit after it, or a currency before it."""
+    degrees = re.fullmatch(r"(.*\S)\s*\^\\circ\s*([CF]?)", text)
+    if degrees and not re.search(rf"\\(?:{_TRIGONOMETRIC})", text) and _is_number(value := _expression(degrees[1])):
+        return Quantity(value, read_unit("degrees" + degrees[2]))  # type: ignore[arg-type]
+    if match := _MONEY.fullmatch(text):
+        unit = read_unit(match["rest"]) or read_unit(match["currency"].replace("\\$", "$").replace("$", "dollar"))
+        value = _read(match["sign"] + match["number"])
+        return Quantity(value, unit) if _is_number(value) and unit else None
+    match = _QUANTITY.fullmatch(text)
+    if match is None or not _is_unit(match):
+        return None
+    number = match["number"].strip()
+    value = _read_number(number) or _expression(number)
+    if not _is_number(value):
+        return None
+    unit = read_unit(match["unit"].replace("\\$", "$").replace("$", "dollar"))
+    return value if unit is None else Quantity(value, unit)
+
+
+def _is_unit(match: re.Match[str]) -> bool:
+    """Return whether the letters after a number are a unit and not variables: 5 m is a length, 5m is five times m."""
+    unit = match["unit"].strip()
+    if unit.startswith("\\text") or unit in ("\\$", "$", "€"):
+        return True
+    if re.fullmatch(r"[A-Za-z]", unit):
+        return bool(match["space"]) and unit in _UNIT_LETTERS and bool(re.fullmatch(_NUMBER, match["number"]))
+    if re.fullmatch(r"[A-Za-z]{2,3}", unit) and set(unit) <= _VARIABLES:
+        return unit in _UNIT_LETTERS
+    return bool(re.search(r"[A-Za-z]{2}|[€£¢]", unit))
+
+
+def _read_prose(text: str) -> Any:
+    """Read the mathematics of a sentence: delimited parts, or its only number; other prose is no value."""
+    parts = ["".join(match.groups(default="")) for match in _DELIMITED.finditer(text)]
+    if _QUALIFIED.search(text) or not (parts or _WORDS.search(text)):
+        return None
+    if parts:
+        between = _DELIMITED.sub("\n", text).split("\n")
+        if re.search(r"\d", "".join(between)) or not all(map(_BETWEEN_ANSWERS.fullmatch, between[1:-1])):
+            return None
+        values = tuple(map(_read, parts))
+        return values[0] if len(values) == 1 else Items("", values)
+    found = list(re.finditer(rf"{_NUMBER}(?:\s*/\s*\d+)?\s*%?", text))
+    if len(found) != 1 or re.search(r"\\(?!text)|[_^=<>*+/]", text.replace(found[0][0], "")):
+        return None
+    if len(_WORDS.findall(text)) < 2:
+        return None
+    value, after = _read(found[0][0].strip()), text[found[0].end() :].strip(" .!")
+    unit = read_unit(after) if len(after.split()) <= 2 else None
+    return Quantity(value, unit) if unit and not isinstance(value, Percent) else value
+
+
+_READERS: tuple[Callable[[str], Any], ...] = (
+    _read_number, _read_in_base, _read_congruence, _read_matrix, _read_choice, _read_membership, _read_union,
+    _read_brackets, _read_list, _read_named, _read_ratio, _read_percent, _read_quantity,
+    lambda text: _expression(text), _read_prose,
+)  # fmt: skip
+
+
+def _expression(text: str) -> Any:
+    """Return what latex2sympy parses from the text; None unless it parses the whole of it."""
+    text = _OF_DEGREES.sub(r"\1(\\frac{\2\\pi}{180})", text.strip())
+    text = re.sub(r"\\log\s*_\s*(\w)", r"\\log_{\1} ", text)
+    if not text or _leaves_out(text):
+        return None
+    parsed_text = re.sub(r"(?<=[\d)}])\s*(?=\\infty)", "", text)
+    try:
+        if not _parses_whole(parsed_text):
+            return None
+        value = latex2sympy(
+            parsed_text, normalization_config=None, conversion_config=ConversionConfig(lowercase_symbols=False)
+        )
+    except Exception:  # the parser raises plain Exceptions for what it cannot read
+        return None
+    if isinstance(value, sympy.Basic):
+        return None if _is_too_large(value) else _items_of(_exact(value))
+    return value if isinstance(value, sympy.MatrixBase) else None
+
+
+def _is_too_large(value: Any) -> bool:
+    """Return whether the evaluation would need more digits than there is time for."""
+    exponents = [power.exp for power in value.atoms(sympy.Pow)] + [
+        part.args[0] for part in value.atoms(sympy.factorial)
+    ]
+    return any(bool(abs(sympy.N(exponent)) > _LARGEST_EXPONENT) for exponent in exponents if exponent.is_number)
+
+
+def _leaves_out(text: str) -> bool:
+    """Return whether latex2sympy would leave out a part of the text, or read it as something else."""
+    if any(command not in _COMMANDS for command in re.findall(r"\\([A-Za-z]+)", text)):
+        return True
+    subscripts = _SUBSCRIPT_OF_COMMAND.sub("", text)
+    if _NUMBER_WITH_SUBSCRIPT.search(subscripts) or len(_SUBSCRIPT.findall(subscripts)) != subscripts.count("_"):
+        return True
+    if re.search(r"\d\s+\d|['\"&#@?%;:]|\^\s*\{?\s*(?:T|c|\\top)\s*\}?(?![A-Za-z])|\\approx|\\to(?![A-Za-z])|,", text):
+        return True
+    words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}(?![A-Za-z])", re.sub(r"\\[A-Za-z]+", " ", text))
+    return any(len(word) > 2 and not set(word) <= _VARIABLES for word in words)
+
+
+def _parses_whole(text: str) -> bool:
+    parser = PSParser(CommonTokenStream(_quiet(PSLexer(InputStream(text)))))
+    _quiet(parser).math()
+    return parser.getNumberOfSyntaxErrors() == 0 and parser.getCurrentToken().type == Token.EOF
+
+
+def _quiet(recognizer: Any) -> Any:
+    recognizer.removeErrorListeners()
+    return recognizer
+
+
+def _exact(value: Any) -> Any:
+    """Return the value with its decimals as fractions, marked by `Decimal`, and i as the imaginary unit."""
+    floats = {number: _Decimal(sympy.Rational(str(number))) for number in value.atoms(sympy.Float)}
+    imaginary = {symbol: sympy.I for symbol in value.free_symbols if symbol.name == "i"}
+    return value.xreplace({**floats, **imaginary}) if floats or imaginary else value
+
+
+def _items_of(value: Any) -> Any:
+    r"""Return a set of the parser's, such as that of 3 \pm \sqrt{2}, as a list."""
+    if isinstance(value, sympy.FiniteSet):
+        return Items("", tuple(value.args))
+    if isinstance(value, sympy.Tuple):
+        return Items("()", tuple(value.args))
+    return value
+
+
+class _Decimal(sympy.Symbol):
+    """A number that was written as a decimal; `_number` replaces it by its value."""
+
+    def __new__(cls, value: sympy.Rational) -> "_Decimal":
+        symbol = sympy.Symbol.__new__(cls, f"decimal_{value}")
+        return symbol
+
+    @property
+    def value(self) -> sympy.Rational:
+        return sympy.Rational(self.name.removeprefix("decimal_"))
+
+
+def _split(text: str, separators: Sequence[str]) -> list[str]:
+    """Split a text at separators that are in no brackets; a text of unmatched brackets is not split."""
+    parts, depth, start, place = [], 0, 0, 0
+    while place < len(text):
+        if text.startswith((r"\{", r"\}"), place):
+            depth += 1 if text[place + 1] == "{" else -1
+            place += 2
+            continue
+        sign = text[place]
+        if sign in "{([":
+            depth += 1
+        elif sign in "})]":
+            depth -= 1
+        elif depth == 0:
+            found = next((s for s in separators if _separates(text, place, s)), None)
+            if found is not None:
+                parts.append(text[start:place])
+                place += len(found)
+                start = place
+                continue
+        place += 1
+    return [*parts, text[start:]]
+
+
+def _separates(text: str, place: int, separator: str) -> bool:
+    if not text.startswith(separator, place):
+        return False
+    after = text[place + len(separator) : place + len(separator) + 1]
+    if separator.startswith("\\"):
+        return not after.isalpha()
+    return separator != "=" or text[place - 1 : place] not in ("<", ">", "!", ":")
+
+
+def _is_one_group(text: str, opening: str, closing: str) -> bool:
+    """Return whether the first bracket of the text closes at its end. (1,2] is one group."""
+    depth, place = 0, 0
+    half_open = opening == "]" or closing == "["
+    while place < len(text):
+        width = 2 if text.startswith((r"\{", r"\}"), place) else 1
+        sign = text[place + width - 1]
+        at_an_end = place == 0 or place + width == len(text)
+        if half_open and at_an_end:
+            depth += 1 if place == 0 else -1
+        elif sign in "{([":
+            depth += 1
+        elif sign in "})]":
+            depth -= 1
+        place += width
+        if depth == 0 and place < len(text):
+            return False
+    return depth == 0
+
+
+def _plain_words(text: str) -> str:
+    """Return words for a comparison: without \text, in lower case, without spaces around signs."""
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    text = re.sub(r"^\s*(?:the|a|an)\s+", "", " ".join(text.split()), flags=re.IGNORECASE)
+    text = re.sub(r"\s*([^\w\s])\s*", r"\1", text)
+    return text.strip(" .!\"'").casefold() if re.search(r"[A-Za-z]{2}", re.sub(r"\\[A-Za-z]+", "", text)) else text
+
+
+# ---- comparing
+
+
+def equal(gold: Any, answer: Any) -> bool:
+    """Return whether two values of `read` are equal."""
+    gold, answer = _unnamed(gold, answer)
+    if isinstance(gold, Text) or isinstance(answer, Text):
+        return _equal_texts(gold, answer)
+    for kind, compare in _COMPARISONS:
+        if isinstance(gold, kind) or isinstance(answer, kind):
+            return compare(gold, answer)
+    if isinstance(gold, sympy.MatrixBase) or isinstance(answer, sympy.MatrixBase):
+        return _equal_matrices(_matrix(gold), _matrix(answer))
+    if _is_relation(gold) or _is_relation(answer):
+        return _equal_relations(gold, answer)
+    if isinstance(gold, sympy.Set) or isinstance(answer, sympy.Set):
+        return _equal_sets(gold, answer)
+    return _equal_expressions(gold, answer)
+
+
+def _unnamed(gold: Any, answer: Any) -> tuple[Any, Any]:
+    """Return the values without their names: x = 5 is 5, but not y = 5; the case of a name does not matter."""
+    if isinstance(gold, Named) and isinstance(answer, Named):
+        if gold.name.casefold() == answer.name.casefold() or "\\text" in gold.name + answer.name:
+            return gold.value, answer.value
+        return _as_equation(gold), _as_equation(answer)
+    if isinstance(gold, Named) and _is_relation(answer):
+        return _as_equation(gold), answer
+    if isinstance(answer, Named) and _is_relation(gold):
+        return gold, _as_equation(answer)
+    return (
+        gold.value if isinstance(gold, Named) else gold,
+        answer.value if isinstance(answer, Named) else answer,
+    )
+
+
+def _as_equation(value: Named) -> Any:
+    name = _expression(value.name)
+    if isinstance(name, sympy.Expr) and isinstance(value.value, sympy.Expr):
+        return sympy.Eq(name, value.value, evaluate=False)
+    return Text(f"{value.name}={value.value}")
+
+
+def _equal_texts(gold: Any, answer: Any) -> bool:
+    """Compare texts without regard to case; a variable is a choice if the gold answer is one, or the same letter."""
+    if isinstance(gold, Text) and isinstance(answer, sympy.Symbol):
+        return gold.text.casefold() == str(answer).casefold()
+    if isinstance(gold, sympy.Symbol) and isinstance(answer, Text):
+        return str(gold) == answer.text
+    if not (isinstance(gold, Text) and isinstance(answer, Text)):
+        return False
+    return gold.text.casefold().replace(" ", "") == answer.text.casefold().replace(" ", "")
+
+
+def _equal_congruences(gold: Any, answer: Any) -> bool:
+    if not (isinstance(gold, Congruence) and isinstance(answer, Congruence)):
+        return False
+    names = {gold.name, answer.name} - {""}
+    return len(names) < 2 and (gold.modulus, gold.residues) == (answer.modulus, answer.residues)
+
+
+def _equal_ratios(gold: Any, answer: Any) -> bool:
+    parts = [
+        v.parts if isinstance(v, Ratio) else (v, sympy.Integer(1)) if _is_number(v) else () for v in (gold, answer)
+    ]
+    if len(parts[0]) != len(parts[1]):
+        return False
+    pairs = [(_number(a), _number(b)) for a, b in zip(*parts, strict=True)]
+    (first, second), *others = pairs
+    return all(_equal_numbers(first * b, second * a) for a, b in others) if first and second else False
+
+
+def _equal_percents(gold: Any, answer: Any) -> bool:
+    """Compare percentages: 50% is 1/2, and by custom also the number 50."""
+    values = [v.value if isinstance(v, Percent) else v for v in (gold, answer)]
+    if not all(map(_is_number, values)):
+        return False
+    if isinstance(gold, Percent) and isinstance(answer, Percent):
+        return _equal_expressions(*values)
+    shares = [v / 100 if isinstance(whole, Percent) else v for v, whole in zip(values, (gold, answer), strict=True)]
+    return _equal_expressions(*shares) or _equal_expressions(*values)
+
+
+def _equal_quantities(gold: Any, answer: Any) -> bool:
+    """Compare quantities; a number without a unit has that of the other, and radians are angles, too."""
+    if isinstance(gold, Quantity) and isinstance(answer, Quantity):
+        (a_size, a_kind), (b_size, b_kind) = gold.unit, answer.unit
+        if a_kind == b_kind:
+            return _equal_expressions(gold.value * sympy.Rational(a_size), answer.value * sympy.Rational(b_size))
+        if {a_kind, b_kind} == {(("angle", 1),), (("radians", 1),)}:
+            return _equal_expressions(_in_radians(gold), _in_radians(answer))
+        words = [{name for name, _ in kind} for kind in (a_kind, b_kind)]
+        # "18 eggs" and "18 large eggs"
+        shared = bool(words[0] & words[1]) and (words[0] <= words[1] or words[1] <= words[0])
+        return shared and a_size == b_size and _equal_expressions(gold.value, answer.value)
+    quantity, other = (gold, answer) if isinstance(gold, Quantity) else (answer, gold)
+    if not _is_number(other):
+        return False
+    if quantity.unit[1] == (("angle", 1),) and other.has(sympy.pi):
+        return _equal_expressions(_in_radians(quantity), other)
+    return _equal_expressions(quantity.value, other)
+
+
+def _in_radians(angle: Quantity) -> Any:
+    return angle.value * sympy.pi / 180 if angle.unit[1] == (("angle", 1),) else angle.value
+
+
+def _equal_unions(gold: Any, answer: Any) -> bool:
+    parts = [value.parts if isinstance(value, Union) else None for value in (gold, answer)]
+    if parts[0] is not None and parts[1] is not None and _matched(parts[0], parts[1]):
+        return True
+    return _equal_sets(gold, answer)
+
+
+def _equal_items(gold: Any, answer: Any) -> bool:
+    if not (isinstance(gold, Items) and isinstance(answer, Items)):
+        items, other = (gold, answer) if isinstance(gold, Items) else (answer, gold)
+        if len(items.items) == 1 and items.brackets in ("", "{"):
+            return equal(items.items[0], other) if items is gold else equal(other, items.items[0])
+        return _equal_sets(gold, answer)
+    if gold.has_ellipsis or answer.has_ellipsis:
+        if gold.brackets != answer.brackets:
+            return False
+        return _in_order(gold.items, answer.items)
+    kinds = {gold.brackets[:1], answer.brackets[:1]}
+    if kinds <= {"", "{"}:
+        return _matched(_distinct(gold.items), _distinct(answer.items))
+    if "{" in kinds:
+        return _equal_sets(gold, answer)
+    # A point or vector can be written without its brackets, an interval cannot.
+    if gold.brackets != answer.brackets and {gold.brackets, answer.brackets} != {"", "()"}:
+        return False
+    names = [[item.name for item in value.items if isinstance(item, Named)] for value in (gold, answer)]
+    if any(len(set(of)) < len(of) for of in names):  # x = 1 or x = 2 are no coordinates
+        return False
+    return _in_order(gold.items, answer.items)
+
+
+def _in_order(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
+    return len(gold) == len(answer) and all(map(equal, gold, answer))
+
+
+def _distinct(items: Sequence[Any]) -> list[Any]:
+    """Return the items without those that equal an earlier one; lists of solutions are sets."""
+    found: list[Any] = []
+    for item in items:
+        if isinstance(item, Items) and not item.brackets:  # of 3 ± 1
+            found.extend(item.items)
+        elif not any(equal(other, item) for other in found):
+            found.append(item)
+    return found
+
+
+def _matched(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
+    """Return whether the values are equal in pairs, in any order."""
+    left = list(answer)
+    for value in gold:
+        place = next((i for i, other in enumerate(left) if equal(value, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return not left
+
+
+def _equal_matrices(gold: Any, answer: Any) -> bool:
+    if not (isinstance(gold, MatrixOf) and isinstance(answer, MatrixOf)):
+        return False
+    return len(gold.rows) == len(answer.rows) and all(map(_in_order, gold.rows, answer.rows))
+
+
+def _matrix(value: Any) -> Any:
+    if isinstance(value, sympy.MatrixBase):
+        return MatrixOf(tuple(tuple(row) for row in value.tolist()))
+    return value
+
+
+def _equal_sets(gold: Any, answer: Any) -> bool:
+    sets = [_as_set(value) for value in (gold, answer)]
+    if None in sets:
+        return False
+    if sets[0] == sets[1]:
+        return True
+    return sets[0].symmetric_difference(sets[1]) == sympy.S.EmptySet
+
+
+def _as_set(value: Any) -> Any:
+    """Return a value as a sympy set of real numbers; None if it is none."""
+    if isinstance(value, sympy.Set):
+        return value
+    if isinstance(value, Union):
+        parts = [_as_set(part) for part in value.parts]
+        return None if None in parts else sympy.Union(*parts)
+    if _is_relation(value):
+        return _solution_set(value)
+    if not isinstance(value, Items) or value.has_ellipsis:
+        return None
+    numbers = [_number(item) if _is_number(item) else None for item in value.items]
+    if None in numbers or not all(number.is_extended_real for number in numbers):  # type: ignore[union-attr]
+        return None
+    if value.brackets[:1] in ("", "{"):
+        relations = [_as_set(item) for item in value.items if _is_relation(item)]
+        return sympy.FiniteSet(*numbers) if not relations else None
+    if len(numbers) != 2 or not numbers[0] < numbers[1]:  # a point
+        return None
+    return sympy.Interval(*numbers, left_open=value.brackets[0] == "(", right_open=value.brackets[1] == ")")
+
+
+def _solution_set(value: Any) -> Any:
+    if len(value.free_symbols) != 1 or isinstance(value, sympy.Eq):
+        return None
+    (symbol,) = value.free_symbols
+    variable = sympy.Symbol("x", real=True)
+    parts = value._unsorted_args if isinstance(value, And) else [value]
+    return reduce(
+        lambda found, part: found.intersect(_with_numbers(part).xreplace({symbol: variable}).as_set()),
+        parts,
+        sympy.S.Reals,
+    )
+
+
+def _is_relation(value: Any) -> bool:
+    return isinstance(value, sympy.core.relational.Relational | And)
+
+
+def _equal_relations(gold: Any, answer: Any) -> bool:
+    """Compare equations and inequalities: equal up to a factor, or with equal sets of solutions."""
+    if not (_is_relation(gold) and _is_relation(answer)):
+        value = answer if _is_relation(gold) else gold
+        if isinstance(value, sympy.Set):
+            return _equal_sets(gold, answer)
+        return False
+    parts = [list(v._unsorted_args) if isinstance(v, And) else [v] for v in (gold, answer)]
+    if len(parts[0]) == len(parts[1]) and (
+        all(map(_equal_relation, *parts)) or all(map(_equal_relation, parts[0], parts[1][::-1]))
+    ):
+        return True
+    if isinstance(gold, sympy.Eq) or isinstance(answer, sympy.Eq):
+        return False
+    return gold.free_symbols == answer.free_symbols and _equal_sets(gold, answer)
+
+
+def _equal_relation(gold: Any, answer: Any) -> bool:
+    (a, a_kind), (b, b_kind) = _one_sided(gold), _one_sided(answer)
+    if a_kind != b_kind:
+        return False
+    if _equal_expressions(a, b):
+        return True
+    ratio = _constant_ratio(a, b)
+    return ratio is not None and (a_kind in ("=", "!=") or ratio > 0)
+
+
+def _one_sided(relation: Any) -> tuple[Any, str]:
+    """Return (e, kind) for a relation "e kind 0" with kind =, !=, > or >=."""
+    difference = relation.lhs - relation.rhs
+    if isinstance(relation, sympy.Eq):
+        return difference, "="
+    if isinstance(relation, sympy.Ne):
+        return difference, "!="
+    less = isinstance(relation, sympy.LessThan | sympy.StrictLessThan)
+    strict = isinstance(relation, sympy.StrictLessThan | sympy.StrictGreaterThan)
+    return -difference if less else difference, ">" if strict else ">="
+
+
+def _constant_ratio(a: Any, b: Any) -> Any:
+    """Return a / b if it is the same real number, not 0, at all points where the two are evaluated, else None."""
+    values = _at_points(a, b)
+    ratios = [x / y for x, y in values if y != 0 and x != 0]
+    if not ratios or len(ratios) < len(values) or not all(abs(r - ratios[0]) <= _EPSILON * abs(r) for r in ratios):
+        return None
+    return ratios[0] if ratios[0].is_real else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, sympy.Expr) and not any(
+        not isinstance(symbol, _Decimal) for symbol in value.free_symbols
+    ) and not value.atoms(sympy.core.function.AppliedUndef)  # fmt: skip
+
+
+def _with_numbers(value: Any) -> Any:
+    return value.xreplace({symbol: symbol.value for symbol in value.free_symbols if isinstance(symbol, _Decimal)})
+
+
+def _number(value: Any) -> Any:
+    """Return a number with its decimals replaced by fractions, evaluated as far as it is exact."""
+    return _with_numbers(value).doit()
+
+
+def _equal_expressions(gold: Any, answer: Any) -> bool:
+    if not (isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)):
+        return gold == answer
+    if _is_number(gold) and _is_number(answer):
+        has_decimal = [any(isinstance(s, _Decimal) for s in value.free_symbols) for value in (gold, answer)]
+        a, b = _number(gold), _number(answer)
+        return _equal_numbers(a, b) or any(
+            decimal and _is_rounding(x, y) for decimal, x, y in zip(has_decimal, (a, b), (b, a), strict=True)
+        )
+    a, b = _with_numbers(gold), _with_numbers(answer)
+    if a == b:
+        return True
+    if a.atoms(sympy.core.function.AppliedUndef) or b.atoms(sympy.core.function.AppliedUndef):
+        return sympy.simplify(a - b) == 0
+    values = _at_points(a, b)
+    return bool(values) and all(_close(x, y) for x, y in values)
+
+
+def _equal_numbers(a: Any, b: Any) -> bool:
+    """Compare two exact numbers: fractions exactly, others relative to their size with 50 digits."""
+    if a.has(sympy.zoo, sympy.nan) or b.has(sympy.zoo, sympy.nan):
+        return False
+    if a == b:
+        return True
+    if (a.is_Rational and b.is_Rational) or a.has(sympy.oo, -sympy.oo) or b.has(sympy.oo, -sympy.oo):
+        return False
+    return _close(*(sympy.N(value, _DIGITS) for value in (a, b)))
+
+
+def _close(x: Any, y: Any) -> bool:
+    return bool(abs(x - y) <= _EPSILON * max(abs(x), abs(y)))
+
+
+def _is_rounding(decimal: Any, exact: Any) -> bool:
+    """Return whether a decimal of at least six significant digits differs from a number without a finite decimal
+    expansion by less than one in its last place.
+    """
+    if not decimal.is_Rational or not exact.is_real or _places(exact) is not None:
+        return False
+    places = _places(decimal)
+    if places is None or len(str(abs(decimal * sympy.Integer(10) ** places))) < _ROUNDED_DIGITS:
+        return False
+    return bool(abs(sympy.N(exact, _DIGITS) - decimal) < sympy.Integer(10) ** -places)
+
+
+def _places(value: Any) -> int | None:
+    """Return the number of decimal places of a fraction (negative: zeros at its end), None if it has no end."""
+    if not value.is_Rational:
+        return None
+    below, twos, fives = int(value.q), 0, 0
+    while below % 2 == 0:
+        below, twos = below // 2, twos + 1
+    while below % 5 == 0:
+        below, fives = below // 5, fives + 1
+    if below > 1:
+        return None
+    if value.q > 1 or value == 0:
+        return max(twos, fives)
+    digits = str(abs(int(value)))
+    return -(len(digits) - len(digits.rstrip("0")))
+
+
+_POINTS = (("0.7310585786", "1.2649110641"), ("2.2360679775", "0.5772156649"), ("-1.3247179572", "0.9159655942"),
+           ("-0.4142135624", "-2.6854520010"), ("3.3598856662", "1.7724538509"))  # fmt: skip
+
+
+def _at_points(a: Any, b: Any) -> list[tuple[Any, Any]]:
+    """Return the values of two expressions at fixed points, without those where one of them is undefined.
+
+    Two different expressions of the usual functions agree at such points with no practical probability.
+    """
+    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    values = []
+    for start, step in _POINTS:
+        begin, distance = sympy.Rational(start), sympy.Rational(step)
+        integers = _integer_symbols(a) | _integer_symbols(b)
+        point = {
+            symbol: sympy.Integer(3 + number + len(values)) if symbol in integers else begin + number * distance
+            for number, symbol in enumerate(symbols)
+        }
+        found = [sympy.N(value.subs(point).doit(), _DIGITS) for value in (a, b)]
+        if all(value.is_number and value.is_finite for value in found):
+            values.append((found[0], found[1]))
+    return values
+
+
+def _integer_symbols(value: Any) -> set[Any]:
+    """Return the symbols in limits of sums and products and in factorials, which are whole numbers."""
+    inside = value.atoms(sympy.Sum, sympy.Product, sympy.factorial, sympy.binomial)
+    return {symbol for part in inside for symbol in part.free_symbols}
+
+
+_COMPARISONS: tuple[tuple[type, Callable[[Any, Any], bool]], ...] = (
+    (Congruence, _equal_congruences),
+    (InBase, lambda gold, answer: gold == answer),
+    (MatrixOf, lambda gold, answer: _equal_matrices(_matrix(gold), _matrix(answer))),
+    (Items, _equal_items),
+    (Union, _equal_unions),
+    (Ratio, _equal_ratios),
+    (Percent, _equal_percents),
+    (Quantity, _equal_quantities),
+)
