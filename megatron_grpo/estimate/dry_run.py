@@ -241,12 +241,11 @@ def _reference_lines(args: Namespace) -> list[str]:
         models["teacher"] = teacher_args(args)
     lines = []
     for name, own in models.items():
-        plan = Plan(own)
-        most = max(plan.parameters(stage).total for stage in range(len(plan.stages)))
         swapped = name != "teacher" and not has_own_parallel_configuration(args)
         where = "the policy's are there instead" if swapped else "they are on the GPU, too"
-        size = most * params_dtype(own).itemsize / GIB
-        lines.append(f"{name}: {size:.2f} of parameters in host memory; during its forward pass {where}")
+        size = Plan(own).largest_stage() * (4 if own.sync_ref_model else params_dtype(own).itemsize) / GIB
+        average = ", an average in float32," if own.sync_ref_model else ""
+        lines.append(f"{name}: {size:.2f} of parameters{average} in host memory; during its forward pass {where}")
     return lines
 
 

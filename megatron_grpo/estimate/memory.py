@@ -23,6 +23,8 @@ from megatron_grpo.models.fp8_training import fp8_layers
 from megatron_grpo.models.fp8_weight import BLOCK
 from megatron_grpo.models.head import CHUNK, KEPT
 from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
+from megatron_grpo.reference.arguments import has_own_parallel_configuration
+from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import has_colocated_vllm
 from megatron_grpo.rollout.speculation import draft_args, method_of
 from megatron_grpo.utils.batch_sizes import longest_sequence
@@ -197,12 +199,32 @@ class Plan:
             share * on_device,
             activations,
             self._head() if self.stages[stage][-1].head else 0,
-            share * on_host
-            + weights * (args.beta > 0 and not args.lora_rank)
-            + leaves
-            - gradients * args.offload_gradients,
+            share * on_host + self.references + weights * self._swaps + leaves - gradients * args.offload_gradients,
             weights + gradients + share * on_device - leaves + activations * args.cuda_graphs,
         )
+
+    @cached_property
+    def references(self) -> float:
+        """Return the bytes of reference model and teacher in the host memory of a rank, at most."""
+        args, found = self.args, 0.0
+        if args.beta > 0 and not args.lora_rank:
+            found += Plan(reference_args(args)).largest_stage() * (4 if args.sync_ref_model else self._itemsize)
+        if args.teacher_load_hf:
+            found += Plan(teacher_args(args)).largest_stage() * self._itemsize
+        return found
+
+    @property
+    def _swaps(self) -> bool:
+        """Whether the policy's weights are copied to the host while a reference is in their place."""
+        return self.args.beta > 0 and not self.args.lora_rank and not has_own_parallel_configuration(self.args)
+
+    @property
+    def _itemsize(self) -> int:
+        return params_dtype(self.args).itemsize
+
+    def largest_stage(self) -> int:
+        """Return the parameters on one rank of the pipeline stage that has most."""
+        return max(self.parameters(stage).total for stage in range(len(self.stages)))
 
     def fp8_copies(self, stage: int) -> int:
         """Return the bytes that Transformer Engine's 8-bit copies of weights take between micro-batches (--fp8-format).
@@ -224,12 +246,12 @@ class Plan:
         dense_ranks = min(ranks, stages * args.tensor_model_parallel_size)
         experts_ranks = min(ranks, stages * args.expert_model_parallel_size * (args.expert_tensor_parallel_size or 1))
         trained = count.dense * dense_ranks + count.experts * experts_ranks
-        weights = size * (trained + (0 if args.lora_rank else count.frozen * max(dense_ranks, experts_ranks)))
+        stored = trained + (0 if args.lora_rank else count.frozen * max(dense_ranks, experts_ranks))
         if args.use_distributed_optimizer:
             state = 12 * self._optimizer_share(count) * ranks
         else:
             state = trained * ((4 if size == 2 else 0) + (4 if args.optimizer == "sgd" else 8))
-        return weights * (1 + bool(args.sync_ref_model)) + state
+        return stored * (size + 4 * args.sync_ref_model) + state
 
     def _optimizer_share(self, count: Count) -> float:
         """Return the parameters of which a rank holds the optimizer's state."""

@@ -68,6 +68,7 @@ def teacher_args(args: Namespace) -> Namespace:
     # Its log-probabilities are targets: quantization would only add noise. A reference quantizes as the policy does,
     # so that the KL of equal weights is 0.
     own.load_hf, own.fp8_format, own.share_prompts = directory, None, False
+    own.sync_ref_model = False  # it does not follow the policy
     vars(own).update(default_architecture())
     config = hf.read_config(directory)
     merge_architecture(own, families.for_hf_config(config).args_from_hf(config), f"{directory}/config.json")

@@ -4,7 +4,8 @@ A reference with the policy's parallel configuration is a second set of weights 
 (``SwappedReference``). A reference with another one, and a teacher, are second models with process groups of their own
 on the same ranks (``ReferenceModel``). The reference of a policy with adapters is the policy without them
 (``BaseReference``). The first two store their weights in host memory between passes, and can follow the
-policy by an EMA update (TR-DPO, arXiv:2404.09656).
+policy by an EMA update (TR-DPO, arXiv:2404.09656). The average is then stored in float32, because in 16 bits most
+updates would round to nothing; a pass rounds it to the model's dtype.
 """
 
 import contextlib
@@ -41,20 +42,21 @@ class ReferenceModel:
                 chunk.requires_grad_(False)
             if load is not None:
                 load(self.model)
-        self._to_host()
+        tensors = self._tensors()
+        self.dtypes = [tensor.dtype for tensor in tensors]  # on the device
+        for tensor in tensors:
+            tensor.data = _stored(tensor, args.sync_ref_model)
 
-    def _to_host(self) -> None:
-        for chunk in self.model:
-            for tensor in forward.weight_tensors(chunk):
-                tensor.data = forward.to_host(tensor)
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for chunk in self.model for tensor in forward.weight_tensors(chunk)]
 
     @contextlib.contextmanager
     def ready(self, policy: forward.Model) -> Iterator["ReferenceModel"]:
         """Context in which forward passes use this model (``.args``, ``.model``) and its process groups; collective."""
-        tensors = [tensor for chunk in self.model for tensor in forward.weight_tensors(chunk)]
+        tensors = self._tensors()
         hosts = [tensor.data for tensor in tensors]
-        for tensor in tensors:
-            tensor.data = tensor.data.to(device(), non_blocking=True)
+        for tensor, dtype in zip(tensors, self.dtypes, strict=True):
+            tensor.data = tensor.data.to(device(), dtype, non_blocking=True)
         try:
             with self.groups.entered():
                 yield self
@@ -104,8 +106,8 @@ class ReferenceModel:
         self.updated = True
 
     def save(self, directory: Path, policy: forward.Model) -> None:
-        """Write the weights; collective."""
-        with self.ready(policy):
+        """Write the weights as they are stored; collective."""
+        with self.groups.entered():
             checkpoint.save_weights(directory, self.model)
 
     def load(self, directory: Path, policy: forward.Model) -> None:
@@ -120,7 +122,7 @@ class SwappedReference:
 
     def __init__(self, args: Namespace, model: forward.Model):
         """Copy the model's present weights."""
-        self.args, self.weights, self.updated = args, HostWeights(model), False
+        self.args, self.weights, self.updated = args, HostWeights(model, args.sync_ref_model), False
 
     @contextlib.contextmanager
     def ready(self, policy: forward.Model) -> Iterator[Namespace]:
@@ -146,16 +148,15 @@ class SwappedReference:
         self.updated = True
 
     def save(self, directory: Path, policy: forward.Model) -> None:
-        """Write the weights; collective."""
-        with self.ready(policy):
+        """Write the weights as they are stored; collective."""
+        with forward.parameters_complete(self.args, policy), self.weights.held_by(policy):
             checkpoint.save_weights(directory, policy)
 
     def load(self, directory: Path, policy: forward.Model) -> None:
         """Load the weights that `save` wrote, with any parallel configuration; collective."""
-        present = HostWeights(policy)
-        checkpoint.read_weights(directory, policy)
-        self.weights, self.updated = HostWeights(policy), True
-        present.copy_to(policy)
+        with self.weights.held_by(policy):
+            checkpoint.read_weights(directory, policy)
+        self.updated = True
 
 
 class BaseReference:
@@ -216,21 +217,28 @@ def _log_probs(
 
 
 def mix(own: Tensor, theirs: Tensor, share: float) -> None:
-    """Set own to share x theirs + (1 - share) x own in place, in float32, rounded once; share 1 copies theirs."""
-    mixes = share < 1 and own.is_floating_point()
-    own.copy_(own.float().lerp_(theirs.float(), share) if mixes else theirs)
+    """Set own to share x theirs + (1 - share) x own in place, in the dtype of own; share 1 copies theirs."""
+    if share < 1 and own.is_floating_point():
+        own.lerp_(theirs.to(own.dtype), share)
+    else:
+        own.copy_(theirs)
+
+
+def _stored(tensor: Tensor, averaged: bool) -> Tensor:
+    """Return a copy in host memory; of a weight that is averaged (--sync-ref-model) in float32."""
+    return forward.to_host(tensor.float() if averaged and tensor.is_floating_point() else tensor)
 
 
 class HostWeights:
     """A copy of a model's weights, stored in host memory; swapped in for one forward pass."""
 
-    def __init__(self, model: forward.Model):
-        """Copy the model's present weights."""
-        self.weights = [[forward.to_host(tensor) for tensor in forward.weight_tensors(chunk)] for chunk in model]
+    def __init__(self, model: forward.Model, averaged: bool = False):
+        """Copy the model's present weights; ``averaged``: in float32."""
+        self.weights = [[_stored(tensor, averaged) for tensor in forward.weight_tensors(chunk)] for chunk in model]
 
     @torch.no_grad()
     def copy_to(self, model: forward.Model) -> None:
-        """Overwrite the model's weights."""
+        """Overwrite the model's weights, rounded to their dtype."""
         for chunk, weights in zip(model, self.weights, strict=True):
             for tensor, weight in zip(forward.weight_tensors(chunk), weights, strict=True):
                 tensor.copy_(weight, non_blocking=True)
@@ -244,3 +252,16 @@ class HostWeights:
             yield
         finally:
             policy.copy_to(model)
+
+    @contextlib.contextmanager
+    def held_by(self, model: forward.Model) -> Iterator[None]:
+        """Context in which the model's parameters are these tensors, in their dtype and in host memory."""
+        tensors = [tensor for chunk in model for tensor in forward.weight_tensors(chunk)]
+        own = [tensor.data for tensor in tensors]
+        for tensor, weight in zip(tensors, [weight for chunk in self.weights for weight in chunk], strict=True):
+            tensor.data = weight
+        try:
+            yield
+        finally:
+            for tensor, data in zip(tensors, own, strict=True):
+                tensor.data = data

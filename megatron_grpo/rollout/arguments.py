@@ -345,6 +345,9 @@ def check_rollout(args: Namespace, world_size: int) -> None:
     check_heads(args, width, "--vllm-tensor-parallel-size")
     if args.vllm_enable_expert_parallel and not args.num_experts:
         raise GrpoError("--vllm-enable-expert-parallel needs a mixture of experts: leave it out")
+    of_experts = args.vllm_enable_expert_parallel or (args.vllm_engine_kwargs or {}).get("enable_expert_parallel")
+    if of_experts and not args.dry_run and not torch.cuda.is_available():
+        raise GrpoError("--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes with it; leave it out")
     if args.vllm_quantization and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError(f"--vllm-quantization {args.vllm_quantization} needs a GPU: leave it out")
     ours = sorted(OURS.intersection(args.vllm_engine_kwargs or {}))

@@ -26,13 +26,15 @@ ENOUGH = 20  # updates before which no spike is detected
 WINDOW = 100  # updates of the medians
 IN_A_ROW = 5  # bad updates that end the run, also with skip and restore
 DIRECTORY = "bad_updates"  # in --save
+FOLLOWS = "it follows a bad update of the same rollout"
 
 
 class BadUpdates:
     """The optimizer's step with a check before it, and --on-bad-update.
 
     A spike is a gradient norm above ``factor`` times the median of the last updates, or a loss whose absolute value is
-    above ``factor`` times their median and 1; None: only values that are not finite are bad.
+    above ``factor`` times their median and 1; None: only values that are not finite are bad. The medians leave out
+    updates without a gradient: those of a loss scale that overflows, and of groups whose rewards are all equal.
     """
 
     def __init__(self, action: str, factor: float | None, save: str | Path | None):
@@ -41,7 +43,7 @@ class BadUpdates:
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.problem: str | None = None  # of the newest update
         self.further_norm = 0.0  # of the newest update
-        self.in_a_row = 0
+        self.in_a_row = 0  # without those that only follow a bad update until the restore
         self.restore_due = False  # at the end of the rollout; its other updates are skipped, too
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,24 +84,37 @@ class BadUpdates:
         optimizer.get_grad_norm, optimizer.clip_grad_norm = noted("get_grad_norm"), noted("clip_grad_norm")
         optimizer.step_with_ready_grads = step_unless_bad
         self.problem = None
+        smallest = _smallest_loss_scale(optimizer)
         try:
-            updated, norm, _ = optimizer.step()
+            updated, found_norm, _ = optimizer.step()
         finally:
             for name in whole:
                 delattr(optimizer, name)
-        norm = float(norm or 0.0)
-        if self.problem is None:
+        norm = float(found_norm or 0.0)
+        overflow = found_norm is None  # megatron-core leaves the update out, and lowers the loss scale of fp16
+        if overflow:
+            self.problem = self._judge_overflow(loss, smallest)
+        if self.problem is not None:
+            self.in_a_row += not self.restore_due
+        elif not overflow:
             self.in_a_row = 0
-            self.norms.append(norm)
-            self.losses.append(abs(loss))
-        else:
-            self.in_a_row += 1
+            if norm > 0:
+                self.norms.append(norm)
+                self.losses.append(abs(loss))
         return updated, norm
+
+    def _judge_overflow(self, loss: float, smallest: bool) -> str | None:
+        """Return what is wrong if gradients overflow float16, or None if a smaller loss scale is the cure."""
+        if self.restore_due:
+            return FOLLOWS
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        return "the gradients overflow float16 at the smallest loss scale" if smallest else None
 
     def _judge(self, loss: float, norm: float) -> str | None:
         """Return what is wrong with an update, or None."""
         if self.restore_due:
-            return "it follows a bad update of the same rollout"
+            return FOLLOWS
         further = "gradient norm of the multi-token-prediction layers"
         for name, value in (("loss", loss), ("gradient norm", norm), (further, self.further_norm)):
             if not math.isfinite(value):
@@ -157,3 +172,10 @@ class BadUpdates:
         except OSError as error:
             return f" (its batch cannot be written to {directory}: {error})"
         return f" (its batch: {directory})"
+
+
+def _smallest_loss_scale(optimizer) -> bool:
+    """Return whether an overflow cannot lower the optimizer's loss scale: it is --loss-scale or --min-loss-scale."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    scalers = [scaler for part in parts if (scaler := getattr(part, "grad_scaler", None)) is not None]
+    return all(float(scaler.scale) <= float(getattr(scaler, "min_scale", scaler.scale)) for scaler in scalers)

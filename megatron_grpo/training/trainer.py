@@ -677,7 +677,8 @@ class Trainer:
             with self._save_errors(last):
                 # With these files a checkpoint can be resumed and exported without the original model directory.
                 assets = Path(self.args.save, hf.ASSETS_DIR)
-                checkpoint.on_rank_0(hf.copy_assets, self.args.tokenizer_model, assets, self.args.chat_template)
+                template, bounds = self.args.chat_template, hf.image_bounds(self.args)
+                checkpoint.on_rank_0(hf.copy_assets, self.args.tokenizer_model, assets, template, bounds)
                 # A reference model that was never updated can be loaded from its origin again.
                 updated = self.reference is not None and self.reference.updated
                 checkpoint.save_checkpoint(

@@ -6,7 +6,7 @@ import functools
 import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ class Vision:
     the features do not depend on. `nested`: a beginning of names in the tower, and the same in files. `tiles`: the
     processor cuts images into tiles of one size, to which it scales frames, and has no bounds of pixels. `class_token`:
     a tile has one. `mrope`: text and images have M-RoPE's positions. `interleaved`: its axes alternate from frequency
-    to frequency.
+    to frequency. `defaults`: transformers' values of keys that vision_config leaves out.
     """
 
     prefix: str
@@ -67,6 +67,7 @@ class Vision:
     class_token: bool = False
     mrope: bool = True
     interleaved: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def file_name(self, name: str) -> str:
         """Return the Hugging Face name of the weight with this name in the tower."""
@@ -84,7 +85,7 @@ def merge_size(args: Namespace) -> int:
     keys = args.vision_config
     if "downsample_ratio" in keys:
         return round(1 / keys["downsample_ratio"])
-    return keys["vision_config"].get("spatial_merge_size", 1)
+    return keys["vision_config"].get("spatial_merge_size", 1)  # LLaVA-OneVision has none
 
 
 def patches_per_token(args: Namespace) -> float:
@@ -335,9 +336,28 @@ def _llava_onevision_pixels(
 
 
 _MERGERS = ("merger.", "deepstack_merger_list.")
-_QWEN3_VL: dict[str, Any] = {"interleaved": True, "around_frames": _qwen3_vl_around_frames}
+_QWEN3_VL: dict[str, Any] = {
+    "interleaved": True,
+    "around_frames": _qwen3_vl_around_frames,
+    "defaults": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "spatial_merge_size": 2},
+}
 KINDS = {
-    "qwen2_5_vl": Vision("visual.", ("merger.",), _qwen2_5_vl_tower, _qwen_grid, _qwen2_5_vl_video),
+    "qwen2_5_vl": Vision(
+        "visual.",
+        ("merger.",),
+        _qwen2_5_vl_tower,
+        _qwen_grid,
+        _qwen2_5_vl_video,
+        defaults={
+            "depth": 32,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+            "hidden_size": 3584,
+            "intermediate_size": 3420,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "window_size": 112,
+        },
+    ),
     "qwen3_vl": Vision("model.visual.", _MERGERS, _qwen3_vl_tower, _qwen_grid, _qwen3_vl_video, **_QWEN3_VL),
     "qwen3_vl_moe": Vision("model.visual.", _MERGERS, _qwen3_vl_moe_tower, _qwen_grid, _qwen3_vl_video, **_QWEN3_VL),
     "internvl": Vision(
@@ -353,6 +373,13 @@ KINDS = {
         tiles=True,
         class_token=True,
         mrope=False,
+        defaults={
+            "hidden_size": 1024,
+            "image_size": [448, 448],
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "patch_size": [14, 14],
+        },
     ),
     "llava_onevision": Vision(
         prefix="",
@@ -367,6 +394,13 @@ KINDS = {
         nested=("vision_tower.", "vision_tower.vision_model."),
         tiles=True,
         mrope=False,
+        defaults={
+            "hidden_size": 768,
+            "image_size": 224,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "patch_size": 16,
+        },
     ),
 }
 
@@ -444,9 +478,10 @@ VISION_KEYS = """image_token_id image_token_index video_token_id video_token_ind
     vision_feature_layer vision_feature_select_strategy image_grid_pinpoints vision_aspect_ratio""".split()
 
 
-def vision_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``args.vision_config`` holds of a config.json: its vision part and `VISION_KEYS`."""
+def vision_keys(family: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``args.vision_config`` holds of a family's config.json: its vision part and `VISION_KEYS`."""
     token = next((config[key] for key in IMAGE_TOKEN if key in config), None)
     if not isinstance(config.get("vision_config"), dict) or not isinstance(token, int):
         raise GrpoError("config.json lacks vision_config or image_token_id: it describes no vision-language model")
-    return {"vision_config": dict(config["vision_config"])} | {key: config[key] for key in VISION_KEYS if key in config}
+    vision = {**KINDS[family].defaults, **config["vision_config"]}
+    return {"vision_config": vision} | {key: config[key] for key in VISION_KEYS if key in config}

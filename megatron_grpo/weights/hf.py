@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.utils.errors import GrpoError, InputError
-from megatron_grpo.utils.json_files import read_config
+from megatron_grpo.utils.json_files import read_config, read_json_object
 from megatron_grpo.weights import families, model_weights, quantized
 from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import (
@@ -45,9 +45,17 @@ _ASSETS = (
     "*processor_config.json",  # of images
     "*.model",
     "*.tiktoken",
+    "tekken.json",  # of mistral-common
+    "SYSTEM_PROMPT.txt",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
     "tokenization*.py",  # run with --trust-remote-code only
     "tool_declaration*.py",  # imported by Kimi-K2's tokenizer
 )
+_TEMPLATES = "additional_chat_templates"  # folder of the templates that have a name, such as tool_use.jinja
+# Files with the settings of transformers' image processor. In the second they are a part, in newer directories.
+_IMAGE_SETTINGS = ("preprocessor_config.json", "processor_config.json")
 # Subfolder of a Megatron checkpoint directory that holds these files, beside the iterations.
 ASSETS_DIR = "hf_assets"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -68,13 +76,24 @@ def open_weights(hf_dir: str | Path) -> Safetensors:
     return source
 
 
-def copy_assets(source: str | Path, target_dir: str | Path, chat_template: str | None = None) -> None:
-    """Copy tokenizer files, chat template, config.json and generation_config.json from a directory into another.
+def image_bounds(args: Namespace) -> dict[str, int]:
+    """Return the bounds of --min-image-pixels and --max-image-pixels that are given, by transformers' names."""
+    bounds = {"min_pixels": args.min_image_pixels, "max_pixels": args.max_image_pixels}
+    return {name: pixels for name, pixels in bounds.items() if pixels is not None}
+
+
+def copy_assets(
+    source: str | Path,
+    target_dir: str | Path,
+    chat_template: str | None = None,
+    bounds: Mapping[str, int] | None = None,
+) -> None:
+    """Copy tokenizer files, chat templates, config.json and generation_config.json from a directory into another.
 
     `source` may be a single file, such as a SentencePiece model. Nothing is copied when `source` is `target_dir`. Each
     file is replaced atomically, so a killed process leaves no partial file. The copy of config.json does not describe
-    quantized weights, because this project writes none. `chat_template` replaces the template of `source`. Raises
-    GrpoError when a file cannot be written.
+    quantized weights, because this project writes none. `chat_template` replaces the templates of `source`, and
+    `bounds` (`image_bounds`) the bounds of its image processor. Raises GrpoError when a file cannot be written.
     """
     source, target_dir = Path(source), Path(target_dir)
     same = source.resolve() == target_dir.resolve()  # a resumed run reads these files from its --save directory
@@ -82,6 +101,8 @@ def copy_assets(source: str | Path, target_dir: str | Path, chat_template: str |
         there = [] if same or source.is_file() or not source.exists() else sorted(source.iterdir())
         paths = [source] if source.is_file() else [path for path in there if any(map(path.match, _ASSETS))]
         target_dir.mkdir(parents=True, exist_ok=True)
+        if there and chat_template is None and (source / _TEMPLATES).is_dir():
+            shutil.copytree(source / _TEMPLATES, target_dir / _TEMPLATES, dirs_exist_ok=True)
         for path in paths:
             if path.is_file():
                 partial = target_dir / f".{path.name}.partial"
@@ -91,12 +112,35 @@ def copy_assets(source: str | Path, target_dir: str | Path, chat_template: str |
                 else:
                     shutil.copyfile(path, partial)
                 os.replace(partial, target_dir / path.name)
+        for name in _IMAGE_SETTINGS if bounds else ():
+            _set_bounds(target_dir / name, bounds or {})
         if chat_template is not None:  # transformers prefers this file to the template in tokenizer_config.json
             partial = target_dir / ".chat_template.jinja.partial"
             partial.write_text(chat_template)
             os.replace(partial, target_dir / "chat_template.jinja")
     except OSError as error:
         raise GrpoError(f"tokenizer files cannot be copied from {source} to {target_dir}: {error}") from error
+
+
+def _set_bounds(path: Path, bounds: Mapping[str, int]) -> None:
+    """Write the bounds of an image in pixels into a file with the settings of the image processor."""
+    if not path.is_file():
+        return
+    whole = read_json_object(path)
+    settings = whole if path.name == _IMAGE_SETTINGS[0] else whole.get("image_processor")
+    if not isinstance(settings, dict):
+        return
+    of_videos = path.with_name(f"video_{path.name}")
+    if settings is whole and not of_videos.exists():
+        # transformers reads the settings of videos here, too, if they have no file; their bounds stay.
+        shutil.copyfile(path, of_videos)
+    settings |= bounds
+    if isinstance(settings.get("size"), dict):  # transformers' other names of the same bounds
+        names = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+        settings["size"] |= {names[name]: pixels for name, pixels in bounds.items()}
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(whole, indent=2) + "\n")
+    os.replace(partial, path)
 
 
 def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Path) -> None:
@@ -213,7 +257,7 @@ def save_hf(
         if failure is not None:
             raise failure
 
-    write_export(out_dir, files, write, config, dtype, tokenizer_dir, args.chat_template)
+    write_export(out_dir, files, write, config, dtype, tokenizer_dir, args.chat_template, image_bounds(args))
 
 
 def plan_export(
@@ -233,6 +277,7 @@ def write_export(
     dtype: torch.dtype,
     tokenizer_dir: str | Path | None,
     chat_template: str | None = None,
+    bounds: Mapping[str, int] | None = None,
 ) -> None:
     """Write the planned files with index, checksums, config.json and tokenizer to `out_dir`. Collective.
 
@@ -259,7 +304,9 @@ def write_export(
     def finish() -> None:
         write_index(writer.directory, files)
         write_checksums(writer.directory, checksums)
-        _write_config(writer.directory, config, dtype, tokenizer_dir, chat_template)
+        if tokenizer_dir is not None:
+            copy_assets(tokenizer_dir, writer.directory, chat_template, bounds)
+        _write_config(writer.directory, config, dtype)
         _replace(writer.directory, out_dir)
         writer.release()
 
@@ -330,15 +377,11 @@ def check_replaceable(flag: str, out_dir: str | Path, inputs: Iterable[str | Pat
             )
 
 
-def _write_config(
-    out_dir: Path, config: dict, dtype: torch.dtype, tokenizer_dir: str | Path | None, chat_template: str | None
-) -> None:
-    if tokenizer_dir is not None:
-        copy_assets(tokenizer_dir, out_dir, chat_template)
-        if (out_dir / "config.json").exists():
-            # The arguments do not contain special token ids; config.json's other keys are derived from them.
-            source = read_config(out_dir)
-            config = {**config, **{key: source[key] for key in _TOKEN_IDS if key in source}}
+def _write_config(out_dir: Path, config: dict, dtype: torch.dtype) -> None:
+    if (out_dir / "config.json").exists():
+        # The arguments do not contain special token ids; config.json's other keys are derived from them.
+        source = read_config(out_dir)
+        config = {**config, **{key: source[key] for key in _TOKEN_IDS if key in source}}
     # transformers 5 writes "dtype"; older versions read "torch_dtype" only. Every version reads "torch_dtype".
     config = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
     (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -146,7 +146,7 @@ def write_hf(
                     writer.write(name, tensor.to(dtypes[name]), part, parts)
                 bar.update(size_of([weight], dtype))
 
-    hf.write_export(out_dir, files, write, config, dtype, assets)
+    hf.write_export(out_dir, files, write, config, dtype, assets, bounds=hf.image_bounds(args))
 
 
 def verify(

@@ -43,18 +43,23 @@ def load_model(model: torch.nn.Module, reload: Callable[[Weights], None], weight
     reload(_without_sinks(weights, sinks) if is_gpt_oss else weights)
     if sinks:
         model.load_weights(sinks)
-    _pack_tied_head(model)
+    _pack_tied_heads(model)
 
 
-def _pack_tied_head(model: torch.nn.Module) -> None:
-    """Repack the weights of a head that shares them with the embedding.
+def _pack_tied_heads(model: torch.nn.Module) -> None:
+    """Repack the weights of every head that shares them with an embedding.
 
-    A reload on a CPU repacks only layers that received a tensor, so the head would keep its old packed weights.
+    A reload on a CPU repacks only layers that received a tensor, so the head would keep its old packed weights. The
+    head of a vision-language model is in its language model.
     """
-    head = getattr(model, "lm_head", None)
-    shared = getattr(head, "weight", None)
-    if shared is not None and any(parameter is shared for parameter in model.model.parameters()):
-        head.quant_method.process_weights_after_loading(head)
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    layers = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
+    shared = {id(layer.weight) for layer in layers if layer not in heads}
+    for head in heads:
+        if id(head.weight) in shared:
+            head.quant_method.process_weights_after_loading(head)
 
 
 def by_expert(model: torch.nn.Module, weights: Weights) -> Weights:

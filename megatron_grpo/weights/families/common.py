@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_grpo.models.rope import check_scaling
@@ -200,6 +200,8 @@ class Family:
     `activation`: config.json key of the MLP's activation function, and its value.
     `published(name)`: the published name of a tensor, where some writers of files have others.
     `text_config(config)`: a config.json with the keys of the language model at its top; `hf_config`: the inverse.
+    `defaults`: values of keys that a config.json leaves out, as transformers and the engine have them, where they are
+    not those of `read` and `read_rope`.
     """
 
     name: str
@@ -215,13 +217,14 @@ class Family:
     published: Callable[[str], str] | None = None
     text_config: Callable[[Config], Config] = dict
     hf_config: Callable[[Config], Config] = dict
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def args_from_hf(self, config: Config) -> dict[str, Any]:
         """Return the arguments (Megatron-LM's attribute names -> values) of the model that a config.json describes.
 
         Raises GrpoError for a missing key, or for a setting that cannot be expressed by the arguments.
         """
-        config = self.text_config(config)
+        config = {**self.defaults, **self.text_config(config)}
         try:
             key, activation = self.activation
             if need(config, key) != activation:

@@ -83,4 +83,5 @@ FAMILY = Family(
     write=_write,
     read_rope=read_mla_rope,
     write_rope=write_mla_rope,
+    defaults={"n_shared_experts": 2, "q_lora_rank": 1536},
 )

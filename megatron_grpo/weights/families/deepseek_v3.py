@@ -91,4 +91,5 @@ FAMILY = Family(
     read_rope=read_mla_rope,
     write_rope=write_mla_rope,
     mtp_mappings=MTP_MAPPINGS,
+    defaults={"first_k_dense_replace": 3, "n_group": 8, "n_shared_experts": 1, "q_lora_rank": 1536, "topk_group": 4},
 )

@@ -84,4 +84,5 @@ FAMILY = Family(
     read=_read,
     write=_write,
     activation=ACTIVATION,
+    defaults={"num_key_value_heads": 4},
 )

@@ -34,8 +34,8 @@ def _read_rope(config):
     by_kind = config.get("rope_parameters") or {}
     full, local = by_kind.get("full_attention"), by_kind.get("sliding_attention")
     if not (full and local):
-        local = {"rope_theta": config.get("rope_local_base_freq") or 10000}
-        full = {"rope_theta": config.get("rope_theta") or 1000000, **(config.get("rope_scaling") or {})}
+        full, local = config.get("rope_scaling") or {}, {}
+    local = {"rope_theta": config["rope_local_base_freq"], **local}
     windowed = read_rope({**config, "rope_scaling": None, "rope_parameters": local})
     whole = read_rope({**config, "rope_scaling": None, "rope_parameters": full})
     if windowed["rope_scaling"] or (whole["rope_scaling"] or {"rope_type": "linear"})["rope_type"] != "linear":
@@ -63,4 +63,5 @@ FAMILY = Family(
     read_rope=_read_rope,
     write_rope=_write_rope,
     activation=ACTIVATION,
+    defaults={"num_key_value_heads": 4, "rope_theta": 1000000, "rope_local_base_freq": 10000},
 )

@@ -15,6 +15,7 @@ from megatron_grpo.weights.families.common import (
 
 ATTENTION = grouped_attention(QKV_BIAS)
 POST_ATTENTION, POST_MLP = sandwich_norms("post_self_attn_layernorm", "post_mlp_layernorm")
+DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}
 FIXED = {**DENSE, "qk_layernorm": False, "rotary_interleaved": True}
 
 
@@ -26,10 +27,6 @@ def write(args):
     return {"head_dim": args.kv_channels, "attention_bias": args.add_qkv_bias}
 
 
-def read_rope(config):
-    return read_partial_rope({"partial_rotary_factor": 0.5, **config})  # transformers' default for all GLM-4
-
-
 FAMILY = Family(
     name="glm4",
     architecture="Glm4ForCausalLM",
@@ -37,6 +34,7 @@ FAMILY = Family(
     fixed={**FIXED, "sandwich_norm": True},
     read=read,
     write=write,
-    read_rope=read_rope,
+    read_rope=read_partial_rope,
     write_rope=write_partial_rope,
+    defaults=DEFAULTS,
 )

@@ -52,10 +52,6 @@ def _write(args):
     }
 
 
-def _read_rope(config):
-    return read_partial_rope({"partial_rotary_factor": 0.5, **config})  # transformers' default
-
-
 FAMILY = Family(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
@@ -63,7 +59,13 @@ FAMILY = Family(
     fixed={**COMMON, **SIGMOID_ROUTER, "multi_latent_attention": False},
     read=_read,
     write=_write,
-    read_rope=_read_rope,
+    read_rope=read_partial_rope,
     write_rope=write_partial_rope,
     mtp_mappings=MTP_MAPPINGS,
+    defaults={
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+    },
 )

@@ -65,7 +65,7 @@ _YARN = {"rope_type", "factor", "original_max_position_embeddings", "beta_fast",
 
 
 def _read_rope(config):
-    found = read_rope({"rope_theta": 150000, **config})  # transformers' default
+    found = read_rope(config)
     scaling = found["rope_scaling"] or {}
     if scaling.get("rope_type") != "yarn" or scaling.keys() - {"truncate"} != _YARN:
         raise GrpoError(
@@ -87,7 +87,7 @@ def _read(config):
         )
     return {
         **windows,
-        "kv_channels": config.get("head_dim") or 64,  # transformers' default
+        "kv_channels": need(config, "head_dim"),
         "num_experts": need(config, "num_local_experts"),
         "moe_router_topk": need(config, "num_experts_per_tok"),
         "moe_ffn_hidden_size": need(config, "intermediate_size"),
@@ -131,4 +131,5 @@ FAMILY = Family(
     read=_read,
     write=_write,
     read_rope=_read_rope,
+    defaults={"head_dim": 64, "num_key_value_heads": 8, "rope_theta": 150000, "sliding_window": 128},
 )

@@ -30,4 +30,5 @@ FAMILY = replace(
         partial(nested, text_type="qwen2"),
     ),
     text_config=_text_config,
+    defaults={**qwen2.FAMILY.defaults, "downsample_ratio": 0.5},
 )

@@ -25,8 +25,8 @@ _NEEDED: dict[str, Any] = {
     "vision_config.model_type": "siglip_vision_model",
     "vision_config.vision_use_head": False,
 }
-# Keys of the decoder that published files leave out: defaults of transformers' Qwen2Config.
-_DEFAULTS = {"hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+# Keys of the decoder that published files leave out.
+_DEFAULTS = {**qwen2.FAMILY.defaults, "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 
 
 def _text_config(config: Config) -> Config:
@@ -37,7 +37,7 @@ def _text_config(config: Config) -> Config:
     tied = decoder.get("tie_word_embeddings", False) or config.get("tie_word_embeddings", False)
     if not isinstance(config.get("image_grid_pinpoints"), list):
         raise GrpoError("config.json lacks image_grid_pinpoints, the sizes to which images are scaled")
-    return {**_DEFAULTS, **text_config(config), "tie_word_embeddings": tied}
+    return {**text_config(config), "tie_word_embeddings": tied}
 
 
 FAMILY = replace(
@@ -49,6 +49,7 @@ FAMILY = replace(
         partial(nested, text_type="qwen2"),
     ),
     text_config=_text_config,
+    defaults=_DEFAULTS,
     # transformers 5 leaves vision_model out.
     published=lambda name: re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", name),
 )

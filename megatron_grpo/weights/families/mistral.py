@@ -20,4 +20,5 @@ FAMILY = Family(
     fixed={**DENSE, "qk_layernorm": False, "add_qkv_bias": False},
     read=_read,
     write=_write,
+    defaults={"num_key_value_heads": 8},
 )

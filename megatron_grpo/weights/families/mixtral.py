@@ -9,7 +9,6 @@ from megatron_grpo.weights.families.common import (
     grouped_attention,
     head_dim,
     need,
-    read_rope,
 )
 from megatron_grpo.weights.families.moe import SOFTMAX_ROUTER, routed_experts
 from megatron_grpo.weights.families.windows import read_window, write_window
@@ -45,10 +44,6 @@ def _write(args):
     }
 
 
-def _read_rope(config):
-    return read_rope({"rope_theta": 1000000.0, **config})  # transformers' default
-
-
 FAMILY = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
@@ -64,5 +59,5 @@ FAMILY = Family(
     },
     read=_read,
     write=_write,
-    read_rope=_read_rope,
+    defaults={"num_key_value_heads": 8, "rope_theta": 1000000.0},
 )

@@ -58,4 +58,5 @@ FAMILY = Family(
     fixed={**DENSE, "qk_layernorm": False, "add_qkv_bias": True},
     read=_read,
     write=_write,
+    defaults={"num_key_value_heads": 32},
 )

@@ -26,4 +26,5 @@ FAMILY = Family(
     fixed={**DENSE, "qk_layernorm": True, "add_qkv_bias": False},
     read=_read,
     write=_write,
+    defaults={"num_key_value_heads": 32},
 )

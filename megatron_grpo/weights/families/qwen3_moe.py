@@ -65,4 +65,5 @@ FAMILY = Family(
     },
     read=_read,
     write=_write,
+    defaults={"num_key_value_heads": 4},
 )

@@ -22,5 +22,11 @@ MAPPINGS = [
 ]
 
 FAMILY = vision_language(
-    "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", qwen3_moe.FAMILY, renamed(MAPPINGS, inside), nested
+    "qwen3_vl_moe",
+    "Qwen3VLMoeForConditionalGeneration",
+    qwen3_moe.FAMILY,
+    renamed(MAPPINGS, inside),
+    nested,
+    num_key_value_heads=16,
+    rope_theta=500000,
 )

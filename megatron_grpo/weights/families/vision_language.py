@@ -45,8 +45,12 @@ def vision_language(
     text: Family,
     mappings: Sequence[ParameterMapping],
     hf_config: Callable[[Config], Config] = dict,
+    **defaults: Any,
 ) -> Family:
-    """Return the family with the decoder of ``text`` and the vision part of `KINDS`; ``hf_config``: see `Family`."""
+    """Return the family with the decoder of ``text`` and the vision part of `KINDS`.
+
+    ``hf_config``, ``defaults``: see `Family`.
+    """
     interleaved = KINDS[name].interleaved
 
     def read_mrope(config: Config) -> dict[str, Any]:
@@ -59,7 +63,14 @@ def vision_language(
         if rope.get("type") == "mrope":
             rope.pop("type")
         plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
-        return {**read_rope({**plain, "rope_parameters": rope}), "mrope_section": section}
+        found = read_rope({**plain, "rope_parameters": rope})
+        if found["rope_scaling"]:
+            raise GrpoError(
+                f"config.json has mrope_section and rope scaling {found['rope_scaling']}, which vLLM and transformers "
+                "compute differently (YaRN: vLLM for four times original_max_position_embeddings): remove the scaling "
+                "from config.json, and keep rope_theta and mrope_section"
+            )
+        return {**found, "mrope_section": section}
 
     def write_mrope(args: Namespace) -> Config:
         keys = rope_keys(args, args.rope_scaling)
@@ -76,12 +87,13 @@ def vision_language(
         architecture=architecture,
         mappings=tuple(mappings),
         fixed=text.fixed,
-        read=lambda config: {**text.read(config), "vision_config": vision_keys(config)},
+        read=lambda config: {**text.read(config), "vision_config": vision_keys(name, config)},
         write=lambda args: {**text.write(args), **args.vision_config},
         read_rope=read_mrope if KINDS[name].mrope else text.read_rope,
         write_rope=write_mrope if KINDS[name].mrope else text.write_rope,
         text_config=text_config,
         hf_config=hf_config,
+        defaults=defaults,
     )
 
 

@@ -34,6 +34,18 @@ def test_what_background_saves_keep():
     assert needed(arguments(split, 2), 2) == pytest.approx(PARAMETERS * (2 + 12), rel=0.01)
 
 
+def test_what_references_keep():
+    """bf16: a reference of 2 bytes and the policy's weights while it computes; its average has 4 bytes."""
+    flags = FLAGS.replace("--beta 0", "--beta 0.1") + " --sleep-level 2"
+    average = f"{flags} --sync-ref-model"
+    assert needed(arguments(flags, 1), 1) == pytest.approx(PARAMETERS * (2 + 2), rel=0.01)
+    assert needed(arguments(average, 1), 1) == pytest.approx(PARAMETERS * (4 + 2), rel=0.01)
+    saved = needed(arguments(f"{average} --save runs/a --async-save", 1), 1)
+    assert saved == pytest.approx(PARAMETERS * (4 + 2) + PARAMETERS * (2 + 12 + 4), rel=0.01)
+    split = "--tensor-model-parallel-size 2 --sequence-parallel --ref-tensor-model-parallel-size 1"
+    assert needed(arguments(f"{flags} {split}", 2), 2) == pytest.approx(2 * PARAMETERS * 2, rel=0.01)  # whole on each
+
+
 def test_too_small_a_host_is_refused_with_what_each_flag_saves(monkeypatch):
     args = arguments(f"{FLAGS} {ALL} --sleep-level 2", 2)
     monkeypatch.setattr(host_memory, "host_bytes", lambda: 256 * GIB)

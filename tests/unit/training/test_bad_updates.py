@@ -11,11 +11,21 @@ from megatron_grpo.utils import cpu_backend
 
 cpu_backend.install()
 
+from megatron.core import parallel_state
+
+import pretrain_grpo
 from megatron_grpo.data.batch import RolloutBatch
-from megatron_grpo.training.bad_updates import IN_A_ROW, BadUpdates
+from megatron_grpo.parallel import initialize
+from megatron_grpo.training.bad_updates import ENOUGH, IN_A_ROW, BadUpdates
 from megatron_grpo.utils.errors import GrpoError
+from tools import made_up
 
 pytestmark = pytest.mark.usefixtures("one_process")
+
+
+MODEL = """--model-family llama --num-layers 1 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
+    --normalization RMSNorm --swiglu --disable-bias-linear --vocab-size 61 --max-position-embeddings 512
+    --make-vocab-size-divisible-by 1 --position-embedding-type rope --micro-batch-size 2 --lr 1e-5 --fp16""".split()
 
 
 class Optimizer:
@@ -113,3 +123,78 @@ def test_restore_also_leaves_out_the_other_updates_of_the_rollout(tmp_path):
         bad.react(number, batch(), np.array([0]), {})
     assert bad.restore_due
     assert len(list((tmp_path / "bad_updates").glob("*/*.npz"))) == 1
+
+
+def test_updates_that_only_wait_for_the_restore_are_not_counted(tmp_path):
+    """Of a rollout of 8 updates the first is bad: 1 in a row, then 2 when the next rollout begins with a bad one."""
+    bad, optimizer = BadUpdates("restore", None, tmp_path), Optimizer(True)
+    number = 0
+    for rollout in (1, 2):
+        for value in [(math.nan, 1.0)] + [(0.5, 1.0)] * 7:
+            number += 1
+            assert run(bad, optimizer, [value]) == [False]
+            bad.react(number, batch(), np.array([0]), {})
+        assert bad.in_a_row == rollout
+        bad.restore_due = False  # as the trainer after it has loaded the checkpoint
+    assert run(bad, optimizer, [(0.5, 1.0)]) == [True] and bad.in_a_row == 0
+    for rollout in range(1, IN_A_ROW):
+        run(bad, optimizer, [(math.nan, 1.0)])
+        bad.react(number + rollout, batch(), np.array([0]), {})
+        bad.restore_due = False
+    run(bad, optimizer, [(math.nan, 1.0)])
+    with pytest.raises(GrpoError, match="the 5th in a row"):
+        bad.react(number + IN_A_ROW, batch(), np.array([0]), {})
+
+
+def test_updates_without_a_gradient_are_not_in_the_median():
+    """Groups with equal rewards have a gradient of 0: the median is of the other updates."""
+    bad, optimizer = BadUpdates("skip", 10.0, None), Optimizer(True)
+    assert all(run(bad, optimizer, [(0.0, 0.0)] * 60 + [(0.02, 2.0)] * ENOUGH + [(0.0, 0.0)] * 60))
+    assert run(bad, optimizer, [(0.02, 19.0), (0.02, 21.0)]) == [True, False]
+    assert bad.problem == "the gradient norm is 21, 10.5 times the median"
+
+
+@pytest.fixture
+def fp16_update():
+    """Return a function that runs updates of a small model in float16 and returns its trainer and their metrics."""
+
+    def updates(count: int, *flags: str):
+        args = made_up.parse([*MODEL, *flags], 1)
+        initialize.initialize_distributed(args)
+        trainer = made_up.trainer(args)
+        trainer.bad_updates = BadUpdates("skip", args.bad_update_factor, None)
+        batch = made_up.off_policy(args, trainer, made_up.rollout(args))
+        half = np.arange(batch.num_completions // 2)
+        return trainer, [pretrain_grpo.update(args, trainer, batch, half) for _ in range(count)]
+
+    yield updates
+    parallel_state.destroy_model_parallel()
+
+
+def test_a_loss_scale_that_overflows_is_not_in_the_median(fp16_update):
+    """The scale halves from 2^50 in every update until gradients fit; then 25 updates of one batch are alike."""
+    flags = ("--initial-loss-scale", str(2**50), "--hysteresis", "1", "--bad-update-factor", "10")
+    trainer, rows = fp16_update(60, *flags)
+    overflows = [row["grad_norm"] == 0 for row in rows]
+    first = overflows.index(False)
+    assert first > ENOUGH and not any(overflows[first:])
+    assert [row["update/skipped"] for row in rows] == [0] * 60
+    assert len(trainer.bad_updates.norms) == 60 - first
+
+
+@pytest.mark.parametrize("scale", [("--loss-scale",), ("--min-loss-scale", str(2**50), "--initial-loss-scale")])
+def test_an_overflow_that_no_smaller_loss_scale_can_cure_is_bad(fp16_update, scale):
+    with pytest.raises(
+        GrpoError, match=r"the gradients overflow float16 at the smallest loss scale.* the 5th in a row"
+    ):
+        fp16_update(10, *scale, str(2**50))
+
+
+def test_a_loss_that_is_not_finite_is_bad_under_a_loss_scale(one_process):
+    class Overflows(Optimizer):
+        def step(self):
+            return False, None, None  # as megatron-core's when a scaled gradient is not finite
+
+    bad = BadUpdates("skip", None, None)
+    assert run(bad, Overflows(True), [(math.nan, 0.0)]) == [False]
+    assert bad.problem == "the loss is nan" and bad.in_a_row == 1

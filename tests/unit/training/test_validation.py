@@ -315,6 +315,8 @@ REFUSED = {
     f"{MOE} --expert-model-parallel-size 3": "--num-experts (8) must be divisible by expert parallel size (3)",
     f"{MOE} --moe-ffn-hidden-size 90 --expert-tensor-parallel-size 4": "--moe-ffn-hidden-size (90) must be divisible",
     f"{MOE} --expert-model-parallel-size 8 {PP2}": "world_size (8) must be divisible by EP 8 x ETP 1 x PP 2 = 16",
+    f"{MOE} --vllm-enable-expert-parallel": "--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes",
+    f'{MOE} --vllm-engine-kwargs {{"enable_expert_parallel":true}}': "--vllm-enable-expert-parallel needs a GPU",
     f"{MOE} --moe-router-topk 9": "--moe-router-topk (9) must be at most --num-experts (8)",
     f"{MOE} --tensor-model-parallel-size 2": "needs --sequence-parallel: each rank routes its own shard",
     f"{MOE} --moe-router-load-balancing-type sinkhorn": "--moe-router-load-balancing-type sinkhorn: choose from none",
