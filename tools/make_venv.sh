@@ -5,7 +5,8 @@
 #   PYTHON=EXE    the interpreter it is made with, 3.12 or 3.13 (default: the first that `interpreters` below finds)
 # A stamp in the environment holds the requirements it was made from, so that a second run is instant.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [[ ${PYTHON:-} == */* ]]; then PYTHON=$(realpath -s "$PYTHON"); fi  # from the folder of the caller
+CDPATH='' cd -- "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
 TORCH="torch==2.13.0"  # as in requirements-cpu-torch.txt
@@ -40,7 +41,7 @@ venv_package() { "$1" -c 'import sys; print("python%d.%d-venv (Debian, Ubuntu)" 
 # Prints, one a line, where Python 3.12 and 3.13 commonly are. A name need not exist, and a shim of pyenv need not run.
 interpreters() {
     printf '%s\n' python3.12 python3.13 python3
-    printf '%s\n' "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[23].*/bin/python3
+    printf '%s\n' "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[23].*/bin/python3
     uv python find '>=3.12,<3.14' 2>/dev/null || true
 }
 
@@ -95,6 +96,7 @@ if ! [[ -x $VENV/bin/python ]] || ! "$VENV/bin/python" -m pip --version >/dev/nu
     fi
     mkdir -p "$VENV"
     logged "making $VENV with $("$PYTHON" --version)" "$PYTHON" -m venv "$VENV" || failed "the environment could not be made"
+    rm -f "$VENV"/.stamp-*  # of an environment whose interpreter is gone
 fi
 fits "$VENV/bin/python" || fail "$VENV holds $("$VENV/bin/python" --version 2>&1), needed is 3.12 or 3.13; remove it, or make another: VENV=DIR"
 

@@ -30,7 +30,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.packages import require
 
 OPENAI = "openai"
-_DEPTH = 8  # of references within the schema of a tool
+_MOST_ARGUMENTS = 200  # of a call: vLLM's parsers of texts take time with the square of their number
 
 
 @dataclass(frozen=True)
@@ -272,6 +272,8 @@ class ToolCallParser:
     def _calls_of(self, part: _Part, reader: _Reader) -> list[_Call]:
         if part.body is not None and _fault_of_json(part.body):
             return []
+        if self._is_of_texts and _has_too_many_arguments(part.text):
+            return []
         return reader.read(part.text)[1]
 
     def _sort(
@@ -308,6 +310,8 @@ class ToolCallParser:
         is_json = self.name in _LLAMA or (own is not None and (own.holds_json or (own.end is None and body[:1] == "{")))
         if is_json and (fault := _fault_of_json(body)):
             return fault
+        if self._is_of_texts and _has_too_many_arguments(text):
+            return f"it has more than {_MOST_ARGUMENTS} arguments"
         if reader.schemas and name not in (*reader.schemas, MalformedCall.name):
             return f"there is no tool {name}; the tools are {', '.join(reader.schemas)}"
         if own is not None and own.section and text.startswith(own.section[0]):
@@ -486,7 +490,7 @@ def _objects(text: str, begin: int) -> Iterator[_Part]:
     if tagged and "{" not in text[place:]:
         yield _Part(place, len(text), text[place:], complete=False)
         return
-    while (brace := (_CALL_OBJECT if strict else re.compile(r"\{")).search(text, place)) is not None:
+    while (brace := (_CALL_OBJECT if strict else re.compile(r'\{\s*"')).search(text, place)) is not None:
         place = brace.start()
         try:
             made, end = json.JSONDecoder().raw_decode(text, place)
@@ -531,6 +535,10 @@ def _fault_of_json(text: str) -> str | None:
     return None if isinstance(call[key], dict) else f'its "{key}" are no JSON object'
 
 
+def _has_too_many_arguments(text: str) -> bool:
+    return max(text.count("<parameter="), text.count("<arg_key>")) > _MOST_ARGUMENTS
+
+
 def _arguments(call: _Call) -> dict[str, Any] | str:
     """Return the arguments of a call, or what is wrong with it."""
     if not call.name:
@@ -560,23 +568,26 @@ def _plain_function(function: Mapping[str, Any]) -> dict[str, Any]:
     parameters = function.get("parameters")
     if not isinstance(parameters, Mapping):
         return {**function, "parameters": None}
-    return {**function, "parameters": _plain(parameters, parameters, _DEPTH)}
+    return {**function, "parameters": _plain(parameters, parameters)}
 
 
-def _plain(schema: Any, root: Mapping[str, Any], depth: int) -> Any:
+def _plain(schema: Any, root: Mapping[str, Any], within: frozenset[str] = frozenset()) -> Any:
+    """Return a schema with what its references name; a reference ``within`` what it names allows anything."""
     if isinstance(schema, list):
-        return [_plain(one, root, depth) for one in schema]
+        return [_plain(one, root, within) for one in schema]
     if not isinstance(schema, Mapping):
         return schema
     reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/") and depth > 0:
+    if isinstance(reference, str) and reference.startswith("#/"):
         target: Any = root
         for key in reference[2:].split("/"):
             target = target.get(key) if isinstance(target, Mapping) else None
+        if reference in within:
+            return {}
         if isinstance(target, Mapping):
             others = {key: value for key, value in schema.items() if key != "$ref"}
-            return _plain({**target, **others}, root, depth - 1)
-    plain = {key: _plain(value, root, depth) for key, value in schema.items() if key not in ("$defs", "definitions")}
+            return _plain({**target, **others}, root, within | {reference})
+    plain = {key: _plain(value, root, within) for key, value in schema.items() if key not in ("$defs", "definitions")}
     if plain.get("nullable") is True and isinstance(plain.get("type"), str):  # as transformers writes Optional
         plain["type"] = [plain["type"], "null"]
     return plain
@@ -598,7 +609,10 @@ def _typed(arguments: dict[str, Any], properties: Mapping[str, Any]) -> dict[str
         if isinstance(value, str) and types and "string" not in types:
             try:
                 literal = ast.literal_eval(value.strip())
-            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                same = json.loads(json.dumps(literal, allow_nan=False)) == literal
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                continue
+            if not same:  # keys that are no texts, tuples
                 continue
             if _type_of(literal) in types or (_type_of(literal) == "integer" and "number" in types):
                 typed[name] = literal
@@ -610,9 +624,10 @@ def _types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
-    types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
-    for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        types |= _types(one)
+    types = {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
+    for key in ("anyOf", "oneOf"):
+        for one in schema[key] if isinstance(schema.get(key), list) else ():
+            types |= _types(one)
     return types
 
 

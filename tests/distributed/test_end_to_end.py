@@ -46,7 +46,9 @@ OF_AN_UPDATE = (
     - {
         name
         for name in METRICS
-        if name.startswith(("memory/", "sampling/", "lora/", "staleness/", "stream/", "drafts/", "environment/"))
+        if name.startswith(
+            ("memory/", "sampling/", "lora/", "staleness/", "stream/", "drafts/", "environment/", "turns/")
+        )
     }
     - {name for name in METRICS if name.startswith("perf/") and name != "perf/tokens_per_second"}
     - {"params_norm", "time/sync", "time/save", "time/offload", "time/ledger"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import REPO
 
-PROGRAMS = "bash cat chmod cp dirname grep head mkdir rm sed sha256sum sleep tail uname".split()
+PROGRAMS = "bash cat chmod cp dirname grep head mkdir realpath rm sed sha256sum sleep tail uname".split()
 # Answers as `python -c` with the question of `fits`, and as `python -m venv`, which ends the script.
 STAND_IN = """#!/bin/bash
 case $1 in
@@ -95,6 +95,17 @@ def test_without_an_interpreter_one_line_says_what_to_install(machine, version, 
         "PYTHON=/path/to/python3.12",
     ):
         assert cure in message
+
+
+def test_without_a_home_uv_is_asked(machine):
+    root, add = machine
+    expected = add("uv-managed/python3.13", "3.13.2")
+    uv = root / "bin/uv"
+    uv.write_text(f"#!/bin/bash\n[[ $1 == python && $2 == find ]] && echo {expected}\n")
+    uv.chmod(0o755)
+    words = ["bash", "-c", f"unset HOME; exec bash {REPO / 'tools/make_venv.sh'}"]
+    subprocess.run(words, env={"PATH": str(root / "bin"), "VENV": str(root / "venv")}, capture_output=True)
+    assert f"$ {expected} -m venv" in (root / "venv/install.log").read_text()
 
 
 def test_an_interpreter_without_venv_gives_way_to_another(machine):
