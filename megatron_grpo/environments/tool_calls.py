@@ -8,6 +8,7 @@ format begins and ends a call, and each part goes to the parser alone. A part in
 |---|---|
 | hermes | <tool_call>{"name": .., "arguments": {..}}</tool_call> |
 | glm45, qwen3_coder | <tool_call> .. </tool_call>, with arguments as texts: their types follow from the tools |
+| qwen3_coder | <function=NAME> .. </function>, too, without the tags around it |
 | deepseek_v3, kimi_k2 | between marks, in a section of calls |
 | mistral | [TOOL_CALLS] before a list of calls, or before each call |
 | openai | a message to functions.NAME, read from token ids: gpt-oss has its marks as tokens |
@@ -17,6 +18,7 @@ Of any other format vLLM's parser gets the whole turn.
 """
 
 import ast
+import itertools
 import json
 import logging
 import re
@@ -41,11 +43,39 @@ class _Format:
     end: str | None = None  # None: a call reaches to the next one
     section: tuple[str, str] | None = None
     holds_json: bool = False  # between the marks is {"name": .., "arguments": {..}}
-    texts: bool = False  # arguments are texts
+    texts: "_Texts | None" = None  # arguments are texts
 
 
+@dataclass(frozen=True)
+class _Texts:
+    """Patterns of a whole call with arguments as texts: ``head``, for each argument ``key`` and a value, ``tail``."""
+
+    head: re.Pattern[str]
+    key: re.Pattern[str]
+    tail: re.Pattern[str]
+    edge: re.Pattern[str]  # no mark of arguments is in a value: where one is missing, vLLM loses arguments
+    value_end: str
+    untagged: tuple[str, str] | None = None  # marks of a call without those of the format
+
+
+_GLM = _Texts(
+    head=re.compile(r"<tool_call>[^<]+"),
+    key=re.compile(r"\s*<arg_key>[^<]*</arg_key>\s*<arg_value>"),
+    tail=re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)"),
+    edge=re.compile(r"<arg_key>|</?arg_value>"),
+    value_end="</arg_value>",
+)
+_CODER = _Texts(
+    head=re.compile(r"(?:<tool_call>[^<]*)?<function=[^<>\n]+>"),
+    key=re.compile(r"\s*<parameter=[^<>\n]*>"),
+    tail=re.compile(r"\s*</function>(?:[^<]*</tool_call>)?"),
+    edge=re.compile(r"<parameter=|</parameter>"),
+    value_end="</parameter>",
+    untagged=("<function=", "</function>"),
+)
 _JSON_TAGS = _Format("<tool_call>", "</tool_call>", holds_json=True)
-_TEXT_TAGS = _Format("<tool_call>", "</tool_call>", texts=True)
+_GLM_TAGS = _Format("<tool_call>", "</tool_call>", texts=_GLM)
+_CODER_TAGS = _Format("<tool_call>", "</tool_call>", texts=_CODER)
 _DEEPSEEK = _Format("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"))
 _KIMI = _Format(
     "<|tool_call_begin|>", "<|tool_call_end|>", ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -53,10 +83,10 @@ _KIMI = _Format(
 _FORMATS = {
     "hermes": _JSON_TAGS,
     "qwen3_json": _JSON_TAGS,
-    "glm45": _TEXT_TAGS,
-    "glm47": _TEXT_TAGS,
-    "qwen3_coder": _TEXT_TAGS,
-    "qwen3_xml": _TEXT_TAGS,
+    "glm45": _GLM_TAGS,
+    "glm47": _GLM_TAGS,
+    "qwen3_coder": _CODER_TAGS,
+    "qwen3_xml": _CODER_TAGS,
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
     "kimi_k2": _KIMI,
@@ -65,6 +95,7 @@ _FORMATS = {
 _LLAMA = ("llama3_json", "llama4_json")
 _PYTHON_TAG = "<|python_tag|>"
 _CALL_OBJECT = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:')  # as calls of Llama begin
+_BRACE = re.compile(r"\s*\{")
 _NAMES = (  # of the tool in a call that cannot be read
     re.compile(r'"name"\s*:\s*"([^"\s]+)"'),
     re.compile(r"<function=([^>\s]+)"),
@@ -83,6 +114,8 @@ class _Part(NamedTuple):
     text: str
     body: str | None = None  # {"name": .., "arguments": {..}}, where the format has that
     complete: bool = True  # has an end
+    broken: bool = False  # is no whole call: the parser might find one in it that lacks arguments
+    hidden: str = ""  # the letter that the parser gets for < in values, which may hold marks of the format
 
 
 class _Call(NamedTuple):
@@ -182,7 +215,7 @@ class ToolCallParser:
 
     @property
     def _is_of_texts(self) -> bool:
-        return self.name in _FORMATS and _FORMATS[self.name].texts
+        return self.name in _FORMATS and _FORMATS[self.name].texts is not None
 
     def after_reasoning(self, text: str, variables: Mapping[str, Any] | None = None) -> str:
         """Return a text behind reasoning, as --reasoning-parser needs it: templates leave out earlier reasoning."""
@@ -270,11 +303,14 @@ class ToolCallParser:
         return self._readers[key]
 
     def _calls_of(self, part: _Part, reader: _Reader) -> list[_Call]:
-        if part.body is not None and _fault_of_json(part.body):
+        if part.broken or (part.body is not None and _fault_of_json(part.body)):
             return []
         if self._is_of_texts and _has_too_many_arguments(part.text):
             return []
-        return reader.read(part.text)[1]
+        found = reader.read(part.text)[1]
+        if part.hidden:
+            found = [call._replace(arguments=call.arguments.replace(part.hidden, "<")) for call in found]
+        return found
 
     def _sort(
         self, read: Sequence[tuple[Sequence[_Call], str]], reader: _Reader, number: int
@@ -386,6 +422,7 @@ def _scan(text: str, own: _Format | None, marks: Marks, opened: bool) -> _Scanne
     The turn begins in reasoning if it is ``opened``. Marks of reasoning within a call are the call's text.
     """
     starts = [*([own.section[0]] if own.section else []), own.start] if own else []
+    starts += [own.texts.untagged[0]] if own and own.texts and own.texts.untagged else []
     pattern = re.compile("|".join(map(re.escape, [*marks, *starts])))
     reasoning: list[tuple[int, int]] = []
     parts: list[_Part] = []
@@ -419,13 +456,23 @@ def _parts(text: str, own: _Format, mark: re.Match[str]) -> Iterator[_Part]:
     if own.section and mark[0] == own.section[0]:
         end = text.find(own.section[1], after)
         last = len(text) if end < 0 else end
-        starts = [place.start() for place in re.finditer(re.escape(own.start), text[:last]) if place.start() >= after]
+        starts = [place.start() for place in re.compile(re.escape(own.start)).finditer(text, after, last)]
         if not starts:
             last = last if end < 0 else end + len(own.section[1])
             yield _Part(begin, last, text[begin:last], complete=end >= 0)
         for start, following in zip(starts, [*starts[1:], last]):
-            own_end, complete = _end(text, own, start, following)
+            own_end, complete = _end(text, own, start + len(own.start), following)
             yield _Part(start, own_end, f"{own.section[0]}{text[start:own_end]}{own.section[1]}", complete=complete)
+    elif own.texts is not None and (whole := _whole(text, own, begin)) is not None:
+        yield whole
+    elif own.holds_json:
+        assert own.end is not None
+        place = _json_end(text, after) or after  # marks before it are in an argument
+        following = text.find(own.start, place)
+        last, complete = _end(text, own, place, len(text) if following < 0 else following)
+        body = text[after:last].removesuffix(own.end)
+        said = f"{own.start}{_escaped(body, own.end)}{own.end if text.endswith(own.end, after, last) else ''}"
+        yield _Part(begin, last, said, body, complete)
     elif own.end is None:
         following = text.find(own.start, after)
         last = len(text) if following < 0 else following
@@ -435,18 +482,37 @@ def _parts(text: str, own: _Format, mark: re.Match[str]) -> Iterator[_Part]:
         else:
             yield _Part(begin, last, text[begin:last])
     else:
-        following = text.find(own.start, after)
-        if following >= 0 and _is_json(text[after : max(text.find(own.end, after), after)]):
-            following = -1  # the mark is in an argument
-        last, complete = _end(text, own, begin, len(text) if following < 0 else following)
-        body = text[after:last].removesuffix(own.end) if own.holds_json else None
-        yield _Part(begin, last, text[begin:last], body, complete)
+        following = re.compile("|".join(map(re.escape, {own.start, mark[0]}))).search(text, after)
+        last, complete = _end(text, own, after, following.start() if following else len(text))
+        yield _Part(begin, last, text[begin:last], complete=complete, broken=True)
 
 
-def _end(text: str, own: _Format, begin: int, limit: int) -> tuple[int, bool]:
-    """Return (where a call that begins at ``begin`` ends, whether it has its end mark before ``limit``)."""
+def _whole(text: str, own: _Format, begin: int) -> _Part | None:
+    """Return the call with arguments as texts that begins at ``begin``; None if it is not whole."""
+    assert own.texts is not None and own.end is not None
+    head = own.texts.head.match(text, begin)
+    place = head.end() if head else begin
+    edges = [begin]
+    while head and (key := own.texts.key.match(text, place)) is not None:
+        edge = own.texts.edge.search(text, key.end())
+        if edge is None or edge[0] != own.texts.value_end:
+            return None
+        edges += [key.end(), edge.start()]
+        place = edge.end()
+    tail = own.texts.tail.match(text, place)
+    if head is None or tail is None:
+        return None
+    pieces = [text[one:other] for one, other in itertools.pairwise([*edges, tail.end()])]
+    hidden = next(letter for letter in map(chr, range(0xE000, 0xF900)) if letter not in "".join(pieces))
+    pieces[1::2] = [value.replace("<", hidden) for value in pieces[1::2]]
+    complete = tail.end() < len(text) or tail[0].endswith(own.end) or not text.startswith(own.start, begin)
+    return _Part(begin, tail.end(), "".join(pieces), complete=complete, hidden=hidden)
+
+
+def _end(text: str, own: _Format, place: int, limit: int) -> tuple[int, bool]:
+    """Return (where a call ends, whether it has its end mark between ``place`` and ``limit``)."""
     assert own.end is not None
-    end = text.find(own.end, begin + len(own.start), limit)
+    end = text.find(own.end, place, limit)
     return (limit, limit < len(text)) if end < 0 else (end + len(own.end), True)
 
 
@@ -511,12 +577,18 @@ def _objects(text: str, begin: int) -> Iterator[_Part]:
 # ---- one call
 
 
-def _is_json(text: str) -> bool:
+def _json_end(text: str, begin: int) -> int | None:
+    """Return where the JSON object that begins at ``begin``, behind white space, ends; None if there is none."""
+    brace = _BRACE.match(text, begin)
     try:
-        json.loads(text)
+        return json.JSONDecoder().raw_decode(text, brace.end() - 1)[1] if brace else None
     except (ValueError, RecursionError):
-        return False
-    return True
+        return None
+
+
+def _escaped(text: str, mark: str) -> str:
+    """Return JSON without a mark in its strings, where vLLM's parsers would find it."""
+    return text.replace(mark, f"\\u{ord(mark[0]):04x}{mark[1:]}")
 
 
 def _fault_of_json(text: str) -> str | None:

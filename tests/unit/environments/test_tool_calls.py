@@ -356,6 +356,78 @@ def test_sections_and_marks_without_calls(parser):
 def test_marks_of_calls_in_an_argument(parser):
     call = '<tool_call>{"name": "add", "arguments": {"a": "<tool_call>"}}</tool_call>'
     assert found(parser("Qwen3-8B").parse(call + CALL, [ADD])) == [("add", {"a": "<tool_call>"}), *MADE]
+    for text in ("</tool_call>", "\\</tool_call>", "<tool_call>{</tool_call><tool_call>"):
+        call = {"name": "add", "arguments": {"a": text}}
+        said = parser("Qwen3-8B").parse(f"<tool_call>\n{json.dumps(call)}\n</tool_call>{CALL}", [ADD])
+        assert found(said) == [("add", {"a": text}), *MADE] and not said.malformed and said.text == ""
+
+
+# Arguments as texts have no escapes: what is read must be what was written between the marks.
+STRINGS = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+STRINGS["function"]["parameters"]["properties"] = {"a": {"type": "integer"}, "s": {"type": "string"}}
+
+
+def _coder(*arguments, end="</function>\n</tool_call>"):
+    said = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function=f>\n{said}{end}"
+
+
+def _glm(*arguments, end="</tool_call>"):
+    said = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments)
+    return f"<tool_call>f\n{said}{end}"
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Coder-30B-A3B-Instruct", "GLM-4.5-Air"])
+@pytest.mark.parametrize(
+    "text", ["x </tool_call> y", "<tool_call>", "</function>", "<think>a</think>", "a < b", "\ue000<"]
+)
+def test_marks_in_arguments_as_texts(name, text, parser):
+    write = _coder if "Coder" in name else _glm
+    said = parser(name).parse(write(("a", 1), ("s", text)) + write(("a", 2)), [STRINGS])
+    assert found(said) == [("f", {"a": 1, "s": text}), ("f", {"a": 2})]
+    assert not said.malformed and said.text == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Qwen3-Coder-30B-A3B-Instruct", "<tool_call><function=f><parameter=s>abc</function></tool_call>"),
+        ("Qwen3-Coder-30B-A3B-Instruct", "<function=f><parameter=s>abc</function></tool_call>"),
+        ("Qwen3-Coder-30B-A3B-Instruct", _coder(("a", 1), end="<parameter=s>\nabc\n")),  # the turn ends there
+        ("Qwen3-Coder-30B-A3B-Instruct", _coder(("a", 1), end="<parameter=s>\nabc\n</function>\n</tool_call>")),
+        ("Qwen3-Coder-30B-A3B-Instruct", _coder(("s", "<parameter=a>1</parameter> is a"))),
+        ("Qwen3-Coder-30B-A3B-Instruct", _coder(("a", 1), end="</tool_call>")),
+        ("GLM-4.5-Air", _glm(end="<arg_key>a</arg_key>\n<arg_value>1\n</tool_call>")),
+        ("GLM-4.5-Air", _glm(("a", 1), end="<arg_key>s</arg_key>\n<arg_value>abc\n</tool_call>")),
+        ("GLM-4.5-Air", _glm(("a", 1), end="<arg_key>s\n<arg_value>abc</arg_value>\n</tool_call>")),
+        ("GLM-4.5-Air", _glm(end="<arg_key>a</arg_key>\n</tool_call>")),
+        ("GLM-4.5-Air", _glm(("a", 1), end="<arg_key>s</arg_key>\n<arg_value>abc")),
+    ],
+)
+def test_a_call_that_lacks_arguments_is_not_executed(name, text, parser):
+    """vLLM's parsers return the call without the argument that has no end."""
+    said = parser(name).parse(text, [STRINGS])
+    assert not said.calls and len(said.malformed) == 1
+    good = (_coder if "Coder" in name else _glm)(("a", 2))
+    said = parser(name).parse(f"{good}\n{text}\n{good}", [STRINGS])
+    assert found(said) == [("f", {"a": 2})] * 2 and len(said.malformed) == 1
+
+
+def test_a_call_of_qwen3_coder_without_tags(parser):
+    call = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+    made = ("f", {"a": 1})
+    for text, calls in (
+        (call, [made]),
+        (f"I call it.\n{call}", [made]),
+        (f"{call}\n</tool_call>", [made]),
+        (f"{call}\n{call}", [made, made]),
+        (f"<tool_call>\n{call}\n{call}\n</tool_call>", [made, made]),
+        (f"<tool_call>I call it: {call}</tool_call>{call}", [made, made]),
+    ):
+        said = parser("Qwen3-Coder-30B-A3B-Instruct").parse(text, [STRINGS])
+        assert found(said) == calls and not said.malformed, text
+        assert said.text == ("I call it." if text.startswith("I") else ""), text
+    assert not parser("Qwen3-Coder-30B-A3B-Instruct").parse(f"<think>{call}</think>", [STRINGS]).calls
 
 
 def test_channels_of_gpt_oss(model, parser):
