@@ -97,8 +97,8 @@ class InBase:
 
 
 _EMPTY_SET = re.compile(r"\\\{\s*\\\}|[∅∞]")
-_NUMBER = r"[-+]?\s*(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
-_THOUSANDS = re.compile(r"[-+]?\s*\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_NUMBER = r"[-+]?\s*\d+(?:\.\d+)?"
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _MODULUS = re.compile(r"\s*(?:\\pmod|\(?\s*(?:\\bmod|\\mod|\\text\s*\{\s*mod\s*\}|mod))\s*\{?\s*(\d+)\s*\}?\s*\)?")
 _BASE_NAME = r"\d+|two|three|eight|ten|sixteen"
 _BASE = re.compile(
@@ -154,7 +154,7 @@ _UNIT_LETTERS = frozenset("m s g h cm mm km kg mg ml L N J W V K".split())
 
 def read(text: str) -> Any:
     """Return the value of an answer's text; a `Text` if it is not mathematical as a whole."""
-    return _read(normal_form(text[:_MAX_LENGTH])) if len(text) <= _MAX_LENGTH else Text(text)
+    return _read(_without_thousands(normal_form(text))) if len(text) <= _MAX_LENGTH else Text(text)
 
 
 def gold_fault(text: str) -> str | None:
@@ -186,10 +186,21 @@ def _read(text: str) -> Any:
     return Text(_plain_words(text))
 
 
+def _without_thousands(text: str) -> str:
+    """Remove the commas of numbers such as 70,000; in brackets a comma separates items."""
+
+    def joined(match: re.Match[str]) -> str:
+        opened, closed = (
+            sum(text.count(bracket, 0, match.start()) for bracket in brackets)
+            for brackets in (("(", "[", r"\{"), (")", "]", r"\}"))
+        )
+        return match[0] if opened > closed else match[0].replace(",", "")
+
+    return _THOUSANDS.sub(joined, text)
+
+
 def _read_number(text: str) -> Any:
-    if re.fullmatch(r"[-+]?\d+", text):
-        return sympy.Integer(int(text)) if len(text) < 4000 else None
-    return sympy.Rational(text.replace(",", "").replace(" ", "")) if _THOUSANDS.fullmatch(text) else None
+    return sympy.Integer(int(text)) if re.fullmatch(r"[-+]?\d+", text) and len(text) < 4000 else None
 
 
 def _read_in_base(text: str) -> Any:
@@ -265,9 +276,7 @@ def _read_list(text: str) -> Any:
     parts = _split(text, [",", ";", r"\lor", r"\vee"])
     parts = [word for part in parts for word in re.split(r"(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])", part)]
     parts = [part for part in parts if part.strip()]
-    if len(parts) < 2 or _THOUSANDS.fullmatch(text):
-        return None
-    return Items("", *_items(parts))
+    return Items("", *_items(parts)) if len(parts) > 1 else None
 
 
 def _items(parts: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
