@@ -19,7 +19,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.logic import And
 
 from megatron_grpo.rewards.builtin.math_text import normal_form
-from megatron_grpo.rewards.builtin.units import Unit, read_unit
+from megatron_grpo.rewards.builtin.units import Unit, is_word, read_unit
 
 _DIGITS = 50  # of numerical values
 _EPSILON = sympy.Rational(1, 10**30)  # relative difference of two values that are equal, computed with 50 digits
@@ -121,6 +121,12 @@ _NOT_A_CHOICE = re.compile(r"\s*(?:[-+*/^_=<>,]|(?:and|or)\b|\\(?:cdot|times|cup
 _QUANTITY = re.compile(
     r"(?P<number>.*?(?:[\d})]|\\pi))(?P<space>\s*)(?P<unit>(?:\\text\s*\{[^{}]*\}|[A-Za-z€£¢][A-Za-z.]*)"
     r"(?:[\s/^{}*.\d-]|\\cdot|\\text\s*\{[^{}]*\}|[A-Za-z])*|\\\$|\$|€)"
+)
+# After a number: a count or a calculation in words, or a second number, such as 3 dozen, 10 minus 3, 5 feet 10 inches.
+_NO_UNIT = re.compile(
+    r"(?<![A-Za-z])(?:to|by|times|plus|minus|and|mod|choose|sqrt|factorial|squared|cubed|out|r|remainder|half|halves"
+    r"|thirds|dozen|hundred|thousand|million|billion|trillion)(?![A-Za-z])|(?<![A-Za-z\d^])\d",
+    re.IGNORECASE,
 )
 _MONEY = re.compile(
     rf"(?P<sign>-?)\s*(?P<currency>\\?\$|€|£|¥)\s*(?P<number>{_NUMBER}(?:/\d+)?|\\frac.*)\s*(?P<rest>.*)"
@@ -288,6 +294,8 @@ def _read_ratio(text: str) -> Any:
     parts = [part.replace(r"\text{to}", "").strip() for part in _split(text, [":", r"\colon"])]
     if len(parts) < 2 or not all(parts):
         return None
+    if len(parts) == 2 and re.fullmatch(r"\d{1,2}", parts[0]) and re.fullmatch(r"[0-5]\d", parts[1]):
+        return Text(":".join((str(int(parts[0])), parts[1])))  # may be a time of day
     values = tuple(_expression(part) for part in parts)
     return Ratio(values) if all(_is_number(value) for value in values) else None
 
@@ -302,7 +310,8 @@ def _read_named(text: str) -> Any:
         return values[-1] if all(equal(value, values[-1]) for value in values) else Text(_plain_words(text))
     name = re.sub(r"\s+", "", parts[0])
     is_name = re.fullmatch(
-        r"(?:[A-Za-z]|\\[a-z]+(?<!sqrt)|\\text\{[^{}]*\})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,{}\\]*\))?", name
+        r"\([A-Za-z](?:,[A-Za-z])+\)|(?:[A-Za-z]|\\[a-z]+(?<!sqrt)|\\text\{[^{}]*\})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,{}\\]*\))?",
+        name,
     )
     if is_name is None and not (_WORDS.search(parts[0]) and not re.search(r"\d", parts[0])):
         return None
@@ -347,6 +356,8 @@ def _read_quantity(text: str) -> Any:
 def _is_unit(match: re.Match[str]) -> bool:
     """Return whether the letters after a number are a unit and not variables: 5 m is a length, 5m is five times m."""
     unit = match["unit"].strip()
+    if _NO_UNIT.search(re.sub(r"\^\s*\{?\s*-?\s*\d", "^", unit)):
+        return False
     if unit.startswith("\\text") or unit in ("\\$", "$", "€"):
         return True
     if re.fullmatch(r"[A-Za-z]", unit):
@@ -370,9 +381,9 @@ def _read_prose(text: str) -> Any:
     found = list(re.finditer(rf"{_NUMBER}(?:\s*/\s*\d+)?\s*%?", text))
     if len(found) != 1 or re.search(r"\\(?!text)|[_^=<>*+/]", text.replace(found[0][0], "")):
         return None
-    if len(_WORDS.findall(text)) < 2:
-        return None
     value, after = _read(found[0][0].strip()), text[found[0].end() :].strip(" .!")
+    if len(_WORDS.findall(text)) < 2 or _NO_UNIT.search(after):
+        return None
     unit = read_unit(after) if len(after.split()) <= 2 else None
     return Quantity(value, unit) if unit and not isinstance(value, Percent) else value
 
@@ -616,10 +627,13 @@ def _equal_quantities(gold: Any, answer: Any) -> bool:
             return _equal_expressions(gold.value * sympy.Rational(a_size), answer.value * sympy.Rational(b_size))
         if {a_kind, b_kind} == {(("angle", 1),), (("radians", 1),)}:
             return _equal_expressions(_in_radians(gold), _in_radians(answer))
-        words = [{name for name, _ in kind} for kind in (a_kind, b_kind)]
+        words = [{power for power in kind if is_word(power[0])} for kind in (a_kind, b_kind)]
+        measures = [set(kind) - of for kind, of in zip((a_kind, b_kind), words, strict=True)]
         # "18 eggs" and "18 large eggs"
         shared = bool(words[0] & words[1]) and (words[0] <= words[1] or words[1] <= words[0])
-        return shared and a_size == b_size and _equal_expressions(gold.value, answer.value)
+        return (
+            shared and measures[0] == measures[1] and a_size == b_size and _equal_expressions(gold.value, answer.value)
+        )
     quantity, other = (gold, answer) if isinstance(gold, Quantity) else (answer, gold)
     if not _is_number(other):
         return False

@@ -68,6 +68,11 @@ def read_unit(text: str) -> Unit | None:
     return (size, tuple(sorted(powers.items()))) if powers else None
 
 
+def is_word(dimension: str) -> bool:
+    """Return whether a dimension is a word that names no unit of the table, such as "egg"."""
+    return dimension not in _TABLE
+
+
 def _words(part: str) -> list[tuple[str, int]]:
     found, power = [], 1
     for word in part.split():

@@ -135,7 +135,7 @@ def test_the_table_of_pairs_is_what_it_should_be():
         assert len(right) >= 10 and 0.4 <= right.count("1") / len(right) <= 0.6
     # An equal answer may be refused; a different one is never taken for equal.
     assert all(ours == "0" for *_, right, ours in PAIRS if right == "0")
-    assert sum(right != ours for *_, right, ours in PAIRS) <= 10
+    assert sum(right != ours for *_, right, ours in PAIRS) <= len(PAIRS) / 20
 
 
 @pytest.mark.parametrize(
