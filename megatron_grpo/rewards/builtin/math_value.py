@@ -123,10 +123,14 @@ _QUANTITY = re.compile(
     r"(?:[\s/^{}*.\d-]|\\cdot|\\text\s*\{[^{}]*\}|[A-Za-z])*|\\\$|\$|€)"
 )
 # After a number: a count or a calculation in words, or a second number, such as 3 dozen, 10 minus 3, 5 feet 10 inches.
-_NO_UNIT = re.compile(
-    r"(?<![A-Za-z])(?:to|by|times|plus|minus|and|mod|choose|sqrt|factorial|squared|cubed|out|r|remainder|half|halves"
-    r"|thirds|dozen|hundred|thousand|million|billion|trillion)(?![A-Za-z])|(?<![A-Za-z\d^])\d",
-    re.IGNORECASE,
+_COUNT_WORDS = (
+    r"(?<![A-Za-z])(?:to|by|times|plus|minus|and|or|over|mod|base|choose|sqrt|factorial|squared|cubed|out|r|remainder"
+    r"|half|halves|thirds|dozen|hundred|thousand|million|billion|trillion)(?![A-Za-z])"
+)
+_NO_UNIT = re.compile(rf"{_COUNT_WORDS}|(?<![A-Za-z\d^])\d", re.IGNORECASE)
+# "34 (since 17 * 2)" and "18 (eighteen)", not "3 (million)".
+_EXPLANATION = re.compile(
+    rf"(?<=\S)\s+\((?:(?:since|because)\s[^()]*|(?!(?i:[^()]*{_COUNT_WORDS}))[a-z]{{4,}}(?:[ -][a-z]+)*)\)$"
 )
 _MONEY = re.compile(
     rf"(?P<sign>-?)\s*(?P<currency>\\?\$|€|£|¥)\s*(?P<number>{_NUMBER}(?:/\d+)?|\\frac.*)\s*(?P<rest>.*)"
@@ -160,7 +164,9 @@ _UNIT_LETTERS = frozenset("m s g h cm mm km kg mg ml L N J W V K".split())
 
 def read(text: str) -> Any:
     """Return the value of an answer's text; a `Text` if it is not mathematical as a whole."""
-    return _read(_without_thousands(normal_form(text))) if len(text) <= _MAX_LENGTH else Text(text)
+    if len(text) > _MAX_LENGTH:
+        return Text(text)
+    return _read(_EXPLANATION.sub("", _without_thousands(normal_form(text))))
 
 
 def gold_fault(text: str) -> str | None:
