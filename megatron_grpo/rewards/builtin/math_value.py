@@ -19,7 +19,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.logic import And
 
 from megatron_grpo.rewards.builtin.math_text import normal_form
-from megatron_grpo.rewards.builtin.units import Unit, is_word, read_unit
+from megatron_grpo.rewards.builtin.units import Unit, is_word, names_unit, read_unit
 
 _DIGITS = 50  # of numerical values
 _EPSILON = sympy.Rational(1, 10**30)  # relative difference of two values that are equal, computed with 50 digits
@@ -67,10 +67,11 @@ class Named:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with a unit."""
+    """A number with a unit; `expression` is its value if the unit can also be variables, as in 5 m."""
 
     value: Any
     unit: Unit
+    expression: Any = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class InBase:
 
 _EMPTY_SET = re.compile(r"\\\{\s*\\\}|[∅∞]")
 _NUMBER = r"[-+]?\s*\d+(?:\.\d+)?"
+_SCIENTIFIC = _NUMBER + r"(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*-?\d+\s*\}?)?"
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _MODULUS = re.compile(r"\s*(?:\\pmod|\(?\s*(?:\\bmod|\\mod|\\text\s*\{\s*mod\s*\}|mod))\s*\{?\s*(\d+)\s*\}?\s*\)?")
 _BASE_NAME = r"\d+|two|three|eight|ten|sixteen"
@@ -158,8 +160,6 @@ _NUMBER_WITH_SUBSCRIPT = re.compile(r"(?:(?<![A-Za-z])\d|\))\s*_")
 _SUBSCRIPT_OF_COMMAND = re.compile(r"\\(?:log|sum|prod|int|lim|max|min)\s*_")
 # Letters that products of variables are made of; a run of letters with any other one is a word.
 _VARIABLES = frozenset("abcdhkmnpqrstxyz")
-# Letters after a number that name a unit also without \text.
-_UNIT_LETTERS = frozenset("m s g h cm mm km kg mg ml L N J W V K".split())
 
 
 def read(text: str) -> Any:
@@ -356,7 +356,7 @@ def _read_quantity(text: str) -> Any:
     if not _is_number(value):
         return None
     unit = read_unit(match["unit"].replace("\\$", "$").replace("$", "dollar"))
-    return value if unit is None else Quantity(value, unit)
+    return value if unit is None else Quantity(value, unit, _expression(text))
 
 
 def _is_unit(match: re.Match[str]) -> bool:
@@ -366,10 +366,10 @@ def _is_unit(match: re.Match[str]) -> bool:
         return False
     if unit.startswith("\\text") or unit in ("\\$", "$", "€"):
         return True
-    if re.fullmatch(r"[A-Za-z]", unit):
-        return bool(match["space"]) and unit in _UNIT_LETTERS and bool(re.fullmatch(_NUMBER, match["number"]))
+    if match["space"] and re.fullmatch(_SCIENTIFIC, match["number"]) and names_unit(unit):
+        return True
     if re.fullmatch(r"[A-Za-z]{2,3}", unit) and set(unit) <= _VARIABLES:
-        return unit in _UNIT_LETTERS
+        return unit in ("cm", "mm", "km", "kg", "mg")
     return bool(re.search(r"[A-Za-z]{2}|[€£¢]", unit))
 
 
@@ -642,7 +642,7 @@ def _equal_quantities(gold: Any, answer: Any) -> bool:
         )
     quantity, other = (gold, answer) if isinstance(gold, Quantity) else (answer, gold)
     if not _is_number(other):
-        return False
+        return quantity.expression is not None and _equal_expressions(quantity.expression, other)
     if quantity.unit[1] == (("angle", 1),) and other.has(sympy.pi):
         return _equal_expressions(_in_radians(quantity), other)
     return _equal_expressions(quantity.value, other)
