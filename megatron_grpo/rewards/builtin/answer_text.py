@@ -10,7 +10,11 @@ UNFINISHED = ("wrong", "read")
 EXTRACTION_COLUMN = "answer_extraction"  # of a row, in place of --answer-extraction
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_LINE = re.compile(r"(?i)\banswer(?: is)?\s*[*_]*\s*[:：]\s*[*_]*[ \t]*(\S[^\n]*)")
+# Displayed mathematics after it can have several lines.
+_LINE = re.compile(
+    r"(?i)\banswer(?: is)?\s*[*_]*\s*[:：]\s*[*_]*[ \t]*((?:\\\[[\s\S]*?\\\]|\$\$[\s\S]*?\$\$)[^\n]*|\S[^\n]*)"
+)
+_EMPHASIS_END = re.compile(r"(?<![*_^])[*_]+(?=\.?\s*$)")  # of **Answer: 42**
 _FENCE = re.compile(
     r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE
 )
@@ -62,7 +66,7 @@ def final_answer(sample: Sample, answer_extraction: str = "boxed", unfinished_th
     answer = _boxed_answer(text) if extraction != "line" else None
     if answer is None and extraction != "boxed":
         lines = _LINE.findall(text)
-        answer = (last_boxed(lines[-1]) or lines[-1]) if lines else None
+        answer = (last_boxed(lines[-1]) or _EMPHASIS_END.sub("", lines[-1])) if lines else None
     return answer
 
 

@@ -1,11 +1,13 @@
 """Rewards for answers that equal the gold answer mathematically (math_value.py)."""
 
 import math
-from functools import lru_cache
-from typing import Any
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import Any, NoReturn
 
 from math_verify.errors import TimeoutException
-from math_verify.utils import timeout
 
 from megatron_grpo.rewards.builtin import math_value
 from megatron_grpo.rewards.builtin.answer_text import final_answer, last_boxed
@@ -13,9 +15,32 @@ from megatron_grpo.rewards.builtin.short_answer import gold_text
 from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
-# Time limit of reading an answer and of a comparison (SIGALRM: main thread only). An expression that sympy cannot
-# evaluate in time is a wrong answer. The pool's limit of the whole call is above the sum of these limits.
+# Limit of reading an answer and of a comparison, in seconds of CPU time: other programs on the machine do not turn right
+# answers into wrong ones. An expression that sympy cannot evaluate in time is a wrong answer. The pool's limit of the
+# whole call is above the sum of these limits; it counts wall time, and such a call is not scored.
 _STEP_TIMEOUT = 3
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise TimeoutException (a BaseException) after `_STEP_TIMEOUT` s of CPU time. SIGPROF: main thread only."""
+
+    def stop(*_: Any) -> NoReturn:
+        raise TimeoutException
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, _STEP_TIMEOUT)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+@cache
+def _warm_up() -> None:
+    """Parse and compare once without a limit: the first time builds the parser's tables and imports parts of sympy."""
+    math_value.equal(math_value.read("(0,1)"), math_value.read("0<x<1"))
 
 
 @lru_cache(maxsize=4096)  # one gold answer serves every completion of its prompt
@@ -25,8 +50,9 @@ def read(text: str) -> Any:
     The cache does not keep time-outs, because a slow machine can cause them.
     """
     try:
-        return timeout(_STEP_TIMEOUT)(math_value.read)(text)
-    except TimeoutException as error:  # a BaseException
+        with _limited():
+            return math_value.read(text)
+    except TimeoutException as error:
         raise TimeoutError(f"{text[:200]!r} was not parsed within {_STEP_TIMEOUT} s") from error
 
 
@@ -48,9 +74,12 @@ def accuracy(sample: Sample, *, answer_extraction: str = "boxed", unfinished_thi
     answer = final_answer(sample, answer_extraction, unfinished_thinking)
     if answer is None or not answer.strip():
         return 0.0
+    _warm_up()
     gold = read(gold_answer)
     try:
-        return float(timeout(_STEP_TIMEOUT)(math_value.equal)(gold, read(answer)))
+        value = read(answer)
+        with _limited():
+            return float(math_value.equal(gold, value))
     # Also sympy's errors about expressions that it cannot evaluate, which are of many kinds.
     except (TimeoutException, Exception):
         return 0.0

@@ -13,8 +13,10 @@ _SIGNS = {
     "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "…": r"\ldots ", "∖": r"\setminus ", "⟨": r"\langle ", "⟩": r"\rangle ",
     "′": "'", "，": ",", "；": ";",
 }  # fmt: skip
-_FUNCTIONS = r"sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|gcd|lcm|max|min|det"
+_FUNCTIONS = r"sin|cos|tan|cot|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|gcd|lcm|det"
+_FUNCTIONS_OR_UNITS = "max|min|sec"  # units after a number
 _BRACED = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+_NESTED = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
 
 # (pattern, replacement), in this order. Layout has no meaning and is removed; names of one thing become one name.
 _RULES: list[tuple[re.Pattern[str], str]] = [
@@ -30,8 +32,16 @@ _RULES: list[tuple[re.Pattern[str], str]] = [
         (r"\\dbinom|\\tbinom", r"\\binom"),
         (r"\\(?:mathrm|text|textrm|textit|mathit|operatorname|mathop)\s*\{\s*([eidx])\s*\}", r" \1 "),
         (rf"\\(?:mathrm|text|textrm|operatorname\*?)\s*\{{\s*({_FUNCTIONS})\s*\}}", r"\\\1 "),
+        (r"(?<!\d)(?<!\d\s)(?<!\d\s\s)\\(?:mathrm|text|textrm|operatorname\*?)\s*"
+         rf"\{{\s*({_FUNCTIONS_OR_UNITS})\s*\}}", r"\\\1 "),
+        # Bold mathematics, such as \boldsymbol{3\sqrt{2}}; bold letters are words.
+        (rf"\\(?:mathbf|boldsymbol|bm|bold)\s*(?=\{{\s*(?:[-+\d(\[]|\\[A-Za-z{{])){_NESTED}", r"\1"),
         (r"\\(?:textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathtt|boldsymbol|bm"
          r"|operatorname\*?|mbox|emph|bold)(?=\s*\{)", r"\\text"),
+        # A number in \text: "18 eggs" is 18 and a unit. Not the digits of \text{12}_5.
+        (r"(?<!\w)\\text\s*\{\s*((?:\\?\$)?[-+]?\d[\d,./:]*(?:\\?%)?)(?:\s*|\s+([^{}]+))\}(?!\s*_)",
+         r"\1\\text{ \2}"),
+        (r"\\text\s*\{\s*\}", " "),
         (r"\\text\s*\{\s*(?:\\?%|percent)\s*\}|\s+percent(?![A-Za-z])|\\%", "%"),
         (r"\\text\s*\{\s*(?:,?\s*and|,?\s*or|,)\s*\}", " , "),
         (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),

@@ -19,7 +19,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.logic import And
 
 from megatron_grpo.rewards.builtin.math_text import normal_form
-from megatron_grpo.rewards.builtin.units import Unit, read_unit
+from megatron_grpo.rewards.builtin.units import Unit, is_word, names_unit, read_unit
 
 _DIGITS = 50  # of numerical values
 _EPSILON = sympy.Rational(1, 10**30)  # relative difference of two values that are equal, computed with 50 digits
@@ -67,10 +67,11 @@ class Named:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with a unit."""
+    """A number with a unit; `expression` is its value if the unit can also be variables, as in 5 m."""
 
     value: Any
     unit: Unit
+    expression: Any = None
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,9 @@ class InBase:
 
 
 _EMPTY_SET = re.compile(r"\\\{\s*\\\}|[∅∞]")
-_NUMBER = r"[-+]?\s*(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?"
-_THOUSANDS = re.compile(r"[-+]?\s*\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_NUMBER = r"[-+]?\s*\d+(?:\.\d+)?"
+_SCIENTIFIC = _NUMBER + r"(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*-?\d+\s*\}?)?"
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _MODULUS = re.compile(r"\s*(?:\\pmod|\(?\s*(?:\\bmod|\\mod|\\text\s*\{\s*mod\s*\}|mod))\s*\{?\s*(\d+)\s*\}?\s*\)?")
 _BASE_NAME = r"\d+|two|three|eight|ten|sixteen"
 _BASE = re.compile(
@@ -121,6 +123,16 @@ _NOT_A_CHOICE = re.compile(r"\s*(?:[-+*/^_=<>,]|(?:and|or)\b|\\(?:cdot|times|cup
 _QUANTITY = re.compile(
     r"(?P<number>.*?(?:[\d})]|\\pi))(?P<space>\s*)(?P<unit>(?:\\text\s*\{[^{}]*\}|[A-Za-z€£¢][A-Za-z.]*)"
     r"(?:[\s/^{}*.\d-]|\\cdot|\\text\s*\{[^{}]*\}|[A-Za-z])*|\\\$|\$|€)"
+)
+# After a number: a count or a calculation in words, or a second number, such as 3 dozen, 10 minus 3, 5 feet 10 inches.
+_COUNT_WORDS = (
+    r"(?<![A-Za-z])(?:to|by|times|plus|minus|and|or|over|mod|base|choose|sqrt|factorial|squared|cubed|out|r|remainder"
+    r"|half|halves|thirds|dozen|hundred|thousand|million|billion|trillion)(?![A-Za-z])"
+)
+_NO_UNIT = re.compile(rf"{_COUNT_WORDS}|(?<![A-Za-z\d^])\d", re.IGNORECASE)
+# "34 (since 17 * 2)" and "18 (eighteen)", not "3 (million)".
+_EXPLANATION = re.compile(
+    rf"(?<=\S)\s+\((?:(?:since|because)\s[^()]*|(?!(?i:[^()]*{_COUNT_WORDS}))[a-z]{{4,}}(?:[ -][a-z]+)*)\)$"
 )
 _MONEY = re.compile(
     rf"(?P<sign>-?)\s*(?P<currency>\\?\$|€|£|¥)\s*(?P<number>{_NUMBER}(?:/\d+)?|\\frac.*)\s*(?P<rest>.*)"
@@ -148,13 +160,13 @@ _NUMBER_WITH_SUBSCRIPT = re.compile(r"(?:(?<![A-Za-z])\d|\))\s*_")
 _SUBSCRIPT_OF_COMMAND = re.compile(r"\\(?:log|sum|prod|int|lim|max|min)\s*_")
 # Letters that products of variables are made of; a run of letters with any other one is a word.
 _VARIABLES = frozenset("abcdhkmnpqrstxyz")
-# Letters after a number that name a unit also without \text.
-_UNIT_LETTERS = frozenset("m s g h cm mm km kg mg ml L N J W V K".split())
 
 
 def read(text: str) -> Any:
     """Return the value of an answer's text; a `Text` if it is not mathematical as a whole."""
-    return _read(normal_form(text[:_MAX_LENGTH])) if len(text) <= _MAX_LENGTH else Text(text)
+    if len(text) > _MAX_LENGTH:
+        return Text(text)
+    return _read(_EXPLANATION.sub("", _without_thousands(normal_form(text))))
 
 
 def gold_fault(text: str) -> str | None:
@@ -186,10 +198,21 @@ def _read(text: str) -> Any:
     return Text(_plain_words(text))
 
 
+def _without_thousands(text: str) -> str:
+    """Remove the commas of numbers such as 70,000; in brackets a comma separates items."""
+
+    def joined(match: re.Match[str]) -> str:
+        opened, closed = (
+            sum(text.count(bracket, 0, match.start()) for bracket in brackets)
+            for brackets in (("(", "[", r"\{"), (")", "]", r"\}"))
+        )
+        return match[0] if opened > closed else match[0].replace(",", "")
+
+    return _THOUSANDS.sub(joined, text)
+
+
 def _read_number(text: str) -> Any:
-    if re.fullmatch(r"[-+]?\d+", text):
-        return sympy.Integer(int(text)) if len(text) < 4000 else None
-    return sympy.Rational(text.replace(",", "").replace(" ", "")) if _THOUSANDS.fullmatch(text) else None
+    return sympy.Integer(int(text)) if re.fullmatch(r"[-+]?\d+", text) and len(text) < 4000 else None
 
 
 def _read_in_base(text: str) -> Any:
@@ -265,9 +288,7 @@ def _read_list(text: str) -> Any:
     parts = _split(text, [",", ";", r"\lor", r"\vee"])
     parts = [word for part in parts for word in re.split(r"(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])", part)]
     parts = [part for part in parts if part.strip()]
-    if len(parts) < 2 or _THOUSANDS.fullmatch(text):
-        return None
-    return Items("", *_items(parts))
+    return Items("", *_items(parts)) if len(parts) > 1 else None
 
 
 def _items(parts: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
@@ -279,6 +300,8 @@ def _read_ratio(text: str) -> Any:
     parts = [part.replace(r"\text{to}", "").strip() for part in _split(text, [":", r"\colon"])]
     if len(parts) < 2 or not all(parts):
         return None
+    if len(parts) == 2 and re.fullmatch(r"\d{1,2}", parts[0]) and re.fullmatch(r"[0-5]\d", parts[1]):
+        return Text(":".join((str(int(parts[0])), parts[1])))  # may be a time of day
     values = tuple(_expression(part) for part in parts)
     return Ratio(values) if all(_is_number(value) for value in values) else None
 
@@ -293,7 +316,8 @@ def _read_named(text: str) -> Any:
         return values[-1] if all(equal(value, values[-1]) for value in values) else Text(_plain_words(text))
     name = re.sub(r"\s+", "", parts[0])
     is_name = re.fullmatch(
-        r"(?:[A-Za-z]|\\[a-z]+(?<!sqrt)|\\text\{[^{}]*\})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,{}\\]*\))?", name
+        r"\([A-Za-z](?:,[A-Za-z])+\)|(?:[A-Za-z]|\\[a-z]+(?<!sqrt)|\\text\{[^{}]*\})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,{}\\]*\))?",
+        name,
     )
     if is_name is None and not (_WORDS.search(parts[0]) and not re.search(r"\d", parts[0])):
         return None
@@ -332,18 +356,20 @@ def _read_quantity(text: str) -> Any:
     if not _is_number(value):
         return None
     unit = read_unit(match["unit"].replace("\\$", "$").replace("$", "dollar"))
-    return value if unit is None else Quantity(value, unit)
+    return value if unit is None else Quantity(value, unit, _expression(text))
 
 
 def _is_unit(match: re.Match[str]) -> bool:
     """Return whether the letters after a number are a unit and not variables: 5 m is a length, 5m is five times m."""
     unit = match["unit"].strip()
+    if _NO_UNIT.search(re.sub(r"\^\s*\{?\s*-?\s*\d", "^", unit)):
+        return False
     if unit.startswith("\\text") or unit in ("\\$", "$", "€"):
         return True
-    if re.fullmatch(r"[A-Za-z]", unit):
-        return bool(match["space"]) and unit in _UNIT_LETTERS and bool(re.fullmatch(_NUMBER, match["number"]))
+    if match["space"] and re.fullmatch(_SCIENTIFIC, match["number"]) and names_unit(unit):
+        return True
     if re.fullmatch(r"[A-Za-z]{2,3}", unit) and set(unit) <= _VARIABLES:
-        return unit in _UNIT_LETTERS
+        return unit in ("cm", "mm", "km", "kg", "mg")
     return bool(re.search(r"[A-Za-z]{2}|[€£¢]", unit))
 
 
@@ -361,9 +387,9 @@ def _read_prose(text: str) -> Any:
     found = list(re.finditer(rf"{_NUMBER}(?:\s*/\s*\d+)?\s*%?", text))
     if len(found) != 1 or re.search(r"\\(?!text)|[_^=<>*+/]", text.replace(found[0][0], "")):
         return None
-    if len(_WORDS.findall(text)) < 2:
-        return None
     value, after = _read(found[0][0].strip()), text[found[0].end() :].strip(" .!")
+    if len(_WORDS.findall(text)) < 2 or _NO_UNIT.search(after):
+        return None
     unit = read_unit(after) if len(after.split()) <= 2 else None
     return Quantity(value, unit) if unit and not isinstance(value, Percent) else value
 
@@ -607,13 +633,16 @@ def _equal_quantities(gold: Any, answer: Any) -> bool:
             return _equal_expressions(gold.value * sympy.Rational(a_size), answer.value * sympy.Rational(b_size))
         if {a_kind, b_kind} == {(("angle", 1),), (("radians", 1),)}:
             return _equal_expressions(_in_radians(gold), _in_radians(answer))
-        words = [{name for name, _ in kind} for kind in (a_kind, b_kind)]
+        words = [{power for power in kind if is_word(power[0])} for kind in (a_kind, b_kind)]
+        measures = [set(kind) - of for kind, of in zip((a_kind, b_kind), words, strict=True)]
         # "18 eggs" and "18 large eggs"
         shared = bool(words[0] & words[1]) and (words[0] <= words[1] or words[1] <= words[0])
-        return shared and a_size == b_size and _equal_expressions(gold.value, answer.value)
+        return (
+            shared and measures[0] == measures[1] and a_size == b_size and _equal_expressions(gold.value, answer.value)
+        )
     quantity, other = (gold, answer) if isinstance(gold, Quantity) else (answer, gold)
     if not _is_number(other):
-        return False
+        return quantity.expression is not None and _equal_expressions(quantity.expression, other)
     if quantity.unit[1] == (("angle", 1),) and other.has(sympy.pi):
         return _equal_expressions(_in_radians(quantity), other)
     return _equal_expressions(quantity.value, other)

@@ -44,6 +44,7 @@ _UNITS = {
     for name in names.split("|")
 }
 _COMPOUND = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h"}
+_LETTERS = frozenset("msghLNJWVK")  # that name a unit also without \text
 _POWER = re.compile(r"(.*?)\s*\^?\s*\{?(-?\d+)?\}?")
 Unit = tuple[Fraction, tuple[tuple[str, int], ...]]  # size, and the powers of its dimensions; a word is its own
 
@@ -60,12 +61,30 @@ def read_unit(text: str) -> Unit | None:
     size, powers = Fraction(1), dict[str, int]()
     for place, part in enumerate(_COMPOUND.get(text, text).split("/")):
         for word, power in _words(part):
-            known = _known(word)
+            known = ("unit", Fraction(1)) if power > 1 and word in ("unit", "units") else _known(word)
             power = -power if place else power
             size *= known[1] ** power
             powers[known[0]] = powers.get(known[0], 0) + power
     powers = {name: power for name, power in powers.items() if power and name}
     return (size, tuple(sorted(powers.items()))) if powers else None
+
+
+def is_word(dimension: str) -> bool:
+    """Return whether a dimension is a word that names no unit of the table, such as "egg"."""
+    return dimension not in _TABLE
+
+
+def names_unit(text: str) -> bool:
+    """Return whether a text without \\text is made of units only, such as "m/s^2" or "hrs", and not of variables."""
+    words = [word for part in text.split("/") for word, _ in _words(part)]
+    return (
+        text in _COMPOUND
+        or all(
+            word in _LETTERS if len(word) == 1 else word in _UNITS or (len(word) > 2 and not is_word(_known(word)[0]))
+            for word in words
+        )
+        or text in ("am", "pm")
+    )
 
 
 def _words(part: str) -> list[tuple[str, int]]:
