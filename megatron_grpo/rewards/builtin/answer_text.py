@@ -9,10 +9,11 @@ EXTRACTIONS = ("boxed", "line", "any")
 UNFINISHED = ("wrong", "read")
 EXTRACTION_COLUMN = "answer_extraction"  # of a row, in place of --answer-extraction
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_BOXED, _BRACE = re.compile(r"\\boxed\s*+\{"), re.compile(r"(?<!\\)[{}]")
 # Displayed mathematics after it can have several lines.
 _LINE = re.compile(
-    r"(?i)\banswer(?: is)?\s*[*_]*\s*[:：]\s*[*_]*[ \t]*((?:\\\[[\s\S]*?\\\]|\$\$[\s\S]*?\$\$)[^\n]*|\S[^\n]*)"
+    r"(?i)\banswer(?: is)?\s*+[*_]*+\s*+[:：]\s*+[*_]*+[ \t]*+"
+    r"((?:\\\[[\s\S]{0,2000}?\\\]|\$\$[\s\S]{0,2000}?\$\$)[^\n]*|\S[^\n]*)"
 )
 _EMPHASIS_END = re.compile(r"(?<![*_^])[*_]+(?=\.?\s*$)")  # of **Answer: 42**
 _FENCE = re.compile(
@@ -22,13 +23,15 @@ _FENCE = re.compile(
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last complete \boxed{...} with its nested braces, or None."""
-    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
-            if depth == 0:
-                return text[start:end]
-    return None
+    opened: list[int] = []  # where the contents of the braces begin that are open
+    begins = {match.end() for match in _BOXED.finditer(text)}
+    last = None
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.end())
+        elif opened and (begin := opened.pop()) in begins and (last is None or begin > last[0]):
+            last = begin, match.start()
+    return text[slice(*last)] if last else None
 
 
 def after_reasoning(sample: Sample, unfinished_thinking: str = "wrong") -> str | None:
@@ -71,9 +74,11 @@ def final_answer(sample: Sample, answer_extraction: str = "boxed", unfinished_th
 
 
 def _boxed_answer(text: str) -> str | None:
-    tagged = _ANSWER.findall(text)
-    inside = tagged[-1] if tagged else text
-    return last_boxed(inside) or (inside if tagged else None)
+    begin = text.rfind("<answer>", 0, text.rfind("</answer>") + 1)
+    if begin < 0:
+        return last_boxed(text)
+    inside = text[begin + len("<answer>") : text.find("</answer>", begin)]
+    return last_boxed(inside) or inside
 
 
 def last_code_block(completion: str) -> str | None:

@@ -2,6 +2,7 @@
 
 import math
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -15,15 +16,18 @@ from megatron_grpo.rewards.builtin.short_answer import gold_text
 from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
-# Limit of reading an answer and of a comparison, in seconds of CPU time: other programs on the machine do not turn right
-# answers into wrong ones. An expression that sympy cannot evaluate in time is a wrong answer. The pool's limit of the
-# whole call is above the sum of these limits; it counts wall time, and such a call is not scored.
+# Limit of reading an answer and of a comparison, in seconds of CPU time: other programs on the machine do not turn
+# right answers into wrong ones. An expression that sympy cannot evaluate in time is a wrong answer. The pool's limit of
+# the whole call is above the sum of these limits; it counts wall time, and such a call is not scored.
 _STEP_TIMEOUT = 3
 
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Raise TimeoutException (a BaseException) after `_STEP_TIMEOUT` s of CPU time. SIGPROF: main thread only."""
+    """Raise TimeoutException (a BaseException) after `_STEP_TIMEOUT` s of CPU time, in the main thread (SIGPROF)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def stop(*_: Any) -> NoReturn:
         raise TimeoutException
@@ -56,6 +60,15 @@ def read(text: str) -> Any:
         raise TimeoutError(f"{text[:200]!r} was not parsed within {_STEP_TIMEOUT} s") from error
 
 
+@lru_cache(maxsize=4096)
+def _gold_fault(text: str) -> str | None:
+    try:
+        with _limited():
+            return math_value.gold_fault(text)
+    except TimeoutException:
+        return f"it was not parsed within {_STEP_TIMEOUT} s"
+
+
 @register_reward("accuracy")
 def accuracy(sample: Sample, *, answer_extraction: str = "boxed", unfinished_thinking: str = "wrong") -> float:
     r"""Return 1 if the completion's answer (`final_answer`) equals the gold answer mathematically, else 0.
@@ -66,7 +79,7 @@ def accuracy(sample: Sample, *, answer_extraction: str = "boxed", unfinished_thi
     """
     text = gold_text(sample)
     gold_answer = last_boxed(text) or text.rpartition("####")[2]
-    if fault := math_value.gold_fault(gold_answer):
+    if fault := _gold_fault(gold_answer):
         raise GrpoError(
             f"the gold answer {text[-200:]!r} cannot be compared with, because {fault}: correct it, or use "
             "--reward-funcs exact_match for text"

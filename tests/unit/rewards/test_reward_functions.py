@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from math_verify.errors import TimeoutException
 
 from megatron_grpo.rewards.builtin import math_answer
-from megatron_grpo.rewards.builtin.answer_text import last_code_block
+from megatron_grpo.rewards.builtin.answer_text import final_answer, last_boxed, last_code_block
 from megatron_grpo.rewards.registry import Sample, get_rewards
 from megatron_grpo.utils.errors import GrpoError
 
@@ -492,3 +492,28 @@ def test_a_gold_answer_that_is_not_read_in_time_is_no_error_in_the_data(monkeypa
         accuracy(Sample("", "\\boxed{1}", {"answer": "88125"}))
     assert accuracy(Sample("", "\\boxed{88125}", {"answer": "77125"})) == 0
     math_answer.read.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The answer" + " " * 64000, r"\boxed{" * 9000, "<answer>" * 8000, r"answer:\[" * 7000, "answer: $$" * 6000],
+    ids=["spaces", "boxed", "tags", "displayed", "dollars"],
+)
+def test_an_answer_is_looked_for_in_linear_time(text):
+    """With the square of the length these took minutes, outside of the limit of `accuracy`."""
+    began = time.process_time()
+    final_answer(Sample("", text, {"answer": "5"}), "any")
+    assert time.process_time() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"a \boxed{1} b \boxed {x{y}z} \boxed{open", "x{y}z"),
+        (r"\boxed{a \boxed{b} c}", "b"),
+        (r"} \boxed{\{1,2\}} }", r"\{1,2\}"),
+        (r"\boxed{", None),
+    ],
+)
+def test_the_last_complete_box(text, content):
+    assert last_boxed(text) == content
