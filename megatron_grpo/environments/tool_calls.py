@@ -96,6 +96,7 @@ _LLAMA = ("llama3_json", "llama4_json")
 _PYTHON_TAG = "<|python_tag|>"
 _CALL_OBJECT = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:')  # as calls of Llama begin
 _BRACE = re.compile(r"\s*\{")
+_BRACKET = re.compile(r"\s*\[")
 _NAMES = (  # of the tool in a call that cannot be read
     re.compile(r'"name"\s*:\s*"([^"\s]+)"'),
     re.compile(r"<function=([^>\s]+)"),
@@ -464,18 +465,15 @@ def _parts(text: str, own: _Format, mark: re.Match[str]) -> Iterator[_Part]:
     elif own.holds_json:
         assert own.end is not None
         place = _json_end(text, after) or after  # marks before it are in an argument
-        following = text.find(own.start, place)
-        last, complete = _end(text, own, place, len(text) if following < 0 else following)
+        last, complete = _end(text, own, place, _mark_or_end(text, own.start, place))
         body = text[after:last].removesuffix(own.end)
         said = f"{own.start}{_escaped(body, own.end)}{own.end if text.endswith(own.end, after, last) else ''}"
         yield _Part(begin, last, said, body, complete)
     elif own.end is None:
-        following = text.find(own.start, after)
-        last = len(text) if following < 0 else following
-        body = text[after:last].lstrip()
-        if body[:1] in ("[", "{"):
-            yield from _elements(text, own.start, begin, last)
+        if re.compile(r"\s*[\[{]").match(text, after):
+            yield from _elements(text, own.start, begin)
         else:
+            last = _mark_or_end(text, own.start, after)
             yield _Part(begin, last, text[begin:last])
     else:
         following = re.compile("|".join(map(re.escape, {own.start, mark[0]}))).search(text, after)
@@ -512,30 +510,43 @@ def _end(text: str, own: _Format, place: int, limit: int) -> tuple[int, bool]:
     return (limit, limit < len(text)) if end < 0 else (end + len(own.end), True)
 
 
-def _elements(text: str, start: str, begin: int, limit: int) -> Iterator[_Part]:
+def _elements(text: str, start: str, begin: int) -> Iterator[_Part]:
     """Return a part for each call of a list of JSON objects, or of one object, that begins with the mark ``start``."""
     place = begin + len(start)
-    is_list = text[place:limit].lstrip()[:1] == "["
-    place = text.index("[", place) + 1 if is_list else place
+    limit = _mark_or_end(text, start, place)
+    bracket = _BRACKET.match(text, place)
+    place = bracket.end() if bracket else place
     while True:
-        while place < limit and (text[place].isspace() or text[place] == ","):
-            place += 1
+        place = _skip(text, place, limit, " \t\r\n,")
         if place >= limit or text[place] == "]":  # an empty list, or one that ends with a comma
             break
         element, complete = place, True
-        try:
-            place = json.JSONDecoder().raw_decode(text, place)[1]
-        except (ValueError, RecursionError):
+        if (own_end := _json_end(text, place)) is not None:
+            place = own_end
+            limit = limit if place <= limit else _mark_or_end(text, start, place)  # the mark is in an argument
+        else:
             following = re.compile(r'\{\s*"name"').search(text, place + 1, limit)
             place, complete = (following.start(), True) if following else (limit, limit < len(text))
         body = text[element:place].rstrip().rstrip(",")
-        ends = text[place:limit].lstrip()[:1] in ("", "]") or not is_list
-        end = min(limit, text.find("]", place, limit) + 1 or limit) if ends and is_list else place
-        yield _Part(begin, end, f"{start}[{body}]", body, complete)
+        after = _skip(text, place, limit, " \t\r\n")
+        ends = bracket is None or after >= limit or text[after] == "]"
+        end = min(limit, text.find("]", place, limit) + 1 or limit) if ends and bracket else place
+        yield _Part(begin, end, f"{start}[{_escaped(body, start)}]", body, complete)
         begin = end
         if ends:
             return
     yield _Part(begin, min(limit, place + 1), text[begin : place + 1], complete=place < limit)  # no further element
+
+
+def _mark_or_end(text: str, mark: str, place: int) -> int:
+    found = text.find(mark, place)
+    return len(text) if found < 0 else found
+
+
+def _skip(text: str, place: int, limit: int, letters: str) -> int:
+    while place < limit and text[place] in letters:
+        place += 1
+    return place
 
 
 def _objects(text: str, begin: int) -> Iterator[_Part]:

@@ -413,6 +413,20 @@ def test_a_call_that_lacks_arguments_is_not_executed(name, text, parser):
     assert found(said) == [("f", {"a": 2})] * 2 and len(said.malformed) == 1
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        '[TOOL_CALLS][{"name": "f", "arguments": %s}, {"name": "f", "arguments": {"a": 2}}]',
+        '[TOOL_CALLS]{"name": "f", "arguments": %s}[TOOL_CALLS]{"name": "f", "arguments": {"a": 2}}',
+    ],
+)
+def test_marks_of_mistral_in_arguments(form, parser):
+    for text in ("x [TOOL_CALLS] y", "[TOOL_CALLS][]", '"[TOOL_CALLS]f{', "\\[TOOL_CALLS]"):
+        said = parser("Mistral-Nemo-Instruct-2407").parse(form % json.dumps({"s": text}), [STRINGS])
+        assert found(said) == [("f", {"s": text}), ("f", {"a": 2})], text
+        assert not said.malformed and said.text == ""
+
+
 def test_a_call_of_qwen3_coder_without_tags(parser):
     call = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
     made = ("f", {"a": 1})
