@@ -94,6 +94,8 @@ _FORMATS = {
 }
 _LLAMA = ("llama3_json", "llama4_json")
 _PYTHON_TAG = "<|python_tag|>"
+_TRIES = 1000  # objects of a turn that are no JSON: with more no call is looked for, each try reads what follows
+_OBJECT = re.compile(r'\{\s*"')
 _CALL_OBJECT = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:')  # as calls of Llama begin
 _BRACE = re.compile(r"\s*\{")
 _BRACKET = re.compile(r"\s*\[")
@@ -317,6 +319,7 @@ class ToolCallParser:
         """Return the calls of (what the parser found in a part, the part's text), and those that are malformed."""
         calls: list[ToolCall] = []
         malformed: list[MalformedCall] = []
+        own_ids: set[str] = set()
         for found, text in read:
             if not found:
                 place = len(calls) + len(malformed)
@@ -332,8 +335,9 @@ class ToolCallParser:
                 if self._is_of_texts:
                     arguments = _typed(arguments, reader.schemas.get(call.name, {}))
                 # An id in the text is the policy's own; others are vLLM's, and random.
-                own_id = bool(call.id) and call.id in text and call.id not in (made.id for made in calls)
-                identity = call.id if own_id and call.id else _id(number, place)
+                own_id = call.id if call.id and call.id in text and call.id not in own_ids else None
+                own_ids |= {own_id} if own_id else set()
+                identity = own_id or _id(number, place)
                 calls.append(ToolCall(call.name, arguments, identity))
         return calls, malformed
 
@@ -563,7 +567,8 @@ def _objects(text: str, begin: int) -> Iterator[_Part]:
     if tagged and "{" not in text[place:]:
         yield _Part(place, len(text), text[place:], complete=False)
         return
-    while (brace := (_CALL_OBJECT if strict else re.compile(r"\{")).search(text, place)) is not None:
+    tries = 0
+    while (brace := (_CALL_OBJECT if strict else _OBJECT).search(text, place)) is not None and tries < _TRIES:
         place = brace.start()
         try:
             made, end = json.JSONDecoder().raw_decode(text, place)
@@ -573,10 +578,10 @@ def _objects(text: str, begin: int) -> Iterator[_Part]:
                 end = following.start() if following else len(text)
                 yield _Part(place, end, text[place:end], text[place:end], complete=following is not None)
             else:
-                end = place + 1
+                end, tries = place + 1, tries + 1
         else:
             if strict or _fault_of_json(text[place:end]) is None:
-                end += len(text[end:]) - len(text[end:].lstrip(" ;"))
+                end = _skip(text, end, len(text), " ;")
                 yield _Part(place, end, json.dumps(made), text[place:end].rstrip(" ;"))
         place = end
 

@@ -5,6 +5,7 @@ tests run with vLLM 0.32, and with 0.26 on the PYTHONPATH (its openai_harmony ne
 """
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -338,6 +339,13 @@ def test_the_rule_of_llamas_format(text, calls, malformed, parser):
     said = parser("Llama-3.1-8B-Instruct").parse(text, [ADD])
     assert (len(said.calls), len(said.malformed)) == (calls, malformed)
     assert calls or malformed or said.text == text
+
+
+@pytest.mark.parametrize("text", ["{", 'x {"a":', 'x {"a', '{"name": "add"', "x {1} "])
+def test_long_turns_with_braces_take_no_time(text, parser):
+    begun = time.process_time()
+    said = parser("Llama-3.1-8B-Instruct").parse(text * (200_000 // len(text)), [ADD])
+    assert not said.calls and time.process_time() - begun < 10
 
 
 def test_sections_and_marks_without_calls(parser):
