@@ -94,8 +94,11 @@ _FORMATS = {
 }
 _LLAMA = ("llama3_json", "llama4_json")
 _PYTHON_TAG = "<|python_tag|>"
+_TRIES = 1000  # objects of a turn that are no JSON: with more no call is looked for, each try reads what follows
+_OBJECT = re.compile(r'\{\s*"')
 _CALL_OBJECT = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:')  # as calls of Llama begin
 _BRACE = re.compile(r"\s*\{")
+_BRACKET = re.compile(r"\s*\[")
 _NAMES = (  # of the tool in a call that cannot be read
     re.compile(r'"name"\s*:\s*"([^"\s]+)"'),
     re.compile(r"<function=([^>\s]+)"),
@@ -318,6 +321,7 @@ class ToolCallParser:
         """Return the calls of (what the parser found in a part, the part's text), and those that are malformed."""
         calls: list[ToolCall] = []
         malformed: list[MalformedCall] = []
+        own_ids: set[str] = set()
         for found, text in read:
             if not found:
                 place = len(calls) + len(malformed)
@@ -333,8 +337,9 @@ class ToolCallParser:
                 if self._is_of_texts:
                     arguments = _typed(arguments, reader.schemas.get(call.name, {}))
                 # An id in the text is the policy's own; others are vLLM's, and random.
-                own_id = bool(call.id) and call.id in text and call.id not in (made.id for made in calls)
-                identity = call.id if own_id and call.id else _id(number, place)
+                own_id = call.id if call.id and call.id in text and call.id not in own_ids else None
+                own_ids |= {own_id} if own_id else set()
+                identity = own_id or _id(number, place)
                 calls.append(ToolCall(call.name, arguments, identity))
         return calls, malformed
 
@@ -468,18 +473,15 @@ def _parts(text: str, own: _Format, mark: re.Match[str]) -> Iterator[_Part]:
     elif own.holds_json:
         assert own.end is not None
         place = _json_end(text, after) or after  # marks before it are in an argument
-        following = text.find(own.start, place)
-        last, complete = _end(text, own, place, len(text) if following < 0 else following)
+        last, complete = _end(text, own, place, _mark_or_end(text, own.start, place))
         body = text[after:last].removesuffix(own.end)
         said = f"{own.start}{_escaped(body, own.end)}{own.end if text.endswith(own.end, after, last) else ''}"
         yield _Part(begin, last, said, body, complete)
     elif own.end is None:
-        following = text.find(own.start, after)
-        last = len(text) if following < 0 else following
-        body = text[after:last].lstrip()
-        if body[:1] in ("[", "{"):
-            yield from _elements(text, own.start, begin, last)
+        if re.compile(r"\s*[\[{]").match(text, after):
+            yield from _elements(text, own.start, begin)
         else:
+            last = _mark_or_end(text, own.start, after)
             yield _Part(begin, last, text[begin:last])
     else:
         following = re.compile("|".join(map(re.escape, {own.start, mark[0]}))).search(text, after)
@@ -516,30 +518,43 @@ def _end(text: str, own: _Format, place: int, limit: int) -> tuple[int, bool]:
     return (limit, limit < len(text)) if end < 0 else (end + len(own.end), True)
 
 
-def _elements(text: str, start: str, begin: int, limit: int) -> Iterator[_Part]:
+def _elements(text: str, start: str, begin: int) -> Iterator[_Part]:
     """Return a part for each call of a list of JSON objects, or of one object, that begins with the mark ``start``."""
     place = begin + len(start)
-    is_list = text[place:limit].lstrip()[:1] == "["
-    place = text.index("[", place) + 1 if is_list else place
+    limit = _mark_or_end(text, start, place)
+    bracket = _BRACKET.match(text, place)
+    place = bracket.end() if bracket else place
     while True:
-        while place < limit and (text[place].isspace() or text[place] == ","):
-            place += 1
+        place = _skip(text, place, limit, " \t\r\n,")
         if place >= limit or text[place] == "]":  # an empty list, or one that ends with a comma
             break
         element, complete = place, True
-        try:
-            place = json.JSONDecoder().raw_decode(text, place)[1]
-        except (ValueError, RecursionError):
+        if (own_end := _json_end(text, place)) is not None:
+            place = own_end
+            limit = limit if place <= limit else _mark_or_end(text, start, place)  # the mark is in an argument
+        else:
             following = re.compile(r'\{\s*"name"').search(text, place + 1, limit)
             place, complete = (following.start(), True) if following else (limit, limit < len(text))
         body = text[element:place].rstrip().rstrip(",")
-        ends = text[place:limit].lstrip()[:1] in ("", "]") or not is_list
-        end = min(limit, text.find("]", place, limit) + 1 or limit) if ends and is_list else place
-        yield _Part(begin, end, f"{start}[{body}]", body, complete)
+        after = _skip(text, place, limit, " \t\r\n")
+        ends = bracket is None or after >= limit or text[after] == "]"
+        end = min(limit, text.find("]", place, limit) + 1 or limit) if ends and bracket else place
+        yield _Part(begin, end, f"{start}[{_escaped(body, start)}]", body, complete)
         begin = end
         if ends:
             return
     yield _Part(begin, min(limit, place + 1), text[begin : place + 1], complete=place < limit)  # no further element
+
+
+def _mark_or_end(text: str, mark: str, place: int) -> int:
+    found = text.find(mark, place)
+    return len(text) if found < 0 else found
+
+
+def _skip(text: str, place: int, limit: int, letters: str) -> int:
+    while place < limit and text[place] in letters:
+        place += 1
+    return place
 
 
 def _objects(text: str, begin: int) -> Iterator[_Part]:
@@ -556,7 +571,8 @@ def _objects(text: str, begin: int) -> Iterator[_Part]:
     if tagged and "{" not in text[place:]:
         yield _Part(place, len(text), text[place:], complete=False)
         return
-    while (brace := (_CALL_OBJECT if strict else re.compile(r'\{\s*"')).search(text, place)) is not None:
+    tries = 0
+    while (brace := (_CALL_OBJECT if strict else _OBJECT).search(text, place)) is not None and tries < _TRIES:
         place = brace.start()
         try:
             made, end = json.JSONDecoder().raw_decode(text, place)
@@ -566,10 +582,10 @@ def _objects(text: str, begin: int) -> Iterator[_Part]:
                 end = following.start() if following else len(text)
                 yield _Part(place, end, text[place:end], text[place:end], complete=following is not None)
             else:
-                end = place + 1
+                end, tries = place + 1, tries + 1
         else:
             if strict or _fault_of_json(text[place:end]) is None:
-                end += len(text[end:]) - len(text[end:].lstrip(" ;"))
+                end = _skip(text, end, len(text), " ;")
                 yield _Part(place, end, json.dumps(made), text[place:end].rstrip(" ;"))
         place = end
 

@@ -241,7 +241,7 @@ def test_no_function_changes_the_batch_that_it_receives():
 def test_metrics_of_reward_functions():
     batch = rollout([[1, NAN], [0, 2], [1, 6], [2, NAN]])
     trainer = Namespace(
-        args=Namespace(environment=None, reward_funcs=["right", "style"]),
+        args=Namespace(environment=None, tool_call_parser=None, reward_funcs=["right", "style"]),
         reward_failures=0,
         memory={},
         sampling_metrics={},
@@ -263,7 +263,7 @@ def test_lengths_of_completions_are_those_of_sampled_tokens():
     )  # fmt: skip
     batch.rewards = np.zeros((2, 1), np.float32)
     trainer = Namespace(
-        args=Namespace(environment="calculator", reward_funcs=["right"]),
+        args=Namespace(environment="calculator", tool_call_parser=None, reward_funcs=["right"]),
         reward_failures=0,
         memory={},
         sampling_metrics={},

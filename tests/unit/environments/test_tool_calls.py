@@ -5,6 +5,7 @@ tests run with vLLM 0.32, and with 0.26 on the PYTHONPATH (its openai_harmony ne
 """
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -340,6 +341,13 @@ def test_the_rule_of_llamas_format(text, calls, malformed, parser):
     assert calls or malformed or said.text == text
 
 
+@pytest.mark.parametrize("text", ["{", 'x {"a":', 'x {"a', '{"name": "add"', "x {1} "])
+def test_long_turns_with_braces_take_no_time(text, parser):
+    begun = time.process_time()
+    said = parser("Llama-3.1-8B-Instruct").parse(text * (200_000 // len(text)), [ADD])
+    assert not said.calls and time.process_time() - begun < 10
+
+
 def test_sections_and_marks_without_calls(parser):
     for name, text in (
         ("Kimi-K2-Instruct", "<|tool_calls_section_begin|>add<|tool_calls_section_end|>"),
@@ -411,6 +419,20 @@ def test_a_call_that_lacks_arguments_is_not_executed(name, text, parser):
     good = (_coder if "Coder" in name else _glm)(("a", 2))
     said = parser(name).parse(f"{good}\n{text}\n{good}", [STRINGS])
     assert found(said) == [("f", {"a": 2})] * 2 and len(said.malformed) == 1
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        '[TOOL_CALLS][{"name": "f", "arguments": %s}, {"name": "f", "arguments": {"a": 2}}]',
+        '[TOOL_CALLS]{"name": "f", "arguments": %s}[TOOL_CALLS]{"name": "f", "arguments": {"a": 2}}',
+    ],
+)
+def test_marks_of_mistral_in_arguments(form, parser):
+    for text in ("x [TOOL_CALLS] y", "[TOOL_CALLS][]", '"[TOOL_CALLS]f{', "\\[TOOL_CALLS]"):
+        said = parser("Mistral-Nemo-Instruct-2407").parse(form % json.dumps({"s": text}), [STRINGS])
+        assert found(said) == [("f", {"s": text}), ("f", {"a": 2})], text
+        assert not said.malformed and said.text == ""
 
 
 def test_a_call_of_qwen3_coder_without_tags(parser):

@@ -199,6 +199,7 @@ def test_a_checkpoint_waits_for_the_return_of_the_optimizer_state(transfer, monk
     load = {"load_checkpoint": lambda *_: notes.append("checkpoint.load") or (2, {})}
     monkeypatch.setattr(trainer_module, "checkpoint", Recorder("checkpoint", notes, **load))
     args = SimpleNamespace(save="runs", tokenizer_model=None, chat_template=None, overlap_param_gather=False)
+    args.min_image_pixels = args.max_image_pixels = None
     parts = {"model": [], "optimizer": None, "scheduler": None, "reference": None, "partial": None, "ledger": None}
     trainer = Recorder("trainer", notes, args=args, iteration=3, background_saves=None, **parts)
     trainer.timers = trainer._save_errors = lambda _: contextlib.nullcontext()
