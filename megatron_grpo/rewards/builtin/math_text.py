@@ -41,9 +41,11 @@ _RULES: list[tuple[re.Pattern[str], str]] = [
         # A number in \text: "18 eggs" is 18 and a unit. Not the digits of \text{12}_5.
         (r"(?<!\w)\\text\s*\{\s*((?:\\?\$)?[-+]?\d[\d,./:]*(?:\\?%)?)(?:\s*|\s+([^{}]+))\}(?!\s*_)",
          r"\1\\text{ \2}"),
-        (r"\\text\s*\{\s*\}", " "),
         (r"\\text\s*\{\s*(?:\\?%|percent)\s*\}|\s+percent(?![A-Za-z])|\\%", "%"),
-        (r"\\text\s*\{\s*(?:,?\s*and|,?\s*or|,)\s*\}", " , "),
+        (r"\\text\s*\{\s*(?:,?\s*(and|or)\s*,?|,)\s*\}", r" , \1 "),
+        (r"\\text\s*\{\s*\}", " "),
+        (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
+        (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
         (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
         (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
         (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),

@@ -47,7 +47,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Union:
-    r"""Sets with \cup between them."""
+    r"""Sets with \cup between them, or inequalities with "or" between them."""
 
     parts: tuple[Any, ...]
 
@@ -139,6 +139,7 @@ _MONEY = re.compile(
 )
 _DELIMITED = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _BETWEEN_ANSWERS = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
+_JOINT = re.compile(r"(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])")
 _QUALIFIED = re.compile(r"\b(?:not|least|most|less|than|between|except|isn't|aren't)\b", re.IGNORECASE)
 _TRIGONOMETRIC = "sin|cos|tan|cot|sec|csc"
 _OF_DEGREES = re.compile(
@@ -285,10 +286,17 @@ def _read_brackets(text: str) -> Any:
 
 
 def _read_list(text: str) -> Any:
-    parts = _split(text, [",", ";", r"\lor", r"\vee"])
-    parts = [word for part in parts for word in re.split(r"(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])", part)]
-    parts = [part for part in parts if part.strip()]
-    return Items("", *_items(parts)) if len(parts) > 1 else None
+    parts = [word for part in _split(text, [",", ";"]) for word in _JOINT.split(part) if word.strip()]
+    if len(parts) < 2:
+        return None
+    items, has_ellipsis = _items(parts)
+    joints = set(_JOINT.findall(text))
+    if joints and all(_is_relation(item) and not isinstance(item, sympy.Eq) for item in items):
+        if joints == {"or"}:
+            return Union(items)
+        # Of several, such as "a or b and c", the text does not say which belong together.
+        return And(*items) if joints == {"and"} else Text(_plain_words(text))
+    return Items("", items, has_ellipsis)
 
 
 def _items(parts: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
@@ -656,7 +664,7 @@ def _equal_unions(gold: Any, answer: Any) -> bool:
     parts = [value.parts if isinstance(value, Union) else None for value in (gold, answer)]
     if parts[0] is not None and parts[1] is not None and _matched(parts[0], parts[1]):
         return True
-    return _equal_sets(gold, answer)
+    return len(_variables(gold) | _variables(answer)) < 2 and _equal_sets(gold, answer)
 
 
 def _equal_items(gold: Any, answer: Any) -> bool:
@@ -664,6 +672,9 @@ def _equal_items(gold: Any, answer: Any) -> bool:
         items, other = (gold, answer) if isinstance(gold, Items) else (answer, gold)
         if len(items.items) == 1 and items.brackets in ("", "{"):
             return equal(items.items[0], other) if items is gold else equal(other, items.items[0])
+        joined = other.parts if isinstance(other, Union) else other._unsorted_args if isinstance(other, And) else ()
+        if not items.brackets and all(map(_is_relation, joined)):  # a comma can mean "and" or "or"
+            return _matched(items.items, joined)
         return _equal_sets(gold, answer)
     if gold.has_ellipsis or answer.has_ellipsis:
         if gold.brackets != answer.brackets:
@@ -736,7 +747,7 @@ def _as_set(value: Any) -> Any:
         return value
     if isinstance(value, Union):
         parts = [_as_set(part) for part in value.parts]
-        return None if None in parts else sympy.Union(*parts)
+        return None if None in parts or len(_variables(value)) > 1 else sympy.Union(*parts)
     if _is_relation(value):
         return _solution_set(value)
     if not isinstance(value, Items) or value.has_ellipsis:
@@ -745,11 +756,16 @@ def _as_set(value: Any) -> Any:
     if None in numbers or not all(number.is_extended_real for number in numbers):  # type: ignore[union-attr]
         return None
     if value.brackets[:1] in ("", "{"):
-        relations = [_as_set(item) for item in value.items if _is_relation(item)]
-        return sympy.FiniteSet(*numbers) if not relations else None
+        return sympy.FiniteSet(*numbers)
     if len(numbers) != 2 or not numbers[0] < numbers[1]:  # a point
         return None
     return sympy.Interval(*numbers, left_open=value.brackets[0] == "(", right_open=value.brackets[1] == ")")
+
+
+def _variables(value: Any) -> set[Any]:
+    """Return the variables of inequalities."""
+    parts = value.parts if isinstance(value, Union) else (value,)
+    return {symbol for part in parts if _is_relation(part) for symbol in _with_numbers(part).free_symbols}
 
 
 def _solution_set(value: Any) -> Any:
