@@ -116,7 +116,7 @@ _BASE_NAMES = {"two": 2, "three": 3, "eight": 8, "ten": 10, "sixteen": 16}
 _CHOICE = re.compile(
     r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?(?:"
     r"(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?(?P<bracketed>[A-Ja-j])\s*\}?\s*\)\s*\}?(?P<rest>(?:[\s.:].*)?)|"
-    r"\\text\s*\{\s*(?P<text>[A-J])\s*[.):]?\s*\}[.):]?|(?P<bare>[A-J])\s*[.):]?)",
+    r"\\text\s*\{\s*(?P<text>[A-J])\s*(?:[.):]?|[.)]\s[^{}]*)\}[.):]?|(?P<bare>[A-J])\s*(?:[.):]?|[.)]\s.+))",
     re.DOTALL,
 )
 _NOT_A_CHOICE = re.compile(r"\s*(?:[-+*/^_=<>,]|(?:and|or)\b|\\(?:cdot|times|cup|cap|leq|geq|in\b))")
@@ -623,14 +623,16 @@ def _equal_ratios(gold: Any, answer: Any) -> bool:
 
 
 def _equal_percents(gold: Any, answer: Any) -> bool:
-    """Compare percentages: 50% is 1/2, and by custom also the number 50."""
+    """Compare percentages: 50% is 1/2, and by custom also the number 50; 1/2 is not 1/2%."""
     values = [v.value if isinstance(v, Percent) else v for v in (gold, answer)]
     if not all(map(_is_number, values)):
         return False
     if isinstance(gold, Percent) and isinstance(answer, Percent):
         return _equal_expressions(*values)
     shares = [v / 100 if isinstance(whole, Percent) else v for v, whole in zip(values, (gold, answer), strict=True)]
-    return _equal_expressions(*shares) or _equal_expressions(*values)
+    if _equal_expressions(*shares):
+        return True
+    return bool(abs(sympy.N(_number(values[0]))) >= 1) and _equal_expressions(*values)
 
 
 def _equal_quantities(gold: Any, answer: Any) -> bool:
@@ -681,14 +683,16 @@ def _equal_items(gold: Any, answer: Any) -> bool:
             return False
         return _in_order(gold.items, answer.items)
     kinds = {gold.brackets[:1], answer.brackets[:1]}
-    if kinds <= {"", "{"}:
+    names = [[item.name for item in value.items if isinstance(item, Named)] for value in (gold, answer)]
+    # x = 1, y = 2 is not 2, 1
+    ordered = any(len(set(of)) > 1 for of in names) and not all(names)
+    if kinds <= {"", "{"} and not ordered:
         return _matched(_distinct(gold.items), _distinct(answer.items))
     if "{" in kinds:
         return _equal_sets(gold, answer)
     # A point or vector can be written without its brackets, an interval cannot.
     if gold.brackets != answer.brackets and {gold.brackets, answer.brackets} != {"", "()"}:
         return False
-    names = [[item.name for item in value.items if isinstance(item, Named)] for value in (gold, answer)]
     if any(len(set(of)) < len(of) for of in names):  # x = 1 or x = 2 are no coordinates
         return False
     return _in_order(gold.items, answer.items)
