@@ -43,12 +43,13 @@ PENALTIES = frozenset(("soft_overlong", "repetition"))
 def filter_weights(args: Namespace) -> list[float | None]:
     """Return the weight of each function of --reward-funcs in the reward that decides about a group; None: left out.
 
-    The functions are those of --dynamic-sample-reward (a weight of 0 then counts as 1), by default all except
-    `PENALTIES`, or all if there is no other.
+    The functions are those of --dynamic-sample-reward (a weight of 0 then counts as 1), by default all with a weight
+    except `PENALTIES`, or also these if there is no other; all if none has a weight.
     """
     named = args.dynamic_sample_reward
-    chosen = named or [name for name in args.reward_funcs if name not in PENALTIES] or args.reward_funcs
-    weights = zip(args.reward_funcs, args.reward_weights, strict=True)
+    weights = list(zip(args.reward_funcs, args.reward_weights, strict=True))
+    weighted = [name for name, weight in weights if weight] or args.reward_funcs
+    chosen = named or [name for name in weighted if name not in PENALTIES] or weighted
     return [(weight or (1.0 if named else 0.0)) if name in chosen else None for name, weight in weights]
 
 

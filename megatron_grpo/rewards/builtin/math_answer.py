@@ -16,9 +16,9 @@ from megatron_grpo.rewards.builtin.short_answer import gold_text
 from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
-# Limit of reading an answer and of a comparison, in seconds of CPU time: other programs on the machine do not turn
-# right answers into wrong ones. An expression that sympy cannot evaluate in time is a wrong answer. The pool's limit of
-# the whole call is above the sum of these limits; it counts wall time, and such a call is not scored.
+# Limit of reading an answer and of a comparison, in seconds of CPU time, so that a busy machine does not turn right
+# answers into wrong ones. An expression that sympy cannot evaluate in time is a wrong answer. The pool's limit of the
+# whole call is above the sum of these limits; it counts wall time, and such a call is not scored.
 _STEP_TIMEOUT = 3
 
 

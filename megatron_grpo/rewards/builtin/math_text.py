@@ -41,9 +41,11 @@ _RULES: list[tuple[re.Pattern[str], str]] = [
         # A number in \text: "18 eggs" is 18 and a unit. Not the digits of \text{12}_5.
         (r"(?<!\w)\\text\s*\{\s*((?:\\?\$)?[-+]?\d[\d,./:]*(?:\\?%)?)(?:\s*|\s+([^{}]+))\}(?!\s*_)",
          r"\1\\text{ \2}"),
-        (r"\\text\s*\{\s*\}", " "),
         (r"\\text\s*\{\s*(?:\\?%|percent)\s*\}|\s+percent(?![A-Za-z])|\\%", "%"),
-        (r"\\text\s*\{\s*(?:,?\s*and|,?\s*or|,)\s*\}", " , "),
+        (r"\\text\s*\{\s*(?:,?\s*(and|or)\s*,?|,)\s*\}", r" , \1 "),
+        (r"\\text\s*\{\s*\}", " "),
+        (r"\\(?:lor|vee)(?![A-Za-z])", " or "),
+        (r"\\(?:land|wedge)(?![A-Za-z])", " and "),
         (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
         (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
         (r"\\(?:lvert|rvert|vert|mid)(?![A-Za-z])", "|"),
@@ -69,6 +71,13 @@ _RULES: list[tuple[re.Pattern[str], str]] = [
         (r"(?<=[\w)])\s*\*\*\s*(?=[\w(])", "^"),
         (r"\^\s*\(([^()]*)\)", r"^{\1}"),
         (r"(?<![\d.])\.(?=\d)", "0."),
+        (r"(?:\{|^)\s*([^{}]+?)\s*\\choose(?![A-Za-z])\s*([^{}]+?)\s*(?:\}|$)", r"\\binom{\1}{\2}"),
+        (r"\^\s*-\s*(\d+)", r"^{-\1}"),
+        (r"\\sqrt\s*\[(\d*[13579])\]\s*\{\s*-\s*(\d+)\s*\}", r"(-\\sqrt[\1]{\2})"),  # the real root
+        # 1e6, 1e-05; 1e-5 can also be e - 5
+        (r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE](\+?\d+|-0\d+)(?![\w.])", r"\1\\times 10^{\2}"),
+        (r"^(?:\\text\s*\{\s*)?(\d+)\s*(?:\^\s*)?\{?\s*(?:\\text\s*\{)?\s*(?:st|nd|rd|th)[\s}]*$", r"\1"),
+        (r"\\text\s*\{\s*([A-J](?:\s*,\s*[A-J])+)\s*\}", r"\1"),
     )
 ]  # fmt: skip
 _WRAPPERS = [

@@ -47,7 +47,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Union:
-    r"""Sets with \cup between them."""
+    r"""Sets with \cup between them, or inequalities with "or" between them."""
 
     parts: tuple[Any, ...]
 
@@ -116,7 +116,7 @@ _BASE_NAMES = {"two": 2, "three": 3, "eight": 8, "ten": 10, "sixteen": 16}
 _CHOICE = re.compile(
     r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?(?:"
     r"(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?(?P<bracketed>[A-Ja-j])\s*\}?\s*\)\s*\}?(?P<rest>(?:[\s.:].*)?)|"
-    r"\\text\s*\{\s*(?P<text>[A-J])\s*[.):]?\s*\}[.):]?|(?P<bare>[A-J])\s*[.):]?)",
+    r"\\text\s*\{\s*(?P<text>[A-J])\s*(?:[.):]?|[.)]\s[^{}]*)\}[.):]?|(?P<bare>[A-J])\s*(?:[.):]?|[.)]\s.+))",
     re.DOTALL,
 )
 _NOT_A_CHOICE = re.compile(r"\s*(?:[-+*/^_=<>,]|(?:and|or)\b|\\(?:cdot|times|cup|cap|leq|geq|in\b))")
@@ -139,6 +139,7 @@ _MONEY = re.compile(
 )
 _DELIMITED = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _BETWEEN_ANSWERS = re.compile(r"\s*(?:,?\s*(?:and|or)|,)\s*")
+_JOINT = re.compile(r"(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])")
 _QUALIFIED = re.compile(r"\b(?:not|least|most|less|than|between|except|isn't|aren't)\b", re.IGNORECASE)
 _TRIGONOMETRIC = "sin|cos|tan|cot|sec|csc"
 _OF_DEGREES = re.compile(
@@ -285,10 +286,17 @@ def _read_brackets(text: str) -> Any:
 
 
 def _read_list(text: str) -> Any:
-    parts = _split(text, [",", ";", r"\lor", r"\vee"])
-    parts = [word for part in parts for word in re.split(r"(?<![A-Za-z\\{])(?:and|or)(?![A-Za-z}])", part)]
-    parts = [part for part in parts if part.strip()]
-    return Items("", *_items(parts)) if len(parts) > 1 else None
+    parts = [word for part in _split(text, [",", ";"]) for word in _JOINT.split(part) if word.strip()]
+    if len(parts) < 2:
+        return None
+    items, has_ellipsis = _items(parts)
+    joints = set(_JOINT.findall(text))
+    if joints and all(_is_relation(item) and not isinstance(item, sympy.Eq) for item in items):
+        if joints == {"or"}:
+            return Union(items)
+        # Of several, such as "a or b and c", the text does not say which belong together.
+        return And(*items) if joints == {"and"} else Text(_plain_words(text))
+    return Items("", items, has_ellipsis)
 
 
 def _items(parts: Sequence[str]) -> tuple[tuple[Any, ...], bool]:
@@ -615,14 +623,16 @@ def _equal_ratios(gold: Any, answer: Any) -> bool:
 
 
 def _equal_percents(gold: Any, answer: Any) -> bool:
-    """Compare percentages: 50% is 1/2, and by custom also the number 50."""
+    """Compare percentages: 50% is 1/2, and by custom also the number 50; 1/2 is not 1/2%."""
     values = [v.value if isinstance(v, Percent) else v for v in (gold, answer)]
     if not all(map(_is_number, values)):
         return False
     if isinstance(gold, Percent) and isinstance(answer, Percent):
         return _equal_expressions(*values)
     shares = [v / 100 if isinstance(whole, Percent) else v for v, whole in zip(values, (gold, answer), strict=True)]
-    return _equal_expressions(*shares) or _equal_expressions(*values)
+    if _equal_expressions(*shares):
+        return True
+    return bool(abs(sympy.N(_number(values[0]))) >= 1) and _equal_expressions(*values)
 
 
 def _equal_quantities(gold: Any, answer: Any) -> bool:
@@ -656,7 +666,7 @@ def _equal_unions(gold: Any, answer: Any) -> bool:
     parts = [value.parts if isinstance(value, Union) else None for value in (gold, answer)]
     if parts[0] is not None and parts[1] is not None and _matched(parts[0], parts[1]):
         return True
-    return _equal_sets(gold, answer)
+    return len(_variables(gold) | _variables(answer)) < 2 and _equal_sets(gold, answer)
 
 
 def _equal_items(gold: Any, answer: Any) -> bool:
@@ -664,20 +674,25 @@ def _equal_items(gold: Any, answer: Any) -> bool:
         items, other = (gold, answer) if isinstance(gold, Items) else (answer, gold)
         if len(items.items) == 1 and items.brackets in ("", "{"):
             return equal(items.items[0], other) if items is gold else equal(other, items.items[0])
+        joined = other.parts if isinstance(other, Union) else other._unsorted_args if isinstance(other, And) else ()
+        if not items.brackets and all(map(_is_relation, joined)):  # a comma can mean "and" or "or"
+            return _matched(items.items, joined)
         return _equal_sets(gold, answer)
     if gold.has_ellipsis or answer.has_ellipsis:
         if gold.brackets != answer.brackets:
             return False
         return _in_order(gold.items, answer.items)
     kinds = {gold.brackets[:1], answer.brackets[:1]}
-    if kinds <= {"", "{"}:
+    names = [[item.name for item in value.items if isinstance(item, Named)] for value in (gold, answer)]
+    # x = 1, y = 2 is not 2, 1
+    ordered = any(len(set(of)) > 1 for of in names) and not all(names)
+    if kinds <= {"", "{"} and not ordered:
         return _matched(_distinct(gold.items), _distinct(answer.items))
     if "{" in kinds:
         return _equal_sets(gold, answer)
     # A point or vector can be written without its brackets, an interval cannot.
     if gold.brackets != answer.brackets and {gold.brackets, answer.brackets} != {"", "()"}:
         return False
-    names = [[item.name for item in value.items if isinstance(item, Named)] for value in (gold, answer)]
     if any(len(set(of)) < len(of) for of in names):  # x = 1 or x = 2 are no coordinates
         return False
     return _in_order(gold.items, answer.items)
@@ -736,7 +751,7 @@ def _as_set(value: Any) -> Any:
         return value
     if isinstance(value, Union):
         parts = [_as_set(part) for part in value.parts]
-        return None if None in parts else sympy.Union(*parts)
+        return None if None in parts or len(_variables(value)) > 1 else sympy.Union(*parts)
     if _is_relation(value):
         return _solution_set(value)
     if not isinstance(value, Items) or value.has_ellipsis:
@@ -745,11 +760,16 @@ def _as_set(value: Any) -> Any:
     if None in numbers or not all(number.is_extended_real for number in numbers):  # type: ignore[union-attr]
         return None
     if value.brackets[:1] in ("", "{"):
-        relations = [_as_set(item) for item in value.items if _is_relation(item)]
-        return sympy.FiniteSet(*numbers) if not relations else None
+        return sympy.FiniteSet(*numbers)
     if len(numbers) != 2 or not numbers[0] < numbers[1]:  # a point
         return None
     return sympy.Interval(*numbers, left_open=value.brackets[0] == "(", right_open=value.brackets[1] == ")")
+
+
+def _variables(value: Any) -> set[Any]:
+    """Return the variables of inequalities."""
+    parts = value.parts if isinstance(value, Union) else (value,)
+    return {symbol for part in parts if _is_relation(part) for symbol in _with_numbers(part).free_symbols}
 
 
 def _solution_set(value: Any) -> Any:

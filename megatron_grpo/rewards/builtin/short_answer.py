@@ -11,7 +11,7 @@ from megatron_grpo.utils.errors import GrpoError
 # A minus after a digit, letter or bracket is an operator; a comma counts only before exactly three digits.
 _NUMBER = re.compile(
     r"(?P<sign>(?:(?<![\w)\]])[-−])?)\$?\s?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
 )
 # Separators of thousands in LaTeX: 70{,}000, 70,\!000, 70\,000.
 _LATEX_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\!,?|\\,)\s*(?=[0-9]{3}(?![0-9]))")
@@ -31,8 +31,10 @@ def gold_text(sample: Sample) -> str:
                 f'the row\'s answer, in "{name}", must be a non-empty string or a number, found {gold!r:.200}: correct '
                 "it, or write the answer to an earlier column of docs/data.md, such as answer"
             )
-        # A column of whole numbers with nulls is one of floats in Parquet: 72.0 is 72.
-        return str(int(gold) if isinstance(gold, float) and gold.is_integer() else gold).strip()
+        # A column of whole numbers with nulls is one of floats in Parquet: 72.0 is 72. 1e-05 would be read as e - 5.
+        if isinstance(gold, float):
+            gold = int(gold) if gold.is_integer() else format(Decimal(repr(gold)), "f")
+        return str(gold).strip()
     raise GrpoError(
         f"the row has no answer to compare with: expected {', '.join(ANSWER_COLUMNS[:-1])} or {ANSWER_COLUMNS[-1]}, "
         f"found {', '.join(sample.row) or 'no column'}"

@@ -11,7 +11,8 @@ from megatron_grpo.rewards.registry import Sample, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+# A call comes first, because its arguments can hold the tags of reasoning.
+_CALL_OR_REASONING = re.compile(r"(<tool_call>.*?</tool_call>)|<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 @register_reward("tool_call")
@@ -46,7 +47,7 @@ def _without_reasoning(completion: str) -> str:
     begin, end = completion.find("<think>"), completion.find("</think>")
     if end >= 0 and not 0 <= begin < end:  # the prompt ends with <think>
         completion = completion[end + len("</think>") :]
-    return _REASONING.sub("", completion)
+    return _CALL_OR_REASONING.sub(lambda match: match[1] or "", completion)
 
 
 def _expected_calls(column: Any) -> list[tuple[str, str]]:

@@ -241,6 +241,28 @@ def test_gsm8k_in_latex(completion, expected):
     assert reward("gsm8k", "so 70000", answer=f"#### {completion}") == expected
 
 
+@pytest.mark.parametrize(
+    ("completion", "number"), [("Total........18", "18"), ("No.5", "5"), ("It is .5", "0.5"), ("-.5", "-0.5")]
+)
+def test_gsm8k_reads_no_decimal_point_after_a_word_or_dots(completion, number):
+    assert reward("gsm8k", completion, answer=number) == 1
+
+
+def test_a_small_number_of_a_row_is_a_decimal():
+    """Python writes 1e-05, which reads as e - 5."""
+    assert reward("accuracy", "\\boxed{0.00001}", answer=1e-05) == 1
+    assert reward("accuracy", "\\boxed{10^{-5}}", answer=1e-05) == 1
+    assert reward("accuracy", "\\boxed{e-5}", answer=1e-05) == 0
+
+
+@pytest.mark.parametrize("text", ["<think>", "<think>a</think>", "</think>"])
+def test_tags_of_reasoning_in_the_arguments_of_a_call_are_text(text):
+    call = {"name": "f", "arguments": {"s": text}}
+    said = f"<think>x</think><tool_call>{json.dumps(call)}</tool_call>"
+    assert reward("tool_call", said, tool_calls=[call]) == 1
+    assert reward("tool_call", f"<think>{said}", tool_calls=[]) == 0
+
+
 @pytest.mark.parametrize(("gold", "text"), [(72.0, "72"), (-3.0, "-3"), (1e15, "1000000000000000"), (0.5, "0.5")])
 def test_exact_match_of_a_column_of_floats(gold, text):
     assert reward("exact_match", text, answer=gold) == 1

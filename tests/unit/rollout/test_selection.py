@@ -81,6 +81,9 @@ def test_penalties_alone_are_no_signal():
     assert kept(funcs, [1, 1, 1], [[1, 0, 0], *WRONG])
     assert not kept(funcs, [1, 1, 1], [[1, 0, 0], [1, -1, 0]])
     assert kept("soft_overlong repetition", [1, 1], [row[1:] for row in WRONG])  # nothing else is there
+    assert kept("accuracy soft_overlong", [0, 1], [[0, 0], [0, -1]])  # nothing else has a weight
+    assert kept("accuracy soft_overlong", [0, 1], [[0, 0], [1, -1]])
+    assert not kept("accuracy soft_overlong", [0, 1], [[0, -1], [1, -1]])
 
 
 def test_the_rewards_that_must_differ_can_be_named():
