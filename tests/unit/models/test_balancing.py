@@ -33,12 +33,7 @@ SIGMOID = f"""{COMMON} --model-family deepseek_v3 --multi-latent-attention --q-l
 EXPERTS, TOPK = 4, 2
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
-PACKS = [
-    "--micro-batch-size 1",
-    "--micro-batch-size 4",
-    "--max-tokens-per-microbatch 70",
-    "--bf16 --micro-batch-size 4",
-]
+PACKS = ["--micro-batch-size 1", "--micro-batch-size 4", "--max-tokens-per-microbatch 70"]
 
 
 @pytest.fixture
