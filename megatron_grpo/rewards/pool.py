@@ -266,18 +266,19 @@ class RewardPool:
         numbers = [self._samples[key] for key in keys]
         if any(self._missing[number] for number in numbers):
             return None
+        own = set(keys)
         values, failures = self._rewards(numbers), []
         for function, failed in enumerate(self._failures_by_function):
             if len(failed) >= _MAX_FAILED and not self._succeeded[function]:
                 self._stop(function, f"failed on all {len(failed)} samples")
             if failed and batch_size is not None and self._failed_in_a_row[function] >= batch_size:
                 self._stop(function, f"failed on the last {self._failed_in_a_row[function]} samples")
-            of_keys = sum(failure.key in set(keys) for failure in failed)
+            of_keys = sum(failure.key in own for failure in failed)
             if batch_size is None and 0 < of_keys == self._num_scored_by(function, numbers):
                 self._stop(function, f"failed on all {of_keys} samples")
-            failures += [failure for failure in failed if failure.key in set(keys)]
+            failures += [failure for failure in failed if failure.key in own]
             if self._succeeded[function]:
-                failed[:] = [failure for failure in failed if failure.key not in set(keys)]
+                failed[:] = [failure for failure in failed if failure.key not in own]
         for key, number in zip(keys, numbers, strict=True):
             del self._samples[key], self._rows[number], self._missing[number]
             self._members.pop(number, None)

@@ -69,12 +69,18 @@ def test_names_of_the_search_path(machine, name):
     assert f"$ {name} -m venv" in make(root)[1]
 
 
+def add_uv(root, add) -> Path:
+    """Add a uv that finds an interpreter; return the interpreter."""
+    found = add("uv-managed/python3.13", "3.13.2")
+    uv = root / "bin/uv"
+    uv.write_text(f"#!/bin/bash\n[[ $1 == python && $2 == find ]] && echo {found}\n")
+    uv.chmod(0o755)
+    return found
+
+
 def test_uv_finds_an_interpreter(machine):
     root, add = machine
-    expected = add("uv-managed/python3.13", "3.13.2")
-    uv = root / "bin/uv"
-    uv.write_text(f"#!/bin/bash\n[[ $1 == python && $2 == find ]] && echo {expected}\n")
-    uv.chmod(0o755)
+    expected = add_uv(root, add)
     assert f"$ {expected} -m venv" in make(root)[1]
 
 
@@ -99,10 +105,7 @@ def test_without_an_interpreter_one_line_says_what_to_install(machine, version, 
 
 def test_without_a_home_uv_is_asked(machine):
     root, add = machine
-    expected = add("uv-managed/python3.13", "3.13.2")
-    uv = root / "bin/uv"
-    uv.write_text(f"#!/bin/bash\n[[ $1 == python && $2 == find ]] && echo {expected}\n")
-    uv.chmod(0o755)
+    expected = add_uv(root, add)
     words = ["bash", "-c", f"unset HOME; exec bash {REPO / 'tools/make_venv.sh'}"]
     subprocess.run(words, env={"PATH": str(root / "bin"), "VENV": str(root / "venv")}, capture_output=True)
     assert f"$ {expected} -m venv" in (root / "venv/install.log").read_text()
