@@ -20,7 +20,7 @@ from test_updates import EXPERTS, MODEL
 
 import pretrain_grpo
 from megatron_grpo.checkpointing.checkpoint import load_checkpoint, save_checkpoint
-from megatron_grpo.models import forward
+from megatron_grpo.models import forward, router_replay
 from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.reference.reference_model import SwappedReference
@@ -68,10 +68,15 @@ def products():
         linear.general_gemm = layernorm_linear.general_gemm = original
 
 
-def updated(flags: str) -> dict:
-    """Run one update; return log-probabilities before and after it, its gradient, metrics, and counts of products."""
+def updated(flags: str, routed_experts=None) -> dict:
+    """Run one update; return log-probabilities before and after it, its gradient, metrics, and counts of products.
+
+    With R2 all passes use ``routed_experts``, or without these the experts that the first pass chose.
+    """
     args, trainer, batch, chosen = start(flags)
-    before = log_probs(args, trainer, batch, chosen)
+    batch.routed_experts = routed_experts
+    with router_replay.recording(args, trainer.model, batch) if routed_experts is None else contextlib.nullcontext():
+        before = log_probs(args, trainer, batch, chosen)
     with products() as counts:
         metrics = pretrain_grpo.update(args, trainer, batch, chosen)
     gradient = torch.cat([tensor.flatten() for tensor in gradient_tensors(trainer.model)]).cpu()
@@ -83,7 +88,7 @@ def updated(flags: str) -> dict:
     free_fp8_weights(trainer.model)
     made_up.release(trainer)
     return {
-        "before": before, "after": after, "gradient": gradient, "loss": metrics["loss"], "freed": freed,
+        "before": before, "after": after, "gradient": gradient, "loss": metrics["loss"], "freed": freed, "routed_experts": batch.routed_experts,
         "fresh": torch.equal(after, again), "products": {str(key): value for key, value in counts.items()},
     }  # fmt: skip
 
@@ -200,7 +205,8 @@ def more(directory: str) -> dict:
         results[name] = compared(updated(flags), beside)
         print(name, results[name], flush=True)
     experts = " ".join([*EXPERTS, "--moe-grouped-gemm"])
-    results["experts"] = compared(updated(f"{FP8} {experts}"), updated(experts))
+    plain = updated(f"{experts} --router-replay-mode R2")
+    results["experts"] = compared(updated(f"{FP8} {experts} --router-replay-mode R2", plain["routed_experts"]), plain)
     results["experts loaded"] = crossed(f"{directory}/experts", f"{FP8} {experts}", f"{FP8} {experts}")
     return results
 

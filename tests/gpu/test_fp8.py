@@ -56,8 +56,8 @@ def test_recomputation_adapters_and_experts(tmp_path):
     is_near(results["fused gradients"], before=1e-3, after=0.02, cosine=0.9999)
     is_near(results["edges in bf16"])
     is_near(results["adapter"], after=0.08)
-    # Rounding sends tokens whose router probabilities are nearly equal to other experts than in bf16.
-    is_near(results["experts"], after=0.08, cosine=0.95)
+    # FP8 sends tokens whose router probabilities are nearly equal to other experts: those of bf16 are replayed.
+    is_near(results["experts"], after=0.08)
     assert results["experts loaded"]
     half = 3 * LINEAR * LAYERS * PACKS // 2
     assert results["edges in bf16"]["products"] == {"0": half, "2": half}
