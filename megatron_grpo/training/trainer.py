@@ -237,11 +237,14 @@ class Trainer:
             self.sampler.give_back([plan.prompts[number].id for number in unused])
         drafts = metrics_of_all_ranks(self.engine.drafts if self.engine.is_lead else None)
         self.sampling_metrics = self.sampling_metrics | drafts
-        for line in self.engine.failures() if isinstance(self.engine, Conversing) else []:
-            print(f"[rank {dist.get_rank()}] {line}", flush=True)
+        self._print_failed_episodes()
         if self.scorer is not None:
             print_first_failures(self.scorer.failures, self.failed_rewards, dist.get_rank())
         return batch
+
+    def _print_failed_episodes(self, where: str = "") -> None:
+        for line in self.engine.failures() if isinstance(self.engine, Conversing) else []:
+            print(f"[rank {dist.get_rank()}] {where}{line}", flush=True)
 
     def _record(self, plan: RolloutPlan) -> None:
         """Write the record of a training batch into the ledger, if there is one."""
@@ -412,6 +415,7 @@ class Trainer:
                 probe, _ = self.engine.generate(plan, everything, data="train", scored=False)
             else:
                 probe = weight_check.probe(self.args, self.engine, prompts, self.tokenizer, self.timers)
+            self._print_failed_episodes("probe of the weights: ")
             return self._with_images(probe)
 
     def _check_probe(self, probe: RolloutBatch) -> None:

@@ -227,7 +227,11 @@ def p_value(found, samples: dict, kept: int = VOCABULARY, tolerance: float = TOL
     count = len(samples["ids"])
     assert count >= DISTURBED
     expected = [log_probs[tuple(sample)] for sample in samples["ids"]]
-    assert np.abs(np.array(samples["log_probs"]) - expected).max() < tolerance
+    off = np.abs(np.array(samples["log_probs"]) - expected).max(-1)
+    wrong = [
+        (int(i), samples["ids"][i], samples["log_probs"][i], expected[i]) for i in np.flatnonzero(off >= tolerance)
+    ]
+    assert not wrong, f"{len(wrong)} of {count} samples (number, tokens, log-probabilities, right ones): {wrong[:10]}"
     if kept < VOCABULARY:
         likeliest = {ids: np.argsort(table, -1)[:, -kept:] for ids, table in zip(every, tables, strict=True)}
         for ids, tokens in zip(samples["ids"], samples["kept_token_ids"], strict=True):

@@ -88,7 +88,8 @@ def updated(flags: str, routed_experts=None) -> dict:
     free_fp8_weights(trainer.model)
     made_up.release(trainer)
     return {
-        "before": before, "after": after, "gradient": gradient, "loss": metrics["loss"], "freed": freed, "routed_experts": batch.routed_experts,
+        "before": before, "after": after, "gradient": gradient, "loss": metrics["loss"], "freed": freed,
+        "routed_experts": batch.routed_experts,
         "fresh": torch.equal(after, again), "products": {str(key): value for key, value in counts.items()},
     }  # fmt: skip
 

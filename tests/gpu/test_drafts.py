@@ -16,8 +16,8 @@ FLAGS = ("--bf16", *engine_flags(64))
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "ngram, adapter", "draft_model, adapter"])
 def test_samples_have_the_distribution_of_the_model(tmp_path, method):
     facts = run(tmp_path, method, *FLAGS, EAGER, launch=torchrun, dtype=torch.bfloat16)
-    for samples in (facts.sampled, facts.interrupted, facts.kept):
-        assert p_value(facts, samples, tolerance=ROUNDING) > LEAST_P_VALUE
+    for name in ("sampled", "interrupted", "kept"):
+        assert p_value(facts, getattr(facts, name), tolerance=ROUNDING) > LEAST_P_VALUE, name
     assert all(0 < asked["drafts"][2] <= asked["drafts"][1] for asked in facts.greedy)
     assert facts.differences == []
 

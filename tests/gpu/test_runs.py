@@ -41,7 +41,8 @@ def check(task: Path, save: Path, nproc: int, *flags: str, model: str = "qwen3")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
         assert row["mismatch/mean_abs"] < 0.02 and 0 < row["grad_norm"] < 100 and row["reward/failures"] == 0
-    assert (save / "hf_model/model.safetensors").exists()
+    export = "adapter/adapter_model.safetensors" if "--lora-rank" in flags else "hf_model/model.safetensors"
+    assert (save / export).exists()
 
 
 def test_one_gpu(task, tmp_path):
