@@ -44,7 +44,7 @@ from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimi
 from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWriter
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
-from megatron_grpo.parallel.initialize import print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import host_group, print_rank_0, set_random_seed
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
@@ -227,6 +227,7 @@ def write_state(state: dict, directory: Path, content_metadata: dict | None = No
                 else data_files.Writer(directory)
             ),
             planner=optimizer_state.SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=host_group(),
         )
     except (OSError, CheckpointingException, CheckpointException) as error:
         raise GrpoError(f"checkpoint {directory} cannot be written: {_cause(error)}") from error
@@ -250,7 +251,7 @@ def wait_for_background() -> None:
     if error and job is not None and dist.get_rank() == 0:
         checkpoint_directory.discard(job.temporary)  # the processes of the other ranks wait until it is gone
     errors: list = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error and f"rank {dist.get_rank()}: {error}")
+    dist.all_gather_object(errors, error and f"rank {dist.get_rank()}: {error}", group=host_group())
     for text in filter(None, errors):
         raise GrpoError(f"checkpoint {job and job.temporary} was not written: {text}")
 
@@ -263,7 +264,7 @@ def on_rank_0(function: Callable, *arguments):
             outcome[0] = function(*arguments)
         except (GrpoError, OSError) as error:
             outcome[1] = str(error) if isinstance(error, GrpoError) else f"checkpoint files: {error}"
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=host_group())
     if outcome[1] is not None:
         raise GrpoError(outcome[1])
     return outcome[0]
@@ -283,7 +284,7 @@ def _on_each_rank(function: Callable[[Path], None] | None, directory: Path) -> N
 def _raise_everywhere(problem: str | None) -> None:
     """Raise GrpoError on every rank if any rank has a problem. Collective."""
     everywhere: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, problem)
+    dist.all_gather_object(everywhere, problem, group=host_group())
     for message in filter(None, everywhere):
         raise GrpoError(message)
 
@@ -366,7 +367,7 @@ def _check_presence(request: dict, directory: Path) -> None:
     wanted = {item.key for item in nested_values(request) if isinstance(item, ShardedBase)}
     absent = wanted - on_rank_0(_stored_keys, directory)
     everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, absent)
+    dist.all_gather_object(everywhere, absent, group=host_group())
     missing = sorted(set().union(*everywhere))
     if missing and all(key.startswith("optimizer.") for key in missing):
         raise GrpoError(

@@ -18,6 +18,7 @@ from megatron_grpo.lora.stream import stream_adapter, stream_saved
 from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import linear_layers, module_name, saved_weights, targets
 from megatron_grpo.models.config import params_dtype
+from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
 from megatron_grpo.utils.rules import flag
@@ -218,7 +219,7 @@ def save_adapter(args: Namespace, model: Sequence[nn.Module], directory: str | P
             write_files(directory, tensors, config_of(args), base_of(args))
         except (OSError, SafetensorError) as error:
             failure = [f"{directory}: the adapter cannot be written: {error}"]
-    dist.broadcast_object_list(failure, src=0)
+    dist.broadcast_object_list(failure, src=0, group=host_group())
     if failure[0] is not None:
         raise GrpoError(failure[0])
 

@@ -19,6 +19,7 @@ from megatron_grpo.data.share import spread
 from megatron_grpo.models import balancing, router_replay
 from megatron_grpo.models.fp8_training import check_fp8_device, token_multiple
 from megatron_grpo.parallel.arguments import query_groups
+from megatron_grpo.parallel.initialize import await_ranks
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.cpu_backend import device
@@ -208,6 +209,7 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
 
     The list is empty on all but the last pipeline stage.
     """
+    await_ranks()
     for chunk in model:
         _set_dropout(chunk, on=not forward_only)
 

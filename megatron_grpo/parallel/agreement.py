@@ -11,10 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.parallel.initialize import host_group, timeout_of_collectives
 from megatron_grpo.utils.errors import EngineLost, described, rebuilt
 
 DEVICE_ANSWERS = 20.0  # seconds that a device has to finish its work after the loss of an engine
+STORE_PAUSE = 5.0  # seconds between a rank's questions to the store
 RANKS_ANSWER = 120.0  # seconds that all ranks have then to take their tensors back
 
 _contexts = 0  # equal on all ranks
@@ -24,8 +25,9 @@ _contexts = 0  # equal on all ranks
 def raised_on_every_rank() -> Iterator[None]:
     """Context in which an EngineLost of one rank is raised on every rank, with the same message. Collective.
 
-    Every rank must leave the context, with EngineLost or without. A rank that cannot (it waits for the lost one in a
-    collective of the engine) ends this context on the others after --distributed-timeout-minutes.
+    Every rank must leave the context, with EngineLost or without, however late. After a loss, a rank that cannot leave
+    (it waits for the lost one in a collective of the engine) ends this context on the others after
+    --distributed-timeout-minutes.
     """
     global _contexts
     _contexts += 1
@@ -39,7 +41,7 @@ def raised_on_every_rank() -> Iterator[None]:
         lost += 1
         store.compare_set(key, "", described(error))  # the first message is everyone's
     try:
-        dist.all_reduce(lost, dist.ReduceOp.MAX, group=host_group())
+        _complete(dist.all_reduce(lost, dist.ReduceOp.MAX, group=host_group(), async_op=True), store, key)
     except RuntimeError as error:  # a rank did not answer
         if not store.check([key]):
             raise
@@ -47,6 +49,25 @@ def raised_on_every_rank() -> Iterator[None]:
         cause = cause or error
     if lost:
         raise rebuilt(store.get(key).decode()) from cause
+
+
+def _complete(work: dist.Work, store: dist.Store, key: str) -> None:
+    """Wait for a collective, as long as it takes; RuntimeError if it takes --distributed-timeout-minutes after ``key``.
+
+    Each rank asks the store for the key every five seconds: 200 requests a second of 1,024 ranks.
+    """
+    pause, asks, ends = 0.001, time.monotonic() + STORE_PAUSE, float("inf")
+    while not work.is_completed():
+        now = time.monotonic()
+        if now > ends:
+            raise RuntimeError("a rank does not answer after the loss of an engine")
+        if ends == float("inf") and now > asks:
+            asks = now + STORE_PAUSE
+            if store.check([key]):
+                ends = now + timeout_of_collectives().total_seconds()
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    work.wait()  # raises its error
 
 
 def of_lead(value: Any, group: dist.ProcessGroup | None) -> Any:

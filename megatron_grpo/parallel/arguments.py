@@ -13,7 +13,7 @@ from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.core_rules import changed, check_core_flags
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.flags import COUNT, FlagRow, count_to
+from megatron_grpo.utils.flags import COUNT, FlagRow, Number
 from megatron_grpo.utils.rules import divides, excludes, flag, needs
 
 PARALLELISM: tuple[FlagRow, ...] = (
@@ -35,9 +35,9 @@ PARALLELISM: tuple[FlagRow, ...] = (
 
 TIMEOUT: FlagRow = (
     "--distributed-timeout-minutes",
-    count_to(10**6),
-    10,
-    "time-out of a collective, minutes; after it the run ends",
+    Number(float, 0, 1e6, above=True),
+    10.0,
+    "time-out of a collective of the model, minutes; waits for rollouts, rewards and files of other ranks have none",
 )
 
 BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")

@@ -18,6 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_grpo.parallel.roles import Joint, check_hosts, connect, role_of
 from megatron_grpo.utils.errors import GrpoError, described, rebuilt
 
+_timeout = datetime.timedelta(minutes=10)
 _host_group: dist.ProcessGroup | None = None
 _model_group: dist.ProcessGroup | None = None
 _joint: Joint | None = None  # with --rollout-ranks
@@ -29,8 +30,8 @@ def initialize_distributed(args) -> None:
 
     With --rollout-ranks the process group is that of this rank's role, and ranks of engines have none of megatron-core.
     """
-    global _host_group, _model_group
-    timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
+    global _host_group, _model_group, _timeout
+    _timeout = timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     if not dist.is_initialized():
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
             os.environ.setdefault(name, value)
@@ -41,13 +42,11 @@ def initialize_distributed(args) -> None:
             os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            # No device_id: with it each of megatron-core's groups would allocate its memory (7 GiB of one GPU) at once,
-            # used or not, and keep it while the engine generates.
-            dist.init_process_group("nccl", timeout=timeout, **_rendezvous(args, timeout))
-            _host_group = dist.new_group(backend="gloo", timeout=timeout)
-        else:
-            dist.init_process_group("gloo", timeout=timeout, **_rendezvous(args, timeout))
-            _host_group = dist.group.WORLD
+        # No device_id: with it each of megatron-core's groups would allocate its memory (7 GiB of one GPU) at once,
+        # used or not, and keep it while the engine generates.
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timeout, **_rendezvous(args, timeout))
+        _host_group = dist.new_group(backend="gloo", timeout=_patience(args))
     if _joint is not None and _joint.role.replica is not None:
         return
     initialize_model_parallel(args)
@@ -60,6 +59,11 @@ def initialize_distributed(args) -> None:
             group = dist.new_group(ranks, timeout=timeout, backend="gloo")
             if number == replica:
                 _model_group = group
+
+
+def _patience(args) -> datetime.timedelta:
+    """Return the time-out of `host_group`: none in practice where the watchdog judges what hangs."""
+    return datetime.timedelta(days=365) if args.watchdog_timeout else _timeout
 
 
 def _rendezvous(args, timeout: datetime.timedelta) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def _rendezvous(args, timeout: datetime.timedelta) -> dict[str, Any]:
     ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     check_hosts(world_size - args.rollout_ranks, args.rollout_ranks, args.vllm_tensor_parallel_size, ranks_per_host)
     role = role_of(rank, world_size, args.rollout_ranks, args.vllm_tensor_parallel_size)
-    _joint = connect(args, role, store, rank, world_size, timeout)
+    _joint = connect(args, role, store, rank, world_size, timeout, _patience(args))
     return {"store": dist.PrefixStore(role.name, store), "rank": role.rank, "world_size": role.size}
 
 
@@ -139,9 +143,24 @@ def destroy_rank_groups() -> None:
 
 
 def host_group() -> dist.ProcessGroup:
-    """Return the gloo process group of all ranks, for tensors in host memory."""
+    """Return the gloo process group of all ranks, for tensors in host memory, and for what takes ranks unequal time.
+
+    A rank that has finished a rollout, a file or a request waits here for the others, who may need hours more. Such a
+    wait has no time-out. The watchdog ends a run in which no rank makes progress; without it (--watchdog-timeout 0) the
+    time-out is --distributed-timeout-minutes. Collectives of a device and of the model's groups always have the latter.
+    """
     assert _host_group is not None, "initialize_distributed comes first"
     return _host_group
+
+
+def await_ranks() -> None:
+    """Wait for all ranks as long as it takes: the model's collectives that follow have a time-out. Collective."""
+    dist.barrier(group=host_group())
+
+
+def timeout_of_collectives() -> datetime.timedelta:
+    """Return --distributed-timeout-minutes."""
+    return _timeout
 
 
 def model_group() -> dist.ProcessGroup:
@@ -199,19 +218,18 @@ def all_finish() -> Iterator[None]:
         outcome = described(error)
         raise
     finally:
-        if outcome:
-            store.set(f"{key}/error", outcome)
-        store.add(key, 1)
-    _wait_until(lambda: store.add(key, 0) >= dist.get_world_size() or store.check([f"{key}/error"]))
-    if store.check([f"{key}/error"]):
-        raise rebuilt(store.get(f"{key}/error").decode())
+        if outcome or store.add(f"{key}/ranks", 1) == dist.get_world_size():
+            store.compare_set(key, "", outcome)  # the first error is everyone's; the last rank sets it otherwise
+    _wait_until(lambda: store.check([key]))
+    if outcome := store.get(key).decode():
+        raise rebuilt(outcome)
 
 
 def _wait_until(holds: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Poll the store; its own wait has a time-out and prints warnings."""
-    began = time.monotonic()
+    """Poll the store, 400 times a second by all ranks at most; its own wait has a time-out and prints warnings."""
+    began, longest = time.monotonic(), max(0.25, dist.get_world_size() / 400)
     while not holds():
-        time.sleep(min(0.25, 0.005 + (time.monotonic() - began) / 20))
+        time.sleep(min(longest, 0.005 + (time.monotonic() - began) / 20))
         meanwhile()
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.parallel.initialize import print_rank_0
+from megatron_grpo.parallel.initialize import host_group, print_rank_0
 from megatron_grpo.utils.errors import GrpoError, InputError
 from megatron_grpo.utils.json_files import read_config, read_json_object
 from megatron_grpo.weights import families, model_weights, quantized
@@ -346,7 +346,7 @@ def on_all_ranks[Result](
     except (OSError, GrpoError) as error:
         mine = None, f"{directory} {problem}: {error}"
     everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine, group=host_group())
     for _, error in everyone:
         if error is not None:
             raise GrpoError(error)

@@ -15,6 +15,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_grpo.parallel.arguments import query_groups
+from megatron_grpo.parallel.initialize import await_ranks
 from megatron_grpo.utils.cpu_backend import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.kinds import kind_of, tower_shapes
@@ -206,6 +207,7 @@ def owning_stages(weights: Sequence[Weight], held: Container[str]) -> dict[str, 
 
     `held`: the names of this rank's weights. Raises GrpoError on every rank for a weight that no stage holds.
     """
+    await_ranks()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     owners = torch.tensor([stage if weight.name in held else stages for weight in weights], device=device())

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
-from megatron_grpo.parallel.initialize import host_group, led_by_rank_0
+from megatron_grpo.parallel.initialize import await_ranks, host_group, led_by_rank_0
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rollout.collect import Needs, exchange, to_batch
 from megatron_grpo.rollout.draft_counts import DraftCounts, draft_metrics, no_drafts
@@ -164,6 +164,7 @@ class PlacedEngines:
     def _publish(
         self, what: str, stream: weights.Weights, version: int, described: Callable[[], list[weights.Described]]
     ) -> None:
+        await_ranks()  # the engines receive the weights within a time-out
         with led_by_rank_0(self._watch_signals):
             if self._leads:
                 if what not in self._described:
@@ -187,6 +188,7 @@ class PlacedEngines:
 
         The adapter is sent a second time, so that a fault of the first transfer is found too.
         """
+        await_ranks()
         if self._leads:
             self._tell({"do": "compare adapter"})
         self._send("adapter", iter(adapter.items()))
