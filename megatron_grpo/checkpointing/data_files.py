@@ -32,9 +32,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum, read_checksums
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
 
 Data = torch.Tensor | io.BytesIO
+
+_PIECE = 2**26  # bytes that are written between two signs of progress
 
 COMMON_STATE = "common_state"  # megatron-core's key of the common state
 COMMON_STATE_INDEX = MetadataIndex(f"{COMMON_STATE}/shard_0_1")  # its index among the items: the only shard
@@ -54,8 +57,13 @@ class _ChecksumStream:
         self.stream, self.checksum = stream, Checksum()
 
     def write(self, data) -> int:
-        self.checksum.update(data)
-        return self.stream.write(data)
+        data = memoryview(data).cast("B")
+        for begin in range(0, len(data), _PIECE):
+            piece = data[begin : begin + _PIECE]
+            self.checksum.update(piece)
+            self.stream.write(piece)
+            progress.advance()
+        return len(data)
 
     def flush(self) -> None:
         self.stream.flush()
@@ -218,6 +226,7 @@ class Reader(torch_checkpoint.FileSystemReader):
             if length != place.length or Checksum.of(file, place.length) != checksum:
                 raise GrpoError(self._damage(place))
             self._checked.add((place.relative_path, place.offset))
+        progress.advance()
         return super()._slice_file(file, place)
 
     def _damage(self, place: _StorageInfo) -> str:

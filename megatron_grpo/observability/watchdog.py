@@ -50,16 +50,18 @@ SILENT = 5  # intervals without a sign of a rank's watchdog, after which the ran
 def phase_limits(args: Namespace) -> dict[str, float]:
     """Return the seconds that each phase may last without a sign of progress; "" is any other moment.
 
-    What waits for rewards and servers may take the time limits of these in addition.
+    What waits for rewards, environments and servers may take the time limits of these in addition.
     """
     base = args.watchdog_timeout
     limits = {"": base} | {phase: LONGER.get(phase, 1) * base for phase in PHASES}
-    rewards = max(args.reward_timeout, REWARD_MODEL_TIMEOUTS * args.reward_model_timeout * bool(reward_models(args)))
+    of_models = REWARD_MODEL_TIMEOUTS * args.reward_model_timeout * bool(reward_models(args))
+    rewards = max(args.reward_timeout * (args.reward_retries + 1), of_models)
+    environments = args.environment_timeout * (args.environment_retries + 1) * bool(args.environment)
     servers = 0.0
     if server_urls(args):
         servers = args.sglang_server_timeout if args.rollout_engine == "sglang" else args.vllm_server_timeout
     for phase in ("rollout", "scoring", "eval"):
-        limits[phase] += rewards + servers
+        limits[phase] += rewards + environments + servers
     limits["sync"] += servers
     limits["logprobs"] += args.teacher_server_timeout * bool(args.teacher_server)
     return limits | (args.watchdog_phase_timeouts or {})
@@ -298,8 +300,8 @@ class Watchdog:
             beat=self.state.beat + 1,
             position=str(position),
             entered=position.entered,
-            seconds=now - max(position.moved, self.awake),
-            limit=limit_of((*position.phases, position.step), self.limits),
+            seconds=now - max(progress.moved, self.awake),
+            limit=max(limit_of((*position.phases, position.step), self.limits), self.limits["start"] * position.first),
             waits=waits_for_others(frame),
             place=place_of(frame),
             neighbour_position="" if board is None else os.pread(board, progress.BOARD_BYTES, 0).decode().strip(),

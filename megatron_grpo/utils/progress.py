@@ -20,13 +20,16 @@ class Position(NamedTuple):
     phases: tuple[str, ...] = ()
     step: str = ""
     entered: int = 0  # number of phases and steps so far: ranks that do the same have the same number
-    moved: float = 0.0  # time.monotonic() of the last sign of progress
+    first: bool = False  # the innermost phase has not ended before: it may compile
 
     def __str__(self) -> str:
         return ": ".join(filter(None, (*self.phases, self.step))) or "between two phases"
 
 
-position = Position(moved=time.monotonic())
+position = Position()
+moved = time.monotonic()  # of the last sign of progress
+signs = 0  # of progress so far
+_ended: set[str] = set()  # phases that have ended
 _board: mmap.mmap | None = None
 BOARD_BYTES = 256
 
@@ -44,6 +47,7 @@ def show_on(descriptor: int | None) -> None:
 def _begin(new: Position) -> None:
     global position
     position = new
+    advance()
     if _board is not None:
         _board[:] = str(new).encode()[:BOARD_BYTES].ljust(BOARD_BYTES)
 
@@ -52,19 +56,21 @@ def _begin(new: Position) -> None:
 def phase(name: str) -> Iterator[None]:
     """Context of a phase; phases nest."""
     outer = position
-    _begin(Position((*outer.phases, name), "", outer.entered + 1, time.monotonic()))
+    _begin(Position((*outer.phases, name), "", outer.entered + 1, name not in _ended))
     try:
         yield
     finally:
-        _begin(Position(outer.phases, outer.step, position.entered + 1, time.monotonic()))
+        _ended.add(name)
+        _begin(outer._replace(entered=position.entered + 1))
 
 
 def step(name: str) -> None:
     """Begin a step within the innermost phase; it ends with the next step, or with the phase."""
-    _begin(Position(position.phases, name, position.entered + 1, time.monotonic()))
+    _begin(position._replace(step=name, entered=position.entered + 1))
 
 
 def advance() -> None:
-    """Note a sign of progress within a step."""
-    global position
-    position = position._replace(moved=time.monotonic())
+    """Note a sign of progress within a step: anything that moved. Any thread may."""
+    global moved, signs
+    moved = time.monotonic()
+    signs += 1

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError, InputError
 from megatron_grpo.utils.json_files import read_json_object
 
@@ -272,6 +273,7 @@ class SafetensorsWriter:
         while data:
             written = os.pwrite(self._open[file], data, offset)
             data, offset = data[written:], offset + written
+            progress.advance()
 
     def close(self) -> None:
         """Flush what this process wrote to the disk (fsync), and close the files."""

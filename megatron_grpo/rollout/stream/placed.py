@@ -247,13 +247,13 @@ class PlacedEngines:
         return [found[replica] for replica in range(self.num_replicas)]
 
     def _wait(self, until_signal: bool = True) -> None:
-        """Wait a moment; a step of any engine is progress. Raise Preempted for a signal, if it ends the wait."""
+        """Wait a moment; what moves at any engine is progress. Raise Preempted for a signal, if it ends the wait."""
         time.sleep(BETWEEN_LOOKS)
         if time.monotonic() - self._last_look > BETWEEN_SIGNS:
             self._last_look = time.monotonic()
             signs = self._read_signs()
-            if [sign.get("steps") for sign in signs] != self._signs:
-                self._signs = [sign.get("steps") for sign in signs]
+            if [sign.get("moved") for sign in signs] != self._signs:
+                self._signs = [sign.get("moved") for sign in signs]
                 progress.advance()
             if until_signal:
                 self._check_signals(self._joint.store.check(["signal"]))

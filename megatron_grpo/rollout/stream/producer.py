@@ -34,6 +34,7 @@ from megatron_grpo.rollout.plan import rollout_seed, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.messages import Message
 from megatron_grpo.rollout.unfinished import Group, prompts_of, read_groups, with_completion, write_groups
+from megatron_grpo.utils import progress
 
 FIRST_OF_JOB = 2**40  # id of a request of an evaluation; those of training are far below
 IDLE = 0.002  # seconds between two looks for commands, if nothing is generated
@@ -93,7 +94,7 @@ class Producer:
         self._is_ready = False  # to publish it
         self._has_policy = False  # whether the engine has the weights, and the adapter of a run that sends it alone
         self._described: dict[str, list[weights.Described]] = {}  # of the weights and of the adapter
-        self._steps, self._idle_seconds = 0, 0.0
+        self._idle_seconds = 0.0
         self._last_sign = 0.0
         self._failed_rewards: set[str] = set()
         self._signal: str | None = None
@@ -227,7 +228,6 @@ class Producer:
                 self._add_to_job(completion)
             else:
                 self._add_to_group(completion)
-        self._steps += 1
 
     def _add_to_group(self, completion: Completion) -> None:
         number, place = divmod(completion.id, self._size)
@@ -461,5 +461,5 @@ class Producer:
             print(f"[rank {self._joint.rank}] {line}", flush=True)
         if self._is_lead and now - self._last_sign > BETWEEN_SIGNS:
             self._last_sign = now
-            sign = {"steps": self._steps, "running": len(self._running), "idle_seconds": self._idle_seconds}
+            sign = {"moved": progress.signs, "running": len(self._running), "idle_seconds": self._idle_seconds}
             self._joint.store.set(f"sign/{self._replica}", json.dumps(sign))

@@ -90,9 +90,12 @@ def test_ranks_that_have_ended_take_no_part():
 def test_limits_of_phases():
     limits = phase_limits(validated("--watchdog-timeout 100 --reward-timeout 20"))
     assert (limits[""], limits["update"], limits["save"], limits["start"]) == (100, 100, 600, 600)
-    assert (limits["rollout"], limits["scoring"]) == (120, 120)  # a reward may take its own time-out
+    assert (limits["rollout"], limits["scoring"]) == (140, 140)  # a reward may take its own time-out, and a retry
+    environment = "--environment test_hangs --environment-timeout 360 --environment-retries 2"
+    limits = phase_limits(validated(f"--watchdog-timeout 100 --reward-timeout 20 {environment}"))
+    assert (limits["rollout"], limits["eval"], limits["update"]) == (1220, 1220, 100)
     servers = "--vllm-mode server --vllm-server-base-url http://127.0.0.1:1 --vllm-server-timeout 50"
-    assert phase_limits(validated(f"--watchdog-timeout 100 {servers}"))["rollout"] == 160
+    assert phase_limits(validated(f"--watchdog-timeout 100 {servers}"))["rollout"] == 170
     assert phase_limits(validated('--watchdog-phase-timeouts {"save":7200}'))["save"] == 7200
 
 
@@ -118,14 +121,18 @@ def test_positions_nest_and_are_on_the_board():
     def shown():
         return os.pread(descriptor, progress.BOARD_BYTES, 0).decode().strip()
 
+    with progress.phase("compiles"):
+        assert progress.position.first
+    with progress.phase("compiles"):
+        assert not progress.position.first
     entered = progress.position.entered
     with progress.phase("eval"), progress.phase("rollout"):
         progress.step("prefill")
         assert str(progress.position) == shown() == "eval: rollout: prefill"
         assert progress.position.entered == entered + 3
-        before = progress.position.moved
+        before, signs = progress.moved, progress.signs
         progress.advance()
-        assert progress.position.moved > before and progress.position.entered == entered + 3
+        assert progress.moved > before and progress.signs == signs + 1 and progress.position.entered == entered + 3
     assert "eval" not in shown()
 
 
