@@ -24,6 +24,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.models.kv_cache import KVCache, Step, generating
 from megatron_grpo.parallel.agreement import raised_on_every_rank
 from megatron_grpo.parallel.arguments import generating_width
+from megatron_grpo.parallel.initialize import await_ranks
 from megatron_grpo.parallel.rank_groups import replica_group
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, lost_on_failure
 from megatron_grpo.rollout.megatron.sampling import sample
@@ -189,6 +190,7 @@ class MegatronEngine(TakesTurns):
 
         The model generates and cannot be trained in this context.
         """
+        await_ranks()  # the ranks of a replica step together
         seeds = np.random.SeedSequence([seed + self.replica, self._member])
         self._generator.manual_seed(int(seeds.generate_state(1)[0]))
         with (

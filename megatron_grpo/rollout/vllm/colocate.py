@@ -31,7 +31,7 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.lora.targets import targets
 from megatron_grpo.models.config import moe_layers, params_dtype
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
-from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.parallel.initialize import await_ranks, host_group
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.rollout.draft_counts import no_drafts
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, generate, lost_on_failure, request_seed
@@ -216,6 +216,7 @@ class VllmColocate(TakesTurns):
     def rollout(self, seed: int) -> Iterator[None]:
         """Context of a rollout: samples depend only on ``seed`` and requests; restores the trainer's random state."""
         self._rollout_seed = seed
+        await_ranks()  # the ranks of a replica step together
         with raised_on_every_rank(), _preserve_random_state():
             # vLLM draws from these generators for requests without a seed; all ranks of a replica must draw alike.
             torch.manual_seed(seed + self.replica)
