@@ -29,6 +29,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron_grpo.utils.descriptors import needed
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.seen_versions import SEEN, public
 
@@ -36,6 +37,7 @@ OLDEST_PYTHON = (3, 12)
 GIB = 2**30
 SHARED_MEMORY = GIB  # bytes; Docker's default is 64 MiB, too little for NCCL and for vLLM on several GPUs
 CHECKPOINT_BYTES = 14  # for each parameter: 2 for the weights in bf16, 12 for Adam's state in float32
+RANKS = 64  # of the run that open files are checked for
 LIMIT_S = 300  # time limit of a check in a process of its own
 INSTALL = "pip install -r requirements-gpu.txt (without a GPU: requirements-cpu.txt)"
 CONTAINER = "start the container with --shm-size=16g or --ipc=host"
@@ -180,6 +182,19 @@ def check_locked_memory(args: argparse.Namespace) -> str:
             "--ulimit memlock=-1; hosts: memlock in /etc/security/limits.conf)"
         )
     return "ulimit -l is unlimited"
+
+
+def check_open_files(args: argparse.Namespace) -> str:
+    """Check the hard limit of `ulimit -n`; a run raises the soft one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return "ulimit -Hn is unlimited"
+    if hard < needed(RANKS):
+        raise GrpoError(
+            f"ulimit -Hn is {hard}, and a run of {RANKS} ranks needs {needed(RANKS)}: raise it (containers: --ulimit "
+            "nofile=1048576; hosts: nofile in /etc/security/limits.conf; services: LimitNOFILE)"
+        )
+    return f"ulimit -Hn is {hard}, enough for {(hard - needed(0)) // (needed(1) - needed(0)):,} ranks"
 
 
 def infiniband() -> list[str]:
@@ -398,6 +413,7 @@ QUICK: dict[str, Check] = {
     "GPUs": check_gpus,
     "shared memory": check_shared_memory,
     "locked memory": check_locked_memory,
+    "open files": check_open_files,
     "disk": check_disk,
 }
 LONG: dict[str, Check] = {"all-reduce": check_all_reduce, "megatron-core": check_megatron, "vLLM": check_vllm}

@@ -128,6 +128,7 @@ def initialize_model_parallel(args) -> None:
         hybrid_context_parallel=args.hybrid_context_parallel,
         order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         distributed_timeout_minutes=args.distributed_timeout_minutes,
+        create_gloo_process_groups=False,  # three meshes of sockets that only megatron-core's own checkpoints use
     )
 
 

@@ -559,6 +559,13 @@ def server_urls(args: Namespace) -> list[str]:
     return (args.vllm_server_base_url or []) if args.vllm_mode == "server" else []
 
 
+def streams_of_a_rank(args: Namespace, world_size: int) -> int:
+    """Return how many answers of servers a rank receives at a time, of ``world_size`` trainers."""
+    width = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    receivers = args.rollout_ranks or world_size // width
+    return -(-args.vllm_max_num_seqs * len(server_urls(args)) // receivers)
+
+
 def urls_of_replica(args: Namespace, replica: int) -> list[str]:
     """Return the addresses of the servers that a replica of --rollout-ranks drives; none if it is an engine itself."""
     return server_urls(args)[replica :: args.rollout_ranks]

@@ -49,7 +49,14 @@ from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, rewar
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.agents.agents import Agents
-from megatron_grpo.rollout.arguments import has_colocated_vllm, has_servers, lora_note, not_measured, recorded_in
+from megatron_grpo.rollout.arguments import (
+    has_colocated_vllm,
+    has_servers,
+    lora_note,
+    not_measured,
+    recorded_in,
+    streams_of_a_rank,
+)
 from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
 from megatron_grpo.rollout.episodes import Conversing, Episodes
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
@@ -74,6 +81,7 @@ from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
+from megatron_grpo.utils.descriptors import raise_limit
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader
 from megatron_grpo.vision.images import attach as attach_images
@@ -117,6 +125,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     lock = _lock_save_directory(args, resume)
 
     progress.step("process groups")
+    raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size))
     initialize_distributed(args)
     roles = joint()
     if roles is not None and roles.role.replica is not None:

@@ -43,7 +43,7 @@ def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamSc
     multi_tensor.install()
     optimizer_config = optimizer_config_from_args(args)
     groups = get_standard_config_overrides(optimizer_config) | _own_rates(args)
-    optimizer = get_megatron_optimizer(optimizer_config, model, groups)
+    optimizer = get_megatron_optimizer(optimizer_config, model, groups, use_gloo_process_groups=False)
     config = get_model_config(model[0])
     config.finalize_model_grads_func = _finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

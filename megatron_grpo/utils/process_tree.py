@@ -20,7 +20,7 @@ from typing import Any
 
 # From <sys/prctl.h>.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it in the environment of ranks
+LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it in the environment of ranks
 _SECONDS_TO_END = 5.0  # for the descendants of a supervisor
 
 
@@ -30,7 +30,7 @@ def end_with_launcher() -> None:
 
     Scripts between torchrun and this process are passed over. No effect outside Linux.
     """
-    if _LAUNCHED not in os.environ or sys.platform != "linux":
+    if LAUNCHED not in os.environ or sys.platform != "linux":
         return
     launcher, watched = launcher_process()
     # The death signal follows the thread that started this process. The main thread ends with its process; another one
@@ -54,7 +54,7 @@ def launcher_process() -> tuple[int, int | None]:
             above = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # of another user: no process of ours
             return process, descriptor
-        if above == 0 or f"\0{_LAUNCHED}=".encode() not in b"\0" + environment:
+        if above == 0 or f"\0{LAUNCHED}=".encode() not in b"\0" + environment:
             return process, descriptor
         if descriptor is not None:
             os.close(descriptor)

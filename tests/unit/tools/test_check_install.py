@@ -55,6 +55,7 @@ def test_a_machine_without_a_gpu_passes(capsys, monkeypatch, tmp_path):
         ("skipped", "GPUs"),
         ("ok", "shared memory"),
         ("ok", "locked memory"),
+        ("ok", "open files"),
         ("ok", "disk"),
         ("skipped", "all-reduce"),
     ]
@@ -68,7 +69,7 @@ def test_a_failed_check_sets_the_exit_code_and_the_others_run(capsys, monkeypatc
     assert tool.main(["--quick"]) == 1
     out = capsys.readouterr().out
     assert "failed   packages: pyarrow 16.1.0 is not >=17; tqdm is missing: pip install -r" in out
-    assert "ok       shared memory" in out and out.endswith("1 of 6 checks failed\n")
+    assert "ok       shared memory" in out and out.endswith("1 of 7 checks failed\n")
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,15 @@ def test_shared_memory(monkeypatch):
     monkeypatch.setattr(tool, "driver", lambda: "580.1")
     with pytest.raises(GrpoError, match=r"64 MiB free, .* need 1024: start the container with --shm-size=16g or --ipc"):
         tool.check_shared_memory(ARGS)
+
+
+def test_open_files(monkeypatch):
+    limits = [(1024, 600), (1024, 2048), (1024, tool.resource.RLIM_INFINITY)]
+    monkeypatch.setattr(tool.resource, "getrlimit", lambda _: limits.pop(0))
+    with pytest.raises(GrpoError, match=r"ulimit -Hn is 600, and a run of 64 ranks needs 640: .*--ulimit nofile="):
+        tool.check_open_files(ARGS)
+    assert tool.check_open_files(ARGS) == "ulimit -Hn is 2048, enough for 768 ranks"
+    assert tool.check_open_files(ARGS) == "ulimit -Hn is unlimited"
 
 
 def test_locked_memory(monkeypatch):
