@@ -12,7 +12,11 @@ trust.
 """
 
 import contextlib
+import os
 import random
+import socket
+import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -61,6 +65,7 @@ CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
+TOKEN_SECONDS = 20.0  # until a file of another host has appeared
 REFERENCE = "reference"  # subfolder of a checkpoint with the weights of an updated reference model (--sync-ref-model)
 
 # Arguments that determine the set of weights and their shapes; the built model's configuration has them, too.
@@ -180,6 +185,42 @@ def read_weights(checkpoint: Path, model_chunks) -> None:
         checkpoint_directory.refuse_adapter(checkpoint)
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
     _set_model_state(model_chunks, _load(_model_state_to_load(model_chunks, metadata), common, checkpoint))
+
+
+def check_shared(root: str | Path) -> None:
+    """Raise GrpoError on all ranks unless every host sees the directory ``root`` of rank 0. Collective.
+
+    Each rank writes its part of a checkpoint there; on disks of their own the hosts would never have a whole one.
+    """
+    token = on_rank_0(_write_token, Path(root))
+    sees = os.environ.get("LOCAL_RANK", "0") != "0" or _appears(token)
+    everywhere: list[tuple[str, bool]] = [("", True)] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (socket.gethostname(), sees), group=host_group())
+    if dist.get_rank() == 0:
+        token.unlink(missing_ok=True)
+    blind = sorted({host for host, sees in everywhere if not sees})
+    if blind:
+        raise GrpoError(
+            f"--save {root} is another directory on host {', '.join(blind[:4])}{' ...' * (len(blind) > 4)} than on "
+            f"{everywhere[0][0]}: give one that all hosts of trainers share, such as on NFS or Lustre"
+        )
+
+
+def _write_token(root: Path) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    token = root / f".shared-{uuid.uuid4().hex}"
+    token.touch()
+    return token
+
+
+def _appears(file: Path) -> bool:
+    """Return whether a file that another host has just written is there; a file server may need some seconds."""
+    deadline = time.monotonic() + TOKEN_SECONDS
+    while not file.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def save_weights(directory: Path, model_chunks) -> None:
