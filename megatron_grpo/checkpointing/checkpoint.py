@@ -44,7 +44,7 @@ from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimi
 from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWriter
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
-from megatron_grpo.parallel.initialize import print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import all_finish, print_rank_0, set_random_seed
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
@@ -246,9 +246,13 @@ def wait_for_background() -> None:
     """Wait until the current save is published; raise GrpoError on all ranks if it failed. Collective."""
     if _background is None:
         return
-    job, error = _background.job, _background.wait()
+    job = _background.job
+    with all_finish():  # rank 0's process ends last: it publishes the checkpoint
+        error = _background.written()
+    if job is not None:
+        _background.note_published()
     if error and job is not None and dist.get_rank() == 0:
-        checkpoint_directory.discard(job.temporary)  # the processes of the other ranks wait until it is gone
+        checkpoint_directory.discard(job.temporary)
     errors: list = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error and f"rank {dist.get_rank()}: {error}")
     for text in filter(None, errors):
