@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_grpo.algorithm.groups import by_group
 from megatron_grpo.algorithm.registry import ADVANTAGES, Flag, register_advantage
 from megatron_grpo.utils.errors import GrpoError
 
@@ -451,8 +452,8 @@ def gigpo_advantages(
     Source: Feng et al. 2025, "Group-in-Group Policy Optimization", arXiv:2505.10978, equations 4 to 8.
     """
     returns = turn_returns(rewards, turn_rewards, turns, turn_gamma)
-    pairs = np.stack([np.broadcast_to(group_ids[:, None], returns.shape), turn_states], -1).reshape(-1, 2)
-    ids = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+    state = np.unique(turn_states, return_inverse=True)[1].reshape(returns.shape)
+    ids = (np.unique(group_ids, return_inverse=True)[1][:, None] * (state.max(initial=0) + 1) + state).reshape(-1)
     values = returns.reshape(-1)
     of_turns = _scaled(_centred(values, ids), values, ids, scale_rewards).reshape(returns.shape)
     of_episodes = group_advantages(rewards, group_ids, scale_rewards)
@@ -461,11 +462,13 @@ def gigpo_advantages(
 
 def _groups(rewards: npt.NDArray[Any], group_ids: Int64) -> Iterator[Int64]:
     """Yield the indices of the scored members of each group with a signal (rewards that differ)."""
-    scored = ~np.isnan(rewards)
-    for group in np.unique(group_ids):
-        members = np.flatnonzero((group_ids == group) & scored)
-        if len(members) > 1 and rewards[members].min() < rewards[members].max():
-            yield members
+    scored = np.flatnonzero(~np.isnan(rewards))
+    order, begins = by_group(group_ids[scored])
+    members = scored[order]
+    if len(members):
+        lowest, highest = (f.reduceat(rewards[members], begins[:-1]) for f in (np.minimum, np.maximum))
+        for group in np.flatnonzero(lowest < highest):
+            yield members[begins[group] : begins[group + 1]]
 
 
 def _centred(values: Float64, group_ids: Int64) -> Float64:

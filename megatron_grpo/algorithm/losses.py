@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron_grpo.algorithm.groups import members_of_groups
 from megatron_grpo.algorithm.registry import LOSSES, Flag, Level, PolicyLoss, register_loss
 from megatron_grpo.utils.errors import GrpoError
 
@@ -214,11 +215,11 @@ def real_advantages(
     without both, and the sign, as in ms-swift.
     """
     result = np.zeros(len(scores))
-    groups = np.unique(group_ids)
+    groups = members_of_groups(group_ids)
     for group in groups:
-        members = (group_ids == group) & ~np.isnan(advantages)
-        for sign, side in ((1, members & (advantages > 0)), (-1, members & (advantages <= 0))):
-            if side.sum() in (0, members.sum()):
+        members = group[~np.isnan(advantages[group])]
+        for sign, side in ((1, members[advantages[members] > 0]), (-1, members[advantages[members] <= 0])):
+            if len(side) in (0, len(members)):
                 continue
             logits = -sign * scores[side] / real_tau
             peak = max(logits.max(), 0.0)

@@ -5,6 +5,8 @@ from math import comb
 import numpy as np
 import numpy.typing as npt
 
+from megatron_grpo.algorithm.groups import members_of_groups
+
 
 def pass_at_k(right: npt.NDArray[np.bool_], group_ids: npt.NDArray[np.int64], k: int) -> float:
     """Return the unbiased estimate of pass@k, mean over prompts: 1 - C(n - c, k) / C(n, k) if c of n are right.
@@ -13,11 +15,12 @@ def pass_at_k(right: npt.NDArray[np.bool_], group_ids: npt.NDArray[np.int64], k:
     ValueError when a prompt has fewer than k completions.
     """
     estimates = []
-    for group in np.unique(group_ids):
-        of_prompt = right[group_ids == group]
-        n, c = len(of_prompt), int(of_prompt.sum())
+    for members in members_of_groups(group_ids):
+        n, c = len(members), int(right[members].sum())
         if n < k:
-            raise ValueError(f"pass@{k} needs {k} completions of each prompt, and group {group} has {n}")
+            raise ValueError(
+                f"pass@{k} needs {k} completions of each prompt, and group {group_ids[members[0]]} has {n}"
+            )
         estimates.append(1.0 - comb(n - c, k) / comb(n, k))
     return float(np.mean(estimates))
 

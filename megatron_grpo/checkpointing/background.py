@@ -9,6 +9,7 @@ which first waits until this one is published.
 import contextlib
 import io
 import json
+import math
 import mmap
 import os
 import pickle
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_grpo.checkpointing import data_files
-from megatron_grpo.checkpointing.background_writer import LENGTH, Item, Job, Part, report_failure
+from megatron_grpo.checkpointing.background_writer import LENGTH, Item, Job, Part, pauses, report_failure
 
 _ALIGNMENT = 64  # bytes
 _SETTLE = 60.0  # seconds that a run which ends with an error waits for its last save
@@ -64,7 +65,7 @@ class BackgroundSaves:
         self._answer = b""
         self._began = 0.0
         self.job: Job | None = None  # the save that is being staged or written
-        self.seconds = 0.0  # of the last save, until it was published
+        self.seconds = 0.0  # of the last save, until `note_published`
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -142,15 +143,32 @@ class BackgroundSaves:
         """Drop a partly staged checkpoint."""
         self.job = None
 
-    def wait(self) -> str | None:
-        """Wait until the current save is published, and return None; return the reason if it failed."""
-        return self._finish(None)
+    def written(self) -> str | None:
+        """Wait until this rank's part is written, and on rank 0 until the save is published; return why it failed."""
+        return self._written(None)
+
+    def note_published(self) -> None:
+        """Set ``seconds``: the current save has just been published, by rank 0's process."""
+        self.seconds = time.monotonic() - self._began
+
+    def wait(self, timeout: float = math.inf) -> None:
+        """Wait until the current save is published or has failed, without the other ranks, which may be lost.
+
+        A run asks the other ranks instead (`checkpoint.wait_for_background`): here every rank reads the directory.
+        """
+        job, deadline = self.job, time.monotonic() + timeout
+        if job is None or self._written(None if timeout == math.inf else timeout) or self.job is not None:
+            return
+        for pause in pauses():
+            if time.monotonic() >= deadline or not job.temporary.exists():  # renamed, or deleted
+                return
+            time.sleep(pause)
 
     def settle(self) -> None:
         """Wait at most a minute for the current save, and ignore its error: the run ends with another one."""
-        self._finish(_SETTLE)
+        self.wait(_SETTLE)
 
-    def _finish(self, timeout: float | None) -> str | None:
+    def _written(self, timeout: float | None) -> str | None:
         if self.job is None:
             return None
         self._socket.settimeout(timeout)
@@ -170,7 +188,6 @@ class BackgroundSaves:
         finally:
             self._socket.settimeout(None)
         self._answer, self.job = b"", None
-        self.seconds = time.monotonic() - self._began
         return error
 
     def _tell_rank_0(self, error: str) -> None:

@@ -6,8 +6,8 @@ It reads jobs from the socket DESCRIPTOR: the length of a pickle, with the descr
 the tensors, then the pickle of a `Job`. The answer to each is one line of JSON, {"error": text or null}. The process
 ends with the rank that started it.
 
-Every rank's process writes its data file, and beside it a list of what it has written. The process of rank 0 waits for
-all lists, writes the files that describe them, and publishes the checkpoint; the others wait for that.
+Every rank's process writes its data file, and beside it a list of what it has written, and answers. The process of rank
+0 waits for all lists, writes the files that describe them, publishes the checkpoint, and answers then.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from megatron_grpo.utils.process_tree import end_with_parent
 
 LENGTH = struct.Struct("Q")
 MOST_BUFFERS = 16
-_POLL = 0.05  # seconds between two checks for the files of other ranks
+_LONGEST_PAUSE = 1.0  # seconds between two checks for files of other ranks, which all hosts' file server answers
 
 
 @dataclass
@@ -72,6 +72,15 @@ class Job:
 def listing(file: Path) -> Path:
     """Return the file with the list of what a rank has written into a data file."""
     return file.with_name(f"{file.name}.written.json")
+
+
+def pauses() -> Iterator[float]:
+    """Yield seconds between two checks for a file: 0.05 at first, then a twentieth of the time so far, at most 1."""
+    so_far = 0.0
+    while True:
+        pause = min(max(0.05, so_far / 20), _LONGEST_PAUSE)
+        yield pause
+        so_far += pause
 
 
 def report_failure(job: Job, message: str) -> None:
@@ -122,8 +131,6 @@ def _write(job: Job, descriptors: list[int]) -> None:
             del written
         _write_whole(listing(part.file), {"items": [[*index, *row] for index, row in zip(indices, rows, strict=True)]})
     if job.args is None:
-        while job.temporary.exists():  # until it is published, or deleted
-            time.sleep(_POLL)
         return
     try:
         for part in job.parts:
@@ -162,10 +169,12 @@ def _describe(part: Part) -> None:
     directory, results = part.file.parent, []
     for rank in range(part.world_size):
         file = directory / data_files.file_name(rank)
-        while not listing(file).exists():
+        for pause in pauses():
+            if listing(file).exists():
+                break
             if not directory.exists():
                 raise GrpoError(f"{directory} was deleted")
-            time.sleep(_POLL)
+            time.sleep(pause)
         text = listing(file).read_text()
         written = json.loads(text) if text else {"error": "it could write neither its part nor the reason"}
         if "error" in written:

@@ -288,11 +288,14 @@ def wait_for_background() -> None:
     """Wait until the current save is published; raise GrpoError on all ranks if it failed. Collective."""
     if _background is None:
         return
-    job, error = _background.job, _background.wait()
+    job, error = _background.job, _background.written()
     if error and job is not None and dist.get_rank() == 0:
-        checkpoint_directory.discard(job.temporary)  # the processes of the other ranks wait until it is gone
+        checkpoint_directory.discard(job.temporary)
     errors: list = [None] * dist.get_world_size()
+    # Rank 0's process ends last: it publishes the checkpoint.
     dist.all_gather_object(errors, error and f"rank {dist.get_rank()}: {error}", group=host_group())
+    if job is not None:
+        _background.note_published()
     for text in filter(None, errors):
         raise GrpoError(f"checkpoint {job and job.temporary} was not written: {text}")
 

@@ -5,7 +5,9 @@ Per-token arrays go only to the ranks that ask for the completion (`exchange_tok
 and the groups are gloo's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,7 @@ Bool = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 
-ROUND = 2**24  # bytes that a rank sends or receives in one round of `exchange_tokens`, above its own arrays
+ROUND = 2**24  # bytes that a rank sends or receives in one round of `exchange_tokens`: host memory above its arrays
 
 
 def concatenated(arrays: Sequence[Array], group: dist.ProcessGroup) -> tuple[list[Array], Int64]:
@@ -59,6 +61,51 @@ def of_every_rank(mask: Bool, group: dist.ProcessGroup) -> Bool:
     return np.unpackbits(torch.stack(masks).numpy(), axis=1, count=len(mask)).astype(bool)
 
 
+@dataclass(frozen=True)
+class Hop:
+    """One step of an exchange of n completions: rank ``source[i]`` sends completion i to the ranks ``to[:, i]``."""
+
+    source: Int64  # [n]
+    to: Bool  # [ranks, n]
+
+    def traffic(self, sizes: Int64) -> tuple[Int64, Int64]:
+        """Return the bytes that each rank sends and receives, [ranks] each, for completions of ``sizes`` [n] bytes."""
+        sent = np.bincount(self.source, self.to.sum(0) * sizes, len(self.to)).astype(np.int64)
+        return sent, np.array([sizes[mask].sum() for mask in self.to], np.int64)
+
+    def rounds(self, sizes: Int64) -> int:
+        """Return the number of rounds, equal on all ranks: the fewest in which no rank sends or receives above ROUND.
+
+        In each of T rounds a rank sends the same part of what it has for each other rank: of L tokens at most
+        ceil(L / T) < L / T + 1. So a rank that sends S bytes in all sends at most S / T in a round, plus one token for
+        each receiver, and T = ceil(max(S) / ROUND) suffices. The same holds for what a rank receives.
+        """
+        return -(-int(max(map(np.max, self.traffic(sizes)))) // ROUND)
+
+
+def hops(source: Int64, needed: Bool, sizes: Int64) -> list[Hop]:
+    """Return how the completions of rank ``source`` [n] reach all ranks that need them, ``needed`` [ranks, n].
+
+    Each completion leaves its source once: for one of the ranks that need it, which sends it to the others. These
+    relays are chosen so that the ranks of a data-parallel replica send about the same number of bytes.
+    """
+    relays, ranks = _relays(needed, sizes), np.arange(len(needed))[:, None]
+    first = needed & ((ranks == relays) | (ranks == source))
+    return [Hop(source, first), Hop(relays, needed & ~first)]
+
+
+def _relays(needed: Bool, sizes: Int64) -> Int64:
+    """Return for each completion the rank that has the least to pass on so far, the largest completions first."""
+    relays, copies = needed.argmax(0), needed.sum(0)
+    load = np.zeros(len(needed), np.int64)
+    for i in np.argsort(-sizes, kind="stable"):
+        if copies[i] > 1:
+            receivers = np.flatnonzero(needed[:, i])
+            relays[i] = receivers[load[receivers].argmin()]
+            load[relays[i]] += (copies[i] - 1) * sizes[i]
+    return relays
+
+
 def exchange_tokens(
     arrays: Sequence[Array],
     starts: Int64,
@@ -69,7 +116,7 @@ def exchange_tokens(
 ) -> tuple[list[Array], Bool]:
     """Return the per-token arrays of the completions that this rank needs, laid end to end in their order. Collective.
 
-    One rank sends each completion to all ranks that need it: the first of those that offer it.
+    A completion comes from the first of the ranks that offer it.
 
     Args:
         arrays: [t, ...], on all ranks of the same types and columns.
@@ -85,54 +132,63 @@ def exchange_tokens(
     rank = group.rank()
     offered, needed = of_every_rank(sends, group), of_every_rank(needs, group)
     needed &= offered.any(0)
-    source = offered.argmax(0)
     sizes = lengths * sum(map(_row_bytes, arrays))
     begins = _offsets(np.where(needed[rank], lengths, 0))
     received = [np.empty((begins[-1], *array.shape[1:]), array.dtype) for array in arrays]
-    for block in _rounds(source, needed, sizes):
-        mine = block[source[block] == rank]
-        outgoing = [
-            [array[starts[i] : starts[i] + lengths[i]] for i in mine[to[mine]] for array in arrays] for to in needed
-        ]
-        incoming = block[needed[rank, block]]
-        incoming = incoming[np.argsort(source[incoming], kind="stable")]
-        data = np.empty(sizes[incoming].sum(), np.uint8)
-        # The method of the group: that of all roles is not registered, as torch's function expects.
-        group.alltoall_base(
-            torch.from_numpy(data),
-            torch.from_numpy(_flat_bytes([part for parts in outgoing for part in parts])),
-            np.bincount(source[incoming], sizes[incoming], len(needed)).astype(int).tolist(),
-            [int(sizes[mine[to[mine]]].sum()) for to in needed],
-        ).wait()
-        at = 0
-        for i in incoming:
-            for array in received:
-                part = array[begins[i] : begins[i] + lengths[i]]
-                part[...] = data[at : at + part.nbytes].view(part.dtype).reshape(part.shape)
-                at += part.nbytes
+    there, at = arrays, starts
+    for hop in hops(offered.argmax(0), needed, sizes):
+        _send(there, at, received, begins, lengths, hop, hop.rounds(sizes), group)
+        there, at = received, begins  # a relay sends what it has received
     return received, needed[rank]
 
 
-def _rounds(source: Int64, needed: Bool, sizes: Int64) -> Iterator[Int64]:
-    """Yield the completions of each round, equal on all ranks: no rank sends or receives more than ROUND in one.
+def _send(
+    arrays: Sequence[Array],
+    starts: Int64,
+    received: Sequence[Array],
+    begins: Int64,
+    lengths: Int64,
+    hop: Hop,
+    rounds: int,
+    group: dist.ProcessGroup,
+) -> None:
+    """Send the tokens of a hop: from ``arrays``, laid out by ``starts``, to ``received``, by ``begins``. Collective."""
+    rank, row = group.rank(), sum(map(_row_bytes, arrays))
+    outgoing = [np.flatnonzero((hop.source == rank) & to) for to in hop.to]
+    incoming = [np.flatnonzero((hop.source == other) & hop.to[rank]) for other in range(len(hop.to))]
+    for number in range(rounds):
+        sent = [list(_part(own, lengths, number, rounds)) for own in outgoing]
+        taken = [list(_part(own, lengths, number, rounds)) for own in incoming]
+        data = np.empty(sum(map(_rows, taken)) * row, np.uint8)
+        # The method of the group: that of all roles is not registered, as torch's function expects.
+        group.alltoall_base(
+            torch.from_numpy(data),
+            torch.from_numpy(
+                _flat_bytes([a[starts[i] + s : starts[i] + e] for own in sent for i, s, e in own for a in arrays])
+            ),
+            [_rows(own) * row for own in taken],
+            [_rows(own) * row for own in sent],
+        ).wait()
+        at = 0
+        for i, start, end in chain.from_iterable(taken):
+            for array in received:
+                part = array[begins[i] + start : begins[i] + end]
+                part[...] = data[at : at + part.nbytes].view(part.dtype).reshape(part.shape)
+                at += part.nbytes
 
-    A completion that is larger by itself has a round of its own.
-    """
-    sent, received = np.zeros(len(needed), np.int64), np.zeros(len(needed), np.int64)
-    block: list[int] = []
-    for i in np.flatnonzero(needed.any(0)):
-        receivers = needed[:, i]
-        copies = int(receivers.sum())
-        full = sent[source[i]] + copies * sizes[i] > ROUND or (received[receivers] + sizes[i] > ROUND).any()
-        if block and full:
-            yield np.array(block)
-            block = []
-            sent[:], received[:] = 0, 0
-        block.append(i)
-        sent[source[i]] += copies * sizes[i]
-        received[receivers] += sizes[i]
-    if block:
-        yield np.array(block)
+
+def _part(completions: Int64, lengths: Int64, number: int, rounds: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (completion, first token, end) of one of ``rounds`` equal parts of the completions, laid end to end."""
+    ends = np.cumsum(lengths[completions])
+    total = int(ends[-1]) if len(ends) else 0
+    first, end = total * number // rounds, total * (number + 1) // rounds
+    for place in range(np.searchsorted(ends, first, "right"), np.searchsorted(ends, end) + 1) if first < end else ():
+        begin = int(ends[place] - lengths[completions[place]])
+        yield int(completions[place]), max(first - begin, 0), int(min(end, ends[place])) - begin
+
+
+def _rows(parts: Iterable[tuple[int, int, int]]) -> int:
+    return sum(end - first for _, first, end in parts)
 
 
 def _row_bytes(array: Array) -> int:

@@ -40,6 +40,15 @@ def receiving_ranks(args: Namespace) -> int:
     return dist.get_world_size() // width
 
 
+def first_server(receiver: int, receivers: int, servers: int) -> int:
+    """Return the server that a receiver starts with: evenly spaced, so that equal shares of prompts load all equally.
+
+    Each receiver takes its k servers from there on. A server then gets the jobs of the receivers that start in a window
+    of k servers, and the numbers floor(r S / R) in two windows of equal length differ by at most one.
+    """
+    return receiver * servers // receivers
+
+
 class ServerEngine(TakesTurns):
     """Engine over running servers (``--vllm-mode server``, ``--rollout-engine sglang``).
 
@@ -68,8 +77,10 @@ class ServerEngine(TakesTurns):
         self.has_weights = False
         self._transfer, self._sleep_level = transfer, sleep_level
         self._seed = self._version = 0
-        of_each = -(-max_in_flight // receivers)
-        self._pool = ServerPool(servers, timeout, of_each, max_in_flight) if self.is_lead else None
+        self._pool = None
+        if self.replica is not None:
+            of_each, first = -(-max_in_flight // receivers), first_server(self.replica, receivers, len(servers))
+            self._pool = ServerPool(servers, timeout, of_each, max_in_flight, first=first)
         self._leader = self._pool if dist.get_rank() == 0 else None
         with led_by_rank_0():
             if self._leader:

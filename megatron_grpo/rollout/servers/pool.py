@@ -38,14 +38,23 @@ class ServerPool:
     """Servers of a run, driven by one process; the event loop runs only within the method calls.
 
     A server receives at most ``max_in_flight`` completions at a time, or a single job of at most ``job_size`` requests
-    of one prompt (``max_in_flight`` if None). A failed server is probed a few times. A server
-    is excluded if it makes no progress for ``timeout`` seconds while it has work, or if it has restarted and so lost
-    its weights. Requests of an excluded server go to the others. `refresh` readmits servers that answer. The methods
-    raise EngineLost if no server is left.
+    of one prompt (``max_in_flight`` if None). Of equally loaded servers a job goes to the first from number ``first``
+    on: pools of several processes know only their own requests, and start at different servers. A failed server is
+    probed a few times. A server is excluded if it makes no progress for ``timeout`` seconds while it has work, or if it
+    has restarted and so lost its weights. Requests of an excluded server go to the others. `refresh` readmits servers
+    that answer. The methods raise EngineLost if no server is left.
     """
 
-    def __init__(self, servers: Sequence[Server], timeout: float, max_in_flight: int, job_size: int | None = None):
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        timeout: float,
+        max_in_flight: int,
+        job_size: int | None = None,
+        first: int = 0,
+    ):
         self.servers, self.timeout, self.max_in_flight = servers, timeout, max_in_flight
+        self._from_first = [*servers[first:], *servers[:first]]
         self._job_size = job_size or max_in_flight
         self._loop = asyncio.new_event_loop()
         self._queue: deque[Job] = deque()
@@ -272,7 +281,8 @@ class ServerPool:
         while self._queue:
             size = len(self._queue[0].requests)
             room = self.max_in_flight - size if size < self.max_in_flight else 0
-            ready = [server for server in self.serving() if server.version is not None and not server.failures]
+            ready = [server for server in self._from_first if server.exclusion_reason is None]
+            ready = [server for server in ready if server.version is not None and not server.failures]
             ready = [server for server in ready if server.in_flight <= room]
             if not ready:
                 break

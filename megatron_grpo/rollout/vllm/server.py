@@ -23,6 +23,7 @@ from PIL import Image
 
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.models.config import params_dtype
+from megatron_grpo.parallel.initialize import joint
 from megatron_grpo.parallel.roles import Role
 from megatron_grpo.rollout.arguments import probability_changes, replays_top_k, urls_of_replica
 from megatron_grpo.rollout.engine import Completion, Request
@@ -64,7 +65,8 @@ def build_vllm_stream(args, role: Role) -> ServerStream:
     """Return the engine of a rank of --rollout-ranks with ``--vllm-mode server``: its share of the servers."""
     assert role.replica is not None
     servers = [VllmServer(url, args) for url in urls_of_replica(args, role.replica)]
-    return ServerStream(servers, build_transfer(args), args.vllm_server_timeout, args.vllm_max_num_seqs, role.replica)
+    transfer = build_transfer(args, joint())
+    return ServerStream(servers, transfer, args.vllm_server_timeout, args.vllm_max_num_seqs, role.replica)
 
 
 class VllmServer(Server):

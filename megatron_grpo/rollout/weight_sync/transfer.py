@@ -1,14 +1,18 @@
 """Weight sync to inference servers: transfer through files, and selection of the method."""
 
 import contextlib
+import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rollout.servers.engine import Weights, WeightTransfer
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
@@ -64,25 +68,88 @@ class SharedDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+class HostCopy:
+    """Agreement of the engine ranks of a host on one copy of the weights: the first of them writes it for all.
+
+    The ranks receive the same weights at the same time, and call `written`, then `loaded`, once for each of them.
+    ``rank`` is one of ``size`` ranks, whose keys in ``store`` begin with ``prefix``.
+    """
+
+    def __init__(self, store: dist.Store | None = None, rank: int = 0, size: int = 1, prefix: str = ""):
+        self._store = None if store is None or size == 1 else dist.PrefixStore(prefix, store)
+        self._rank, self._size, self._copies = rank, size, 0
+
+    def written(self, write: Callable[[], str], skip: Callable[[], None]) -> str:
+        """Return the directory that the first rank returns from ``write``, or raise its GrpoError; others ``skip``."""
+        if self._store is None:
+            return write()
+        self._copies += 1
+        key = f"{self._copies}/written"
+        if self._rank > 0:
+            skip()
+            _wait_until(lambda: self._store.check([key]))
+            outcome = json.loads(self._store.get(key))
+            if "error" in outcome:
+                raise GrpoError(outcome["error"])
+            return outcome["directory"]
+        outcome = {"error": "the rank that writes the weights for this host has failed: its error is above"}
+        try:
+            outcome = {"directory": write()}
+            return outcome["directory"]
+        except GrpoError as error:
+            outcome = {"error": str(error)}
+            raise
+        finally:
+            self._store.set(key, json.dumps(outcome))
+
+    def loaded(self) -> None:
+        """Note that the servers of this rank have read the copy; on the first rank, wait for those of all ranks."""
+        if self._store is None:
+            return
+        key = f"{self._copies}/loaded"
+        self._store.add(key, 1)
+        if self._rank == 0:
+            _wait_until(lambda: self._store.add(key, 0) == self._size)
+            for name in (key, f"{self._copies}/written"):
+                self._store.delete_key(name)
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    """Poll, without a time-out: a rank that ends before ends the run."""
+    began = time.monotonic()
+    while not holds():
+        time.sleep(min(0.5, 0.01 + (time.monotonic() - began) / 20))
+
+
 class CheckpointTransfer:
     """Weight transfer through safetensors files in a shared directory (``--weight-sync-method checkpoint``).
 
-    Rank 0 and all servers share the directory. Rank 0 holds at most ``FILE_BYTES`` bytes plus one tensor in memory. The
-    files are removed after the servers have read them; the next run on the same host removes files of a killed run.
+    The rank that writes and all servers share the directory: rank 0, or the first rank of ``copy``. It holds at most
+    ``FILE_BYTES`` bytes plus one tensor in memory. The files are removed after the servers have read them; the next run
+    on the same host removes files of a killed run.
     """
 
-    def __init__(self, shared: str):
-        self._directory = SharedDirectory(shared)
+    def __init__(self, shared: str, copy: HostCopy | None = None):
+        self._directory, self._copy = SharedDirectory(shared), copy or HostCopy()
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
-        try:
+        def write() -> str:
             self._write(weights)
+            return str(self._directory.path)
+
+        def skip() -> None:
+            for _ in weights:  # the trainer sends to all engine ranks
+                pass
+
+        try:
+            directory = self._copy.written(write, skip)
 
             async def load(server: Server) -> None:
-                await server.load_weights(str(self._directory.path), servers.timeout)
+                await server.load_weights(directory, servers.timeout)
 
             servers.update_servers(version, load)
         finally:
+            self._copy.loaded()
             self.close()
 
     def _write(self, weights: Weights) -> None:
@@ -107,9 +174,19 @@ def _remove_stale_directories(shared: Path) -> None:
                 shutil.rmtree(directory)
 
 
-def build_transfer(args) -> WeightTransfer:
-    """Return the weight transfer of ``--weight-sync-method``."""
+def copy_of_host(joint: Joint, rollout_ranks: int, ranks_per_host: int) -> HostCopy:
+    """Return the agreement of the engine ranks that this rank's host has; each of them is a replica over servers."""
+    world, host = joint.group.size(), joint.rank // ranks_per_host
+    ranks = [rank for rank in range(world - rollout_ranks, world) if rank // ranks_per_host == host]
+    return HostCopy(joint.store, ranks.index(joint.rank), len(ranks), f"weights of host {host}")
+
+
+def build_transfer(args, joint: Joint | None = None) -> WeightTransfer:
+    """Return the weight transfer of ``--weight-sync-method``; ``joint``: on an engine rank of --rollout-ranks."""
     match args.weight_sync_method:
+        case "checkpoint" if joint is not None:
+            ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", joint.group.size()))
+            return CheckpointTransfer(args.weight_sync_dir, copy_of_host(joint, args.rollout_ranks, ranks_per_host))
         case "checkpoint":
             return CheckpointTransfer(args.weight_sync_dir)
         case "nccl":

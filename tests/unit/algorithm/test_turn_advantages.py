@@ -4,7 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megatron_grpo.algorithm import advantages
 from megatron_grpo.algorithm.advantages import gigpo_advantages, turn_return_advantages, turn_returns
 
 NAN = math.nan
@@ -74,3 +77,54 @@ def test_groups_do_not_share_states():
         turn_gamma=1.0, gigpo_weight=1.0, scale_rewards="none",
     )  # fmt: skip
     assert not found.any()
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["none", "group", "batch"]))
+def test_gigpo_is_a_loop_over_the_states_of_each_group(seed, scale):
+    """Few states and rewards, so that they repeat; groups in any order, and some episodes without a reward."""
+    rng = np.random.default_rng(seed)
+    n, most = int(rng.integers(1, 12)), int(rng.integers(1, 5))
+    turns, groups = rng.integers(1, most + 1, n), rng.integers(-2, 3, n)
+    states = rng.choice([-(2**63), -1, 0, 5, 2**63 - 1], (n, most))
+    rewards = rng.choice([NAN, 0.0, 0.25, 1.0], n).astype(np.float32)
+    of_turns = rng.choice([NAN, 0.0, 0.5], (n, most)).astype(np.float32)
+    mask = np.concatenate([np.tile(np.array([0, 1], np.uint8), count) for count in turns])
+    cu = np.concatenate([[0], np.cumsum(2 * turns)])
+    found = gigpo_advantages(rewards, of_turns, states, turns, groups, mask, cu, 0.5, 2.0, scale)
+
+    def compared(values: dict, keys: dict) -> dict:
+        """Return (value - mean) / scale of each value that is not NaN, among those with the same key; else 0."""
+        known = {place: value for place, value in values.items() if not math.isnan(value)}
+        result = dict.fromkeys(values, 0.0)
+        for place, value in known.items():
+            alike = [other for at, other in known.items() if keys[at] == keys[place]]
+            result[place] = value - math.fsum(alike) / len(alike)
+            spread = {"group": alike, "batch": list(known.values())}.get(scale)
+            if spread is not None and len(spread) > 1:
+                result[place] /= np.std(spread, ddof=1) + 1e-4
+        return result
+
+    returns = turn_returns(rewards, of_turns, turns, 0.5)
+    places = [(i, t) for i in range(n) for t in range(turns[i])]
+    keys = {(i, t): (groups[i], states[i, t]) for i, t in places}
+    within = compared({place: returns[place] for place in places}, keys)
+    episodes = compared(dict(enumerate(rewards.astype(float))), dict(enumerate(groups)))
+    expected = [value for i, t in places for value in (0.0, episodes[i] + 2.0 * within[i, t])]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_groups_of_many_states_are_found_in_a_few_passes():
+    """4,000 values in 2,000 groups: the number of numpy's operations must not grow with the groups."""
+    calls = []
+
+    class Counted(np.ndarray):
+        def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+            calls.append(ufunc)
+            plain = [x.view(np.ndarray) if isinstance(x, Counted) else x for x in inputs]
+            return getattr(ufunc, method)(*plain, **kwargs)
+
+    ids, values = np.repeat(np.arange(2000), 2).view(Counted), np.zeros(4000)
+    values[[8, 11, 13]] = 1.0, NAN, NAN
+    found = list(advantages._groups(values, ids))
+    assert [members.tolist() for members in found] == [[8, 9]]
+    assert len(calls) < 20

@@ -1,0 +1,351 @@
+"""Compute what grows with the number of ranks, for made-up worlds of published models, in one process.
+
+    python tools/benchmark/scale.py
+    python tools/benchmark/scale.py --models 671B --ranks 1024 --completions 8192 --replayed-layers 58 \\
+        --flags "--max-completion-length 15360 --max-tokens-per-microbatch 16384"
+
+The launch scripts of docs/model_sizes.md give the flags. A larger world has more data-parallel ranks, and as many more
+completions, up to 8,192. This process takes the place of one rank after the other: torch's fake process groups stand
+for real ones, and the program's own functions decide who sends what. Numbers are what these functions return or do: the
+groups that they create, the files and the store that they ask. Only seconds follow from a formula: the bytes that the
+fullest host receives by --host-gigabytes a second, plus --message-microseconds for each message of each round.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+import tracemalloc
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_grpo.utils import cpu_backend
+
+cpu_backend.install()  # before megatron.core is imported
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_grpo.checkpointing import background_writer
+from megatron_grpo.data.batch import FIELDS, FinishReason, RolloutBatch
+from megatron_grpo.data.row_files import Blocks
+from megatron_grpo.data.sampler import PromptSampler
+from megatron_grpo.estimate import host_memory
+from megatron_grpo.estimate.memory import GIB, Plan
+from megatron_grpo.models import forward
+from megatron_grpo.parallel import exchange, initialize
+from megatron_grpo.rollout.dispatcher import PromptDispatcher
+from tools import generate_model_sizes_doc as published
+
+MODELS = {"8B": "Qwen3-8B", "70B": "Llama-3.1-70B", "30B-A3B": "Qwen3-30B-A3B"}
+MODELS |= {"235B-A22B": "Qwen3-235B-A22B", "671B": "DeepSeek-V3, 671B"}
+HOST = 8  # ranks
+MOST_COMPLETIONS = 8192
+SLOWEST = 60.0  # seconds that one rank is behind the others
+DATA_BYTES, ROWS_OF_BLOCK, BLOCK_BYTES = 10 * 2**30, 1000, 4 * 2**20  # of the training data
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group: its backend, megatron-core's name for it, and its ranks."""
+
+    backend: str
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass
+class Numbers:
+    """What a world of one model needs: names and units are the table's."""
+
+    model: str
+    ranks: int
+    completions: int
+    rounds: int = 0  # of the exchange
+    sent_mib: float = 0.0  # by the rank that sends most
+    received_mib: float = 0.0  # by the rank that receives most
+    network_mib: float = 0.0  # of the host that receives or sends most to others
+    exchange_seconds: float = 0.0
+    planner_mib: float = 0.0  # of the tables of an exchange, on every rank
+    sampler_mib: float = 0.0
+    groups: int = 0  # that a rank is in
+    gloo_sockets: int = 0  # of a rank
+    store_requests: float = 0.0  # a second, of all ranks that wait for one
+    save_stats: float = 0.0  # a second, of all writers that wait for one
+    host_gib: float = 0.0  # host memory of a host
+    device_gib: float = 0.0  # of the fullest rank in training
+
+
+def arguments(model: str, ranks: int, completions: int | None = None, flags: str = "") -> Namespace | None:
+    """Return the validated arguments of a published model in a world of ``ranks``; None if it is too small."""
+    row = next(row for row in published.ROWS if row.model == MODELS[model])
+    if ranks < row.gpus or ranks % row.gpus:
+        return None
+    batch = published.plan(row)[0].global_batch_size
+    batch = completions or min(batch * ranks // row.gpus, max(batch, MOST_COMPLETIONS))
+    return published.plan(row._replace(gpus=ranks, flags=f"{row.flags} --global-batch-size {batch} {flags}"))[0]
+
+
+@contextlib.contextmanager
+def made_up_rank(args: Namespace, rank: int, ranks: int) -> Iterator[list[Group]]:
+    """Context in which this process is a rank of a world on GPUs; it has the groups of all ranks."""
+    created: list[Group] = []
+    init, new_group = dist.init_process_group, dist.new_group
+
+    def recorded_init(backend, **_):
+        created.append(Group(backend, "world", tuple(range(ranks))))
+        init("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+    def recorded_group(of=None, timeout=None, backend=None, pg_options=None, *more, ranks=None, **named):
+        chosen = tuple(of or ranks or range(dist.get_world_size()))
+        created.append(Group(backend or "nccl", named.get("group_desc") or "", chosen))
+        return new_group(chosen, timeout, "fake", None, *more, **named)
+
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank % HOST)}
+    with (
+        mock.patch.dict(os.environ, environment | {"MASTER_ADDR": "made-up", "MASTER_PORT": "1"}),
+        mock.patch.object(dist, "init_process_group", recorded_init),
+        mock.patch.object(dist, "new_group", recorded_group),
+        mock.patch.object(torch.distributed, "new_group", recorded_group),
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "set_device", lambda device: None),
+    ):
+        initialize.initialize_distributed(args)
+    try:
+        yield created
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        initialize._host_group = None
+
+
+def rollout(args: Namespace, completions: int, replayed_layers: int = 0) -> tuple[RolloutBatch, int]:
+    """Return made-up completions without their tokens, and the bytes that a token has in the arrays of a rollout.
+
+    Lengths are log-normal: the median is a third of the longest, which ends one in seven.
+    """
+    longest, prompt = args.max_completion_length, args.max_prompt_length // 4
+    lengths = np.random.default_rng(1).lognormal(np.log(longest / 3), 1.0, completions)
+    lengths = np.clip(lengths.astype(np.int64), 16, longest)
+    routed = [np.zeros((3, replayed_layers, args.moe_router_topk), np.int64)] if replayed_layers else []
+    one = RolloutBatch.from_completions(
+        [[1]], [[2, 3]], [[0.0, 0.0]], [[1, 1]], [0], [0], [0], [FinishReason.STOP], routed_experts=routed
+    )
+    arrays = [getattr(one, name) for name, spec in FIELDS.items() if spec.axis == "token"]
+    row = sum(exchange._row_bytes(array) for array in arrays if array is not None)
+    number = np.arange(completions)
+    batch = RolloutBatch(
+        **{name: np.zeros((0, *array.shape[1:]), array.dtype) for name, array in one.arrays().items()}
+        | {
+            "cu_seqlens": np.zeros(completions + 1, np.int64),
+            "prompt_lengths": np.full(completions, prompt, np.int32),
+            "group_ids": number // args.num_generations,
+            "row_ids": number // args.num_generations,
+            "sample_ids": number,
+            "finish_reasons": np.full(completions, FinishReason.STOP, np.uint8),
+            "turns": np.ones(completions, np.int32),
+            "all_lengths": prompt + lengths,
+            "all_response_lengths": lengths,
+        }
+    )
+    return batch, row
+
+
+def needed(args: Namespace, batch: RolloutBatch, groups: Sequence[Group], ranks: int) -> np.ndarray:
+    """Return [ranks, n] which completions each rank computes in an update."""
+    _, of_places = forward.assignment(args, batch, np.arange(batch.num_completions))
+    result = np.zeros((ranks, batch.num_completions), bool)
+    for group in groups:
+        if group.name == "DATA_PARALLEL_GROUP_WITH_CP":
+            for place, rank in enumerate(group.ranks):
+                result[rank, np.concatenate(of_places[place])] = True
+    assert result.any(1).all(), "a rank without completions"
+    return result
+
+
+def sources(args: Namespace, batch: RolloutBatch, ranks: int) -> np.ndarray:
+    """Return [n] the rank whose engine replica makes each completion."""
+    width, size = args.vllm_tensor_parallel_size, args.num_generations
+    result = np.full(batch.num_completions, -1)
+    for replica in range(ranks // width):
+        engine: Any = SimpleNamespace(replica=replica, num_replicas=ranks // width, is_lead=True)
+        for prompt in PromptDispatcher(engine, batch.num_completions // size, size, None).first:
+            result[prompt * size : (prompt + 1) * size] = replica * width
+    assert (result >= 0).all(), "a prompt without an engine"
+    return result
+
+
+def fill_exchange(numbers: Numbers, hops: Sequence[exchange.Hop], sizes: np.ndarray, options: Namespace) -> None:
+    """Set the numbers of an exchange."""
+    for hop in hops:
+        sent, received = hop.traffic(sizes)
+        hosts = -(-numbers.ranks // HOST)
+        copies = np.add.reduceat(hop.to.astype(np.int16), np.arange(0, numbers.ranks, HOST), axis=0)
+        copies[hop.source // HOST, np.arange(len(sizes))] = 0  # to ranks of its own host
+        into = [int((copies[host] * sizes).sum()) for host in range(hosts)]
+        out = np.bincount(hop.source // HOST, copies.sum(0) * sizes, hosts)
+        rounds = hop.rounds(sizes)
+        numbers.rounds += rounds
+        numbers.sent_mib += sent.max() / MIB
+        numbers.received_mib += received.max() / MIB
+        fullest = max(*into, *out)
+        numbers.network_mib += fullest / MIB
+        messages = rounds * (numbers.ranks - 1) * options.message_microseconds / 1e6
+        numbers.exchange_seconds += fullest / (options.host_gigabytes * 1e9) + messages
+
+
+@contextlib.contextmanager
+def measured() -> Iterator[list[float]]:
+    """Context that appends the peak of this process's new memory, in MiB."""
+    peak: list[float] = []
+    tracemalloc.start()
+    yield peak
+    peak.append(tracemalloc.get_traced_memory()[1] / MIB)
+    tracemalloc.stop()
+
+
+class Clock:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """Return the seconds so far."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Move the clock."""
+        self.now += seconds
+
+
+class CountedStore:
+    """A store whose last rank arrives after SLOWEST seconds; it counts the requests of one rank."""
+
+    def __init__(self, ranks: int, clock: Clock):
+        self.requests, self._ranks, self._clock = 0, ranks, clock
+
+    def add(self, key: str, amount: int) -> int:
+        """Return how many ranks have arrived."""
+        self.requests += 1
+        return self._ranks - (self._clock.now < SLOWEST)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether the keys exist: what rank 0 says, and no error of a rank."""
+        self.requests += 1
+        return self._clock.now >= SLOWEST and not any("error" in key for key in keys)
+
+
+def store_requests(ranks: int) -> float:
+    """Return the requests to the store in a second, while all ranks wait for one in `all_finish`."""
+    clock = Clock()
+    store = CountedStore(ranks, clock)
+    with (
+        mock.patch.object(initialize, "time", clock),
+        mock.patch.object(dist.distributed_c10d, "_get_default_store", lambda: store),
+        initialize.all_finish(),
+    ):
+        pass
+    return store.requests * ranks / SLOWEST
+
+
+def save_stats(ranks: int) -> float:
+    """Return the questions to the file server in a second, while the writers of all ranks wait for one of them."""
+    clock, asked, real = Clock(), [0], Path.exists
+
+    def exists(path: Path) -> bool:
+        asked[0] += 1
+        if clock.now >= 1.5 * SLOWEST:  # a writer that waits for the directory: it is published, long after
+            return False
+        return real(path)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(background_writer, "time", clock),
+        mock.patch.object(Path, "exists", exists),
+    ):
+        background_writer._write(background_writer.Job(Path(folder)), [])
+    return asked[0] * (ranks - 1) / max(clock.now, 1.0)
+
+
+def numbers_of(model: str, ranks: int, options: Namespace) -> Numbers | None:
+    """Return the numbers of a model in a world of ``ranks``; None if it is too small for the model."""
+    args = arguments(model, ranks, options.completions, options.flags)
+    if args is None:
+        return None
+    batch, row = rollout(args, args.global_batch_size, options.replayed_layers)
+    numbers = Numbers(model, ranks, batch.num_completions)
+    plan = Plan(args)
+    numbers.device_gib = max(plan.memory(stage).total for stage in range(len(plan.stages))) / GIB
+    numbers.host_gib = host_memory.needed(args, min(HOST, ranks)) / GIB
+    for rank in {0, ranks - 1}:
+        with made_up_rank(args, rank, ranks) as groups:
+            own = [group for group in groups if rank in group.ranks]
+            sockets = sum(len(group.ranks) - 1 for group in own if group.backend == "gloo")
+            numbers.groups, numbers.gloo_sockets = max(numbers.groups, len(own)), max(numbers.gloo_sockets, sockets)
+            if rank == 0:
+                source, table = sources(args, batch, ranks), needed(args, batch, groups, ranks)
+                numbers.store_requests = store_requests(ranks)
+    sizes = batch.lengths * row
+    with measured() as peak:
+        hops = exchange.hops(source, table, sizes)
+        for hop in hops:
+            hop.rounds(sizes)
+    numbers.planner_mib = peak[0] + table.nbytes / MIB
+    fill_exchange(numbers, hops, sizes, options)
+    numbers.save_stats = save_stats(ranks)
+    with measured() as peak:
+        count = DATA_BYTES // BLOCK_BYTES
+        blocks = Blocks(np.full(count, ROWS_OF_BLOCK), np.full(count, BLOCK_BYTES), np.arange(count))
+        PromptSampler(count * ROWS_OF_BLOCK, 1, blocks=blocks).next(batch.num_completions // args.num_generations)
+    numbers.sampler_mib = peak[0]
+    return numbers
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="[all]")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 128, 1024], metavar="N", help="[8 64 128 1024]")
+    parser.add_argument("--completions", type=int, metavar="N", help="of a rollout [grows with the ranks, to 8192]")
+    parser.add_argument("--flags", default="", metavar="FLAGS", help="of pretrain_grpo.py, after those of the script [none]")
+    parser.add_argument(
+        "--replayed-layers", type=int, default=0, metavar="N", help="layers whose experts a rollout has (R3) [0]"
+    )
+    parser.add_argument("--host-gigabytes", type=float, default=2.5, metavar="X", help="a second, over gloo [2.5]")
+    parser.add_argument("--message-microseconds", type=float, default=10.0, metavar="X", help="[10]")
+    return parser
+
+
+def main() -> None:
+    """Print a table of all worlds."""
+    options = build_parser().parse_args()
+    names = list(asdict(Numbers("", 0, 0)))
+    print("| " + " | ".join(name.replace("_", " ") for name in names) + " |")
+    print("|---" + "|--:" * (len(names) - 1) + "|")
+    began = time.monotonic()
+    for model in options.models:
+        for ranks in options.ranks:
+            if (numbers := numbers_of(model, ranks, options)) is not None:
+                cells = [f"{v:,.1f}" if isinstance(v, float) else str(v) for v in asdict(numbers).values()]
+                print("| " + " | ".join(cells) + " |", flush=True)
+    print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
