@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.environments.environment import Turn
-from megatron_grpo.environments.threads import Sizes
+from megatron_grpo.environments.threads import DEFAULT_SIZES, Sizes
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.process_tree import end_supervised, start_supervised
@@ -87,7 +87,7 @@ class EnvironmentPool:
         workers: int = 1,
         timeout: float = 60.0,
         retries: int = 1,
-        sizes: Sizes = Sizes(),
+        sizes: Sizes = DEFAULT_SIZES,
     ):
         self._timeout, self._retries, self._max_stuck = timeout, retries, min(_MAX_STUCK, sizes.threads)
         self._setup = {

@@ -20,7 +20,8 @@ class Sizes(NamedTuple):
     sandboxes: int = 1
 
 
-sizes = Sizes()  # of this process; a worker sets it when it starts
+DEFAULT_SIZES = Sizes()
+sizes = DEFAULT_SIZES  # of this process; a worker sets it when it starts
 _clock: contextvars.ContextVar["Clock | None"] = contextvars.ContextVar("clock", default=None)
 
 

@@ -9,8 +9,8 @@ The first command is {"plugins", "path", "names", "timeout", "sizes"}; the repor
 
 Reports: ["reply", key, call, {"messages", "reward", "done", "snapshot"}] for begin and step, in that of begin also
 "answers", what the reset and the turns got without a snapshot; or ["failed", key, call, reason, traceback, threads],
-where ``threads`` counts those that go on for calls that are over; or ["fatal", message]. Before it, ["began", key, call]
-when a call begins to run, and ["waits", key, call] while it waits for a thread: its time limit counts the time between.
+where ``threads`` counts those that go on for calls that are over; or ["fatal", message]. Earlier reports are
+["began", key, call] when a call begins to run, and ["waits", key, call] when it waits for a thread: its clock stands.
 
 Episodes run side by side: each call in a coroutine, or in a thread if it is no coroutine.
 """

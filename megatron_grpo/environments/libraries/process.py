@@ -4,8 +4,8 @@
 
 NAME is that of --agent; THREADS programs that are no coroutines run at the same time. JSON lines arrive on stdin,
 ["run", id, base_url, row, metadata] or ["cancel", id], and leave on stdout: ["ready"] or ["fatal", reason] once, then
-["began", id], and ["value", id, value] or ["failed", id, reason] for each run, or ["cancelled", id]. What the program prints goes to stderr.
-The process ends with its stdin.
+["began", id], and ["value", id, value] or ["failed", id, reason] for each run, or ["cancelled", id]. What the program
+prints goes to stderr. The process ends with its stdin.
 """
 
 import asyncio
