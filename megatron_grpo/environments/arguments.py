@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 
+from megatron_grpo.environments.threads import DEFAULT_SIZES
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, SECONDS, FlagRow, Number, count_to
 from megatron_grpo.utils.rules import flag, needs
@@ -38,9 +39,23 @@ ENVIRONMENTS: tuple[FlagRow, ...] = (
         1024,
         "tokens of an environment in an episode, beside --max-completion-length, which counts sampled tokens",
     ),
-    ("--environment-timeout", SECONDS, 60.0, "time limit of one call of an environment, in seconds"),
+    ("--environment-timeout", SECONDS, 60.0, "time limit of one call of an environment, in seconds in which it runs"),
     ("--environment-retries", Number(int, 0, 1000), 1, "number of retries of a failed call"),
     ("--environment-workers", count_to(1024), 1, "worker processes of each rank that generates, for environments"),
+    (
+        "--environment-threads",
+        count_to(2**16),
+        DEFAULT_SIZES.threads,
+        "calls at the same time in each worker process that are no coroutines: of environments, tools and agents; the "
+        "others wait, which takes no time of theirs",
+    ),
+    (
+        "--environment-sandboxes",
+        count_to(1024),
+        None,
+        "programs of the environment python at the same time in each worker process [the host's CPUs, divided by all "
+        "worker processes of its ranks]",
+    ),
     (
         "--tool-call-parser",
         str,
@@ -78,6 +93,8 @@ def check_environments(args: Namespace) -> None:
                 f"--agent {args.agent} needs --agent-python: the interpreter of a virtual environment with verifiers, "
                 "whose dependencies differ from vLLM's"
             )
+        if "environment_sandboxes" in args.explicit:
+            raise GrpoError("--environment-sandboxes has no effect with --agent, whose tools are its own: leave it out")
         args.environment = f"{AGENT}{args.agent}" + (f"{UNDER}{args.agent_python}" if args.agent_python else "")
     elif args.agent_python is not None:
         raise GrpoError("--agent-python needs --agent: it is the interpreter of the agent program")

@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.environments.environment import Turn
+from megatron_grpo.environments.threads import DEFAULT_SIZES, Sizes
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.process_tree import end_supervised, start_supervised
 
 _START_LIMIT = 120.0  # s, for imports on a slow disk
-_GRACE = 10.0  # s beyond the time limit of a call, after which its process is stuck
+_GRACE = 10.0  # s beyond the time limit of a call, after which a process that answers nothing is stuck
+_SILENCE = 1.0  # s without a report, after which a process is to answer
 _MAX_STUCK = 8  # threads of a process that time out and do not end
+_MAX_TRIALS = 8  # processes that repeat suspects: each level of halves of 256 has one whose calls may be slow
 _MAX_REPORT = 2**28  # bytes
 
 
@@ -47,8 +50,11 @@ class _Worker:
     process: subprocess.Popen[bytes]
     ready: bool = False
     started: float = field(default_factory=time.monotonic)
-    # Calls that were under way when a process ended: they are repeated one by one, until the guilty one is known.
-    suspects: deque[int] | None = None
+    heard: float = field(default_factory=time.monotonic)
+    asked: float | None = None  # when it was to answer; None after a report
+    episodes: set[int] = field(default_factory=set)
+    calls: dict[int, None] = field(default_factory=dict)  # episodes with a call under way, in order
+    running: dict[int, None] = field(default_factory=dict)  # those of them whose call runs
     unread: bytes = b""
     unsent: bytearray = field(default_factory=bytearray)
 
@@ -65,12 +71,14 @@ class _Episode:
     call: int = 0  # number of the call under way; replies to others are late
     repeats: bool = False  # the call is a "begin" before a repeated step: its reply is no answer
     lost: bool = False  # its process has ended: the next step begins it again
-    waits_since: float | None = None
     tries: int = 0
 
 
 class EnvironmentPool:
-    """Runs the episodes of environments in ``workers`` processes; a call has ``timeout`` seconds and ``retries``."""
+    """Runs the episodes of environments in ``workers`` processes; a call has ``timeout`` seconds and ``retries``.
+
+    ``sizes``: how many calls run at the same time in a process; the others wait, which takes no time of theirs.
+    """
 
     def __init__(
         self,
@@ -79,20 +87,25 @@ class EnvironmentPool:
         workers: int = 1,
         timeout: float = 60.0,
         retries: int = 1,
+        sizes: Sizes = DEFAULT_SIZES,
     ):
-        self._timeout, self._retries = timeout, retries
+        self._timeout, self._retries, self._max_stuck = timeout, retries, min(_MAX_STUCK, sizes.threads)
         self._setup = {
             "names": list(names),
             "plugins": [str(Path(plugin).resolve()) for plugin in plugins],
             "path": [entry or os.getcwd() for entry in sys.path],
             "timeout": timeout,
+            "sizes": sizes._asdict(),
         }
         self._episodes: dict[int, _Episode] = {}
         self._answers: list[Answer] = []
         self._failed_starts = self._next = self._calls = 0
-        self._workers: list[_Worker] = []
-        self.close = weakref.finalize(self, end_supervised, self._workers, os.getpid())  # called at exit at the latest
-        self._workers += [self._start() for _ in range(workers)]
+        self._groups: deque[list[int]] = deque()  # of suspects, to be repeated
+        self._trials: list[_Worker] = []  # the processes for that
+        self._processes: list[_Worker] = []  # all
+        # Called at exit at the latest.
+        self.close = weakref.finalize(self, end_supervised, self._processes, os.getpid())
+        self._workers = [self._start() for _ in range(workers)]
         while not all(worker.ready for worker in self._workers):
             self.poll(0.1)
 
@@ -112,6 +125,7 @@ class EnvironmentPool:
         episode = _Episode(state["name"], row, self._next_worker(), turns, answers, state["snapshot"], resumes=True)
         if answers[-1]["done"]:  # nothing is left to be asked
             self._episodes[key] = episode
+            episode.worker.episodes.add(key)
             self._answers.append(Answer(key, **answers[-1]))
         else:
             self._open(key, episode)
@@ -134,10 +148,8 @@ class EnvironmentPool:
 
     def _open(self, key: int, episode: _Episode) -> None:
         self._episodes[key] = episode
-        if episode.worker.suspects is not None:
-            episode.worker.suspects.append(key)
-        else:
-            self._send_turn(key, episode)
+        episode.worker.episodes.add(key)
+        self._send_turn(key, episode)
 
     def step(self, key: int, turn: Turn) -> None:
         """Tell an episode the policy's turn."""
@@ -145,10 +157,7 @@ class EnvironmentPool:
         calls = {name: [vars(call) for call in getattr(turn, name)] for name in ("tool_calls", "malformed_calls")}
         episode.turns.append(vars(turn) | calls | {"token_ids": list(turn.token_ids)})
         episode.tries = 0
-        if episode.worker.suspects is not None:
-            episode.worker.suspects.append(key)
-        else:
-            self._send_turn(key, episode)
+        self._send_turn(key, episode)
 
     def _send_turn(self, key: int, episode: _Episode) -> None:
         if episode.lost or episode.resumes or not episode.turns:
@@ -158,29 +167,34 @@ class EnvironmentPool:
 
     def _call(self, key: int, episode: _Episode, command: str, *content: Any) -> None:
         self._calls += 1
-        episode.call, episode.repeats, episode.waits_since = self._calls, False, time.monotonic()
+        episode.call, episode.repeats = self._calls, False
+        episode.worker.calls[key] = None
         self._send(episode.worker, [command, key, self._calls, *content])
 
     def end(self, key: int) -> None:
         """Forget an episode."""
         if episode := self._episodes.pop(key, None):
-            self._send(episode.worker, ["end", key, 0])
-            self._next_suspect(episode.worker)
+            self._leave(key, episode)
+            self._repeat_suspects()
 
     def poll(self, wait: float = 0.0) -> list[Answer]:
         """Return the answers that have come, after up to ``wait`` seconds if there is none."""
-        by_stream = {worker.process.stdout.fileno(): worker for worker in self._workers}  # type: ignore[union-attr]
-        for worker in self._workers:
+        by_stream = {worker.process.stdout.fileno(): worker for worker in self._processes}  # type: ignore[union-attr]
+        for worker in self._processes:
             self._flush(worker)
         for stream in wait_readable(list(by_stream), 0 if self._answers else wait):
             self._read(by_stream[stream])  # type: ignore[index]
         now = time.monotonic()
-        for worker in list(self._workers):
-            waiting = [e.waits_since for e in self._under_way_in(worker).values()]
-            if not worker.ready and now - worker.started > _START_LIMIT:
-                self._replace(worker, f"did not start within {_START_LIMIT:g} s")
-            elif worker.ready and waiting and now - min(waiting) > self._timeout + _GRACE:
-                self._replace(worker, f"took longer than {self._timeout:g} s (--environment-timeout)")
+        for worker in list(self._processes):
+            if not worker.ready:
+                if now - worker.started > _START_LIMIT:
+                    self._replace(worker, f"did not start within {_START_LIMIT:g} s")
+            elif worker.asked is not None:
+                if now - worker.asked > self._timeout + _GRACE:
+                    self._replace(worker, f"took longer than {self._timeout:g} s (--environment-timeout)")
+            elif worker.calls and now - worker.heard > _SILENCE:
+                worker.asked = now
+                self._send(worker, ["answer"])
         answers, self._answers = self._answers, []
         return answers
 
@@ -192,7 +206,8 @@ class EnvironmentPool:
             process.stdin.write(json.dumps(self._setup).encode() + b"\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
         os.set_blocking(process.stdin.fileno(), False)  # type: ignore[union-attr]
-        return _Worker(process)
+        self._processes.append(worker := _Worker(process))
+        return worker
 
     def _send(self, worker: _Worker, command: Any) -> None:
         worker.unsent += json.dumps(command).encode() + b"\n"
@@ -212,6 +227,7 @@ class EnvironmentPool:
         if not data:
             self._replace(worker, "ended its process")
             return
+        worker.heard, worker.asked = time.monotonic(), None
         *lines, worker.unread = (worker.unread + data).split(b"\n")
         for line in lines:
             try:
@@ -221,17 +237,25 @@ class EnvironmentPool:
             match report:
                 case ["ready"]:
                     worker.ready, self._failed_starts = True, 0
-                    for episode in self._under_way_in(worker).values():
-                        episode.waits_since = time.monotonic()
+                case ["answers"]:
+                    pass
+                case ["began", int(key), int(call)]:
+                    if self._under_way(worker, key, call):
+                        worker.running[key] = None
+                case ["waits", int(key), int(call)]:
+                    if self._under_way(worker, key, call):
+                        worker.running.pop(key, None)
                 case ["fatal", str(message)]:
                     self.close()
                     raise GrpoError(message)
                 case ["reply", int(key), int(call), dict(reply)]:
-                    self._reply(key, call, reply)
+                    progress.advance()
+                    if self._under_way(worker, key, call):
+                        self._reply(key, reply)
                 case ["failed", int(key), int(call), str(reason), str(trace), int(stuck)]:
-                    if self._under_way(key, call):
+                    if self._under_way(worker, key, call):
                         self._failed(key, f"{reason}\n{trace}".rstrip())
-                    if stuck >= _MAX_STUCK:
+                    if stuck >= self._max_stuck:
                         self._replace(worker, "was in a process with calls that do not end", blame=False)
                         return
                 case _:
@@ -240,15 +264,14 @@ class EnvironmentPool:
         if len(worker.unread) > _MAX_REPORT:
             self._replace(worker, f"returned more than {_MAX_REPORT} bytes")
 
-    def _under_way(self, key: int, call: int) -> bool:
-        return key in self._episodes and self._episodes[key].call == call
+    def _under_way(self, worker: _Worker, key: int, call: int) -> bool:
+        return key in worker.calls and self._episodes[key].call == call
 
-    def _reply(self, key: int, call: int, reply: dict[str, Any]) -> None:
-        progress.advance()
-        if not self._under_way(key, call):
-            return
+    def _reply(self, key: int, reply: dict[str, Any]) -> None:
         episode = self._episodes[key]
-        episode.snapshot, episode.waits_since = reply["snapshot"], None
+        episode.worker.calls.pop(key)
+        episode.worker.running.pop(key, None)
+        episode.snapshot = reply["snapshot"]
         again = reply.get("answers", [])
         if episode.resumes and json.dumps(again) != json.dumps(episode.answers[: len(again)]):
             self._answers.append(Answer(key, differs=True))
@@ -261,7 +284,10 @@ class EnvironmentPool:
                 episode.answers.append({name: reply[name] for name in ("messages", "reward", "done")})
             episode.resumes = False
             self._answers.append(Answer(key, **episode.answers[-1]))
-        self._next_suspect(episode.worker)
+        if episode.worker in self._trials:  # it is cleared: no later call of it is among suspects
+            self._leave(key, episode)
+            self._enter(key, episode, self._next_worker())
+            self._repeat_suspects()
 
     def _failed(self, key: int, reason: str) -> None:
         """Repeat the call of an episode, or report that the episode has failed."""
@@ -270,44 +296,75 @@ class EnvironmentPool:
         if episode.tries > self._retries:
             self._answers.append(Answer(key, error=reason))
             self.end(key)
+        elif episode.lost:  # its process has ended
+            self._groups.append([key])
         else:
             self._repeat(key, episode)
 
     def _repeat(self, key: int, episode: _Episode) -> None:
         """Begin an episode again where its last call found it, then repeat that call."""
         episode.lost = False
+        episode.worker.running.pop(key, None)
         answered = max(len(episode.answers) - 1, 0)  # turns
         self._call(key, episode, "begin", episode.name, episode.row, episode.snapshot, episode.turns[:answered])
         episode.repeats = len(episode.turns) > answered
 
-    def _under_way_in(self, worker: _Worker) -> dict[int, _Episode]:
-        return {k: e for k, e in self._episodes.items() if e.worker is worker and e.waits_since is not None}
+    def _enter(self, key: int, episode: _Episode, worker: _Worker) -> None:
+        """Move an episode to another process, which begins it again with its next call."""
+        episode.worker, episode.lost = worker, True
+        worker.episodes.add(key)
 
-    def _next_suspect(self, worker: _Worker) -> None:
-        """Repeat the next call of a process that has ended, when no call is under way in its successor."""
-        while worker.suspects and not self._under_way_in(worker):
-            key = worker.suspects.popleft()
-            if key in self._episodes:
-                self._send_turn(key, self._episodes[key])
-        if not worker.suspects and not self._under_way_in(worker):
-            worker.suspects = None
+    def _leave(self, key: int, episode: _Episode) -> None:
+        """End an episode in its process."""
+        worker = episode.worker
+        worker.episodes.discard(key)
+        worker.calls.pop(key, None)
+        worker.running.pop(key, None)
+        self._send(worker, ["end", key, 0])
+
+    def _repeat_suspects(self) -> None:
+        """Repeat the next groups of suspects, each in a process in which nothing else runs."""
+        while self._groups:
+            worker = next((worker for worker in self._trials if not worker.calls), None)
+            if worker is None and len(self._trials) == _MAX_TRIALS:
+                return
+            group = [key for key in self._groups.popleft() if key in self._episodes]
+            if group and worker is None:
+                self._trials.append(worker := self._start())
+            for key in group:
+                assert worker is not None
+                episode = self._episodes[key]
+                self._leave(key, episode)
+                self._enter(key, episode, worker)
+                self._send_turn(key, episode)
 
     def _replace(self, worker: _Worker, reason: str, blame: bool = True) -> None:
-        """Replace a dead or stuck process; with ``blame`` its call has failed, if one call only was under way."""
+        """Replace a dead or stuck process; with ``blame`` one of the calls that ran in it is to be found."""
         end_supervised([worker])
+        self._processes.remove(worker)
+        is_trial = worker in self._trials
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts == 3:
                 self.close()
                 raise GrpoError(f"an environment worker does not start: it {reason}; its output is above")
-        under_way = self._under_way_in(worker)
-        new = self._workers[self._workers.index(worker)] = self._start()
-        new.suspects = deque([*under_way, *(worker.suspects or ())])
-        for episode in self._episodes.values():
-            if episode.worker is worker:
-                episode.worker, episode.lost, episode.waits_since = new, True, None
-        if blame and len(under_way) == 1:
-            ((key, episode),) = under_way.items()
-            new.suspects.popleft()
-            self._failed(key, reason)
-        self._next_suspect(new)
+        # Without a report of one that runs, the process has ended before it could write it.
+        suspects = list(worker.running or worker.calls) if blame and worker.ready else []
+        others = [key for key in worker.calls if key not in suspects]
+        if is_trial:
+            self._trials.remove(worker)
+        else:
+            new = self._workers[self._workers.index(worker)] = self._start()
+        for key in worker.episodes:
+            self._enter(key, self._episodes[key], self._next_worker() if is_trial else new)
+        if is_trial:
+            self._groups.append(others)  # suspects of an earlier end
+        else:
+            for key in others:
+                self._send_turn(key, self._episodes[key])
+        if len(suspects) == 1:
+            self._failed(suspects[0], reason)
+        else:
+            middle = len(suspects) // 2
+            self._groups += [suspects[:middle], suspects[middle:]]
+        self._repeat_suspects()

@@ -38,6 +38,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megatron_grpo.environments.agent import AgentProgram
@@ -56,9 +57,14 @@ class EnvironmentSpec:
 
     name: str
     make: Callable[[], Environment]
-    tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, for the chat template
+    functions: Sequence[Callable | Mapping[str, Any]] = ()  # or their JSON schemas
     immediate: bool = False
     videos: bool = False
+
+    @cached_property
+    def tools(self) -> list[Mapping[str, Any]]:
+        """JSON schemas of the tools, for the chat template: worker processes, which need none, start without them."""
+        return [tool_schema(tool) for tool in self.functions]
 
 
 # Modules are imported on first use.
@@ -75,8 +81,7 @@ def register_environment(name: str) -> Callable[[type[Environment]], type[Enviro
     """Decorator: make a class available as ``--environment name``; each name is unique."""
 
     def register(made: type[Environment]) -> type[Environment]:
-        schemas = [tool_schema(tool) for tool in made.tools]
-        _register(EnvironmentSpec(name, made, schemas, made.immediate, made.videos))
+        _register(EnvironmentSpec(name, made, made.tools, made.immediate, made.videos))
         return made
 
     return register
@@ -84,8 +89,7 @@ def register_environment(name: str) -> Callable[[type[Environment]], type[Enviro
 
 def register_tools(name: str, tools: Sequence[Callable], immediate: bool = False) -> None:
     """Make an environment of functions available as ``--environment name``: it answers tool calls, and nothing else."""
-    schemas = [tool_schema(tool) for tool in tools]
-    _register(EnvironmentSpec(name, lambda: ToolEnvironment(tools), schemas, immediate))
+    _register(EnvironmentSpec(name, lambda: ToolEnvironment(tools), tools, immediate))
 
 
 def _register(spec: EnvironmentSpec) -> None:

@@ -20,11 +20,18 @@ class ToolEnvironment(Environment):
             return Reply(done=True)
         return Reply([await self._answer(call) for call in turn.tool_calls])
 
-    def snapshot(self) -> dict[str, Any]:
+    # Coroutines need no thread, for which they would wait behind the calls of others.
+    async def reset(self, row: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+    async def snapshot(self) -> dict[str, Any]:
         """Return nothing: functions have no state of an episode, so that no earlier call is repeated."""
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    async def restore(self, state: Mapping[str, Any]) -> None:
         """Do nothing."""
 
     async def _answer(self, call: ToolCall) -> Message:

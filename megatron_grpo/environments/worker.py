@@ -1,14 +1,16 @@
 """Process of ``pool.EnvironmentPool``: commands arrive on stdin, reports leave on stdout, both as JSON lines.
 
-The first command is {"plugins", "path", "names", "timeout"}; the report is ["ready"]. Later commands:
+The first command is {"plugins", "path", "names", "timeout", "sizes"}; the report is ["ready"]. Later commands:
 
     ["begin", key, call, name, row, snapshot, turns]   begin an episode: from a snapshot, or by a reset and these turns
     ["step", key, call, turn]                          the policy's next turn
     ["end", key, call]                                 forget the episode
+    ["answer"]                                         report ["answers"]: nothing blocks the event loop
 
 Reports: ["reply", key, call, {"messages", "reward", "done", "snapshot"}] for begin and step, in that of begin also
 "answers", what the reset and the turns got without a snapshot; or ["failed", key, call, reason, traceback, threads],
-where ``threads`` counts the calls that have timed out and have not ended; or ["fatal", message].
+where ``threads`` counts those that go on for calls that are over; or ["fatal", message]. Earlier reports are
+["began", key, call] when a call begins to run, and ["waits", key, call] when it waits for a thread: its clock stands.
 
 Episodes run side by side: each call in a coroutine, or in a thread if it is no coroutine.
 """
@@ -20,27 +22,29 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from megatron_grpo.environments import threads
 from megatron_grpo.environments.agent import load
 from megatron_grpo.environments.arguments import AGENT
 from megatron_grpo.environments.environment import Environment, MalformedCall, Reply, ToolCall, Turn
 from megatron_grpo.environments.registry import get_environment
+from megatron_grpo.environments.threads import Clock, Sizes, Threads, current_clock
 from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rewards.worker import Report, as_reward, begin
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import as_data_uri, source_of_part
 from megatron_grpo.vision.videos import FPS
 
-_THREADS = 256  # calls at the same time that are no coroutines
 _MAX_LINE = 2**28  # bytes of a command
+_CLEAN_UP = 5.0  # s for a cancelled coroutine
 
 
 def main() -> None:
     tasks, report = begin()
     setup = json.loads(tasks.readline())
     sys.path[:] = setup["path"]
+    threads.sizes = Sizes(**setup["sizes"])
     try:
         load_plugins(setup["plugins"])
         for name in setup["names"]:
@@ -56,12 +60,16 @@ def main() -> None:
 
 async def _serve(tasks, report: Report, timeout: float) -> None:
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(_THREADS))
+    loop.set_default_executor(Threads(threads.sizes.threads))
     reader = asyncio.StreamReader(limit=_MAX_LINE)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), tasks)
     episodes, running = _Episodes(report, timeout), set()
     while line := await reader.readline():
-        task = asyncio.create_task(episodes.answer(*json.loads(line)))
+        command, *content = json.loads(line)
+        if command == "answer":
+            report(["answers"])
+            continue
+        task = asyncio.create_task(episodes.answer(command, *content))
         running.add(task)
         task.add_done_callback(running.discard)
 
@@ -76,9 +84,9 @@ class _Episodes:
     def __init__(self, report: Report, timeout: float):
         self._report, self._timeout = report, timeout
         self._episodes: dict[int, Environment] = {}
-        self._stuck = 0  # threads that go on after the time limit of their call
 
     async def answer(self, command: str, key: int, call: int, *content: Any) -> None:
+        clock = Clock(lambda runs: self._report(["began" if runs else "waits", key, call]))
         try:
             if command == "begin":
                 self._report(["reply", key, call, await self._begin(key, *content)])
@@ -88,6 +96,7 @@ class _Episodes:
                 await self._call(self._episodes.pop(key).close)
         # BaseException includes SystemExit and the time-outs of some libraries.
         except BaseException as error:
+            clock.close()
             if command == "end":
                 return
             if isinstance(error, _NotJson):
@@ -98,9 +107,12 @@ class _Episodes:
             reason = f"raised {type(error).__name__}: {error}"[:300]
             if isinstance(error, TimeoutError) and str(error) == "":
                 reason = f"took longer than {self._timeout:g} s (--environment-timeout)"
-            self._report(["failed", key, call, _printable(reason), _printable(tail), self._stuck])
+            self._report(["failed", key, call, _printable(reason), _printable(tail), Clock.stuck])
+        finally:
+            clock.close()
 
     async def _begin(self, key: int, name: str, row: Mapping[str, Any], snapshot: Any, turns: list[Any]) -> dict:
+        _clock().run()  # the constructor may be the environment's own
         environment = self._episodes[key] = get_environment(name).make()
         if snapshot is not None:
             await self._call(environment.restore, snapshot)  # type: ignore[attr-defined]
@@ -148,20 +160,34 @@ class _Episodes:
         return state
 
     async def _call(self, function: Callable, *arguments: Any) -> Any:
+        clock = _clock()
+        call: asyncio.Future
         if inspect.iscoroutinefunction(function):
-            return await asyncio.wait_for(function(*arguments), self._timeout)
-        call = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+            clock.run()
+            call = asyncio.ensure_future(function(*arguments))
+        else:
+            call = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
         try:
-            return await asyncio.wait_for(asyncio.shield(call), self._timeout)
+            async with clock.limit(self._timeout):
+                return await asyncio.shield(call)
         except TimeoutError:
-            if not call.done():
-                self._stuck += 1
-                call.add_done_callback(self._not_stuck)
+            if isinstance(call, asyncio.Task):
+                call.cancel()
+                await asyncio.wait([call], timeout=_CLEAN_UP)
+            call.add_done_callback(_read_error)
             raise
 
-    def _not_stuck(self, call: asyncio.Future) -> None:
-        self._stuck -= 1
-        call.exception()  # read, so that asyncio does not print it
+
+def _clock() -> Clock:
+    clock = current_clock()
+    assert clock is not None
+    return clock
+
+
+def _read_error(call: asyncio.Future) -> None:
+    """Read the error of a call that is over, so that asyncio does not print it."""
+    if not call.cancelled():
+        call.exception()
 
 
 def _turn(turn: dict[str, Any]) -> Turn:

@@ -9,7 +9,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, PATH, POSITIVE, REAL, SECONDS, FlagRow, Number, count_to
 from megatron_grpo.utils.rules import flag
 
-SANDBOXES = ("auto", "strict")
+SANDBOXES = ("strict", "auto")
 
 REWARDS: tuple[FlagRow, ...] = (
     ("--reward-funcs", [str], None, "names of reward functions; the reward is their weighted sum"),
@@ -59,7 +59,7 @@ REWARDS: tuple[FlagRow, ...] = (
         "--code-sandbox",
         SANDBOXES,
         SANDBOXES[0],
-        "code: use the strongest isolation available (auto), or require namespaces (strict)",
+        "code: require namespaces (strict), or run generated code with limits only where they are refused (auto)",
     ),
     ("--code-timeout", SECONDS, 4.0, "code: time limit of one test, in seconds"),
     ("--code-memory", count_to(2**20), 512, "code: memory limit of each process of a test, in MiB"),

@@ -47,7 +47,7 @@ UNRELATED_FLAGS = """
     rollout_balancing lora_weight_sync no_check_lora_sync check_weight_sync mismatch_limit
     rollout_ranks weight_update
     valid_data_path reward_workers reward_timeout reward_retries reward_model_timeout reward_model_concurrency
-    environment_workers environment_timeout environment_retries
+    environment_workers environment_threads environment_sandboxes environment_timeout environment_retries
     teacher_server teacher_server_timeout code_sandbox save_adapter
 """.split()
 # Sections of megatron-core's flags that change what is learnt.

@@ -21,6 +21,7 @@ from megatron_grpo.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.registry import tools_of, videos_are_shown
 from megatron_grpo.environments.rendering import TurnRenderer
+from megatron_grpo.environments.threads import Sizes, default_sandboxes
 from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.environments.tool_probe import probe
 from megatron_grpo.estimate.dry_run import dry_run_report
@@ -612,6 +613,7 @@ def build_episodes(args, engine: Engine, inputs: Inputs) -> Conversing:
         args.environment_workers,
         args.environment_timeout,
         args.environment_retries,
+        Sizes(args.environment_threads, args.environment_sandboxes or default_sandboxes(args.environment_workers)),
     )
     before_exit(pool.close)
     parser = None

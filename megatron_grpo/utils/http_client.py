@@ -5,8 +5,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError  # of a line that is too long, since aiohttp 3.14
 
 PROBE_TIMEOUT = 10.0  # seconds, for requests without work for the server
+# Bytes of an event, which is one line. vLLM's first event repeats the prompt: a million token ids are 8 MB.
+_LONGEST_LINE = 2**28
 
 
 class Fault(Exception):
@@ -63,14 +66,18 @@ class Client:
                     data = line.strip().removeprefix(b"data:").strip()
                     if data and data != b"[DONE]":
                         yield json.loads(data)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:
             raise Fault(f"{path}: {error or type(error).__name__}", retryable=True) from error
 
     def _answer(self, method: str, path: str, body: dict | None, timeout: float | None):
         if self._session is None:
             # Servers close idle connections after 5 seconds. Close them earlier, so that no request meets a closed one.
             connections = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=connections)
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                connector=connections,
+                read_bufsize=_LONGEST_LINE // 2,  # aiohttp refuses lines of more than two buffers
+            )
         limit = aiohttp.ClientTimeout(total=timeout)
         return self._session.request(method, self.url + path, json=body, timeout=limit)
 

@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
         "--tries", type=int, default=3, metavar="N", help="maximum number of solutions of a row to run; 0: none [3]"
     )
     parser.add_argument(
-        "--code-sandbox", choices=SANDBOXES, default=SANDBOXES[0], help="sandbox, as in training [auto]"
+        "--code-sandbox", choices=SANDBOXES, default=SANDBOXES[0], help="sandbox, as in training [strict]"
     )
     parser.add_argument("--code-timeout", type=float, default=4.0, metavar="X", help="time-out of a test, seconds [4]")
     parser.add_argument("--code-memory", type=int, default=512, metavar="N", help="memory limit of a test, MiB [512]")

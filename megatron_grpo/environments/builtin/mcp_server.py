@@ -6,7 +6,6 @@ connects by the transport "streamable HTTP". All episodes of the worker share th
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,16 +15,24 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.packages import require
 
 _START_LIMIT = 60.0  # s
+_URLS = ("http://", "https://")
 
 
-def mcp_tools(*command: str, headers: Mapping[str, str] | None = None) -> list[Callable]:
+def mcp_tools(
+    *command: str, headers: Mapping[str, str] | None = None, env: Mapping[str, str] | None = None
+) -> list[Callable]:
     """Return the tools of the server that ``command`` starts, or of the one at a URL, for `register_tools`.
 
-    ``headers`` are those of requests to a URL, such as Authorization. GrpoError without the package mcp, or if the
-    server does not list its tools.
+    ``headers`` are those of requests to a URL, such as Authorization. A server that is started gets the environment
+    variables ``env``, and of this process only those without secrets that programs need, such as PATH and HOME.
+    GrpoError without the package mcp, or if the server does not list its tools.
     """
     require("a tool of an MCP server", "mcp")
-    server = _Server(command, headers)
+    if env is not None and command[0].startswith(_URLS):
+        raise GrpoError(
+            f"mcp_tools({command[0]!r}, env=..): a server behind a URL has its own environment: leave env out"
+        )
+    server = _Server(command, headers, env)
     try:
         described = asyncio.run(asyncio.wait_for(server.described(), _START_LIMIT))
     except TimeoutError as error:
@@ -52,8 +59,13 @@ def _function(server: "_Server", described: dict[str, Any]) -> Callable:
 class _Server:
     """The server of one process."""
 
-    def __init__(self, command: Sequence[str], headers: Mapping[str, str] | None = None):
-        self._command, self._headers = command, headers
+    def __init__(
+        self,
+        command: Sequence[str],
+        headers: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+    ):
+        self._command, self._headers, self._env = command, headers, env
         self._session: asyncio.Future | None = None
         self._lost = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
@@ -69,7 +81,7 @@ class _Server:
     @asynccontextmanager
     async def _streams(self) -> AsyncIterator[Any]:
         program, *arguments = self._command
-        if program.startswith(("http://", "https://")):
+        if program.startswith(_URLS):
             from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
             headers = dict(self._headers or {})
@@ -81,9 +93,8 @@ class _Server:
         else:
             from mcp import StdioServerParameters, stdio_client
 
-            async with stdio_client(
-                StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
-            ) as streams:
+            env = None if self._env is None else dict(self._env)  # in addition to the package's own few
+            async with stdio_client(StdioServerParameters(command=program, args=arguments, env=env)) as streams:
                 yield streams
 
     async def described(self) -> list[dict[str, Any]]:

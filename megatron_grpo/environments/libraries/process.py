@@ -1,10 +1,11 @@
 """Process of ``interpreter.Interpreter``: runs an agent program under --agent-python, without anything of ours.
 
-    PYTHON megatron_grpo/environments/libraries/process.py NAME
+    PYTHON megatron_grpo/environments/libraries/process.py NAME THREADS
 
-NAME is that of --agent. JSON lines arrive on stdin, ["run", id, base_url, row, metadata] or ["cancel", id], and leave
-on stdout: ["ready"] or ["fatal", reason] once, then ["value", id, value] or ["failed", id, reason] for each run. What
-the program prints goes to stderr. The process ends with its stdin.
+NAME is that of --agent; THREADS programs that are no coroutines run at the same time. JSON lines arrive on stdin,
+["run", id, base_url, row, metadata] or ["cancel", id], and leave on stdout: ["ready"] or ["fatal", reason] once, then
+["began", id], and ["value", id, value] or ["failed", id, reason] for each run, or ["cancelled", id]. What the program
+prints goes to stderr. The process ends with its stdin.
 """
 
 import asyncio
@@ -16,8 +17,11 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+_MAX_THREADS = 2**16  # with those of programs that were cancelled and go on, which hold no place
 
 
 def program(name: str) -> Any:
@@ -39,8 +43,9 @@ def _file(path: str) -> Any:
     return module
 
 
-async def main(name: str, tasks: Any, report: Callable[[Any], None]) -> None:
-    reader, runs = asyncio.StreamReader(limit=2**28), {}
+async def main(name: str, threads: int, tasks: Any, report: Callable[[Any], None]) -> None:
+    reader, runs, places = asyncio.StreamReader(limit=2**28), {}, asyncio.Semaphore(threads)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), tasks)
     try:
         context = program(name)
@@ -53,9 +58,12 @@ async def main(name: str, tasks: Any, report: Callable[[Any], None]) -> None:
     async def answer(number: int, base_url: str, row: Any, metadata: Any) -> None:
         try:
             if inspect.iscoroutinefunction(run):
+                report(["began", number])
                 value = await run(base_url, row, **metadata)
             else:
-                value = await asyncio.to_thread(run, base_url, row, **metadata)
+                async with places:
+                    report(["began", number])
+                    value = await asyncio.to_thread(run, base_url, row, **metadata)
             line = json.dumps(["value", number, value])
         except (Exception, SystemExit) as error:
             line = json.dumps(["failed", number, f"{type(error).__name__}: {error}"])
@@ -66,7 +74,9 @@ async def main(name: str, tasks: Any, report: Callable[[Any], None]) -> None:
         if what == "run":
             runs[number] = asyncio.create_task(answer(number, *content))
             runs[number].add_done_callback(lambda task, number=number: runs.pop(number, None))
-        elif number in runs:
+            continue
+        report(["cancelled", number])
+        if number in runs:
             runs[number].cancel()
     for task in list(runs.values()):
         task.cancel()
@@ -80,5 +90,5 @@ if __name__ == "__main__":
     def report_line(content: Any) -> None:
         print(json.dumps(content), file=reports, flush=True)
 
-    asyncio.run(main(sys.argv[1], sys.stdin, report_line))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.stdin, report_line))
     os._exit(0)  # threads of programs may hang

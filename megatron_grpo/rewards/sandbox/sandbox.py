@@ -23,7 +23,7 @@ _PROBE = "import collections, heapq, itertools, math, random, re\nassert input()
 KINDS = {
     "namespaces": "Linux namespaces (without network, other processes, and files except Python's) and limits",
     "limits": "limits on time, memory, processes and files ONLY: the code can use the network and read all files of "
-    "this user; --code-sandbox strict refuses this isolation",
+    "this user (--code-sandbox auto)",
 }
 
 
@@ -122,9 +122,13 @@ def sandbox(strict: bool) -> Sandbox:
             return candidate
         reasons.append(f"{kind}: {result.get('fault', 'the program printed something else')}")
         candidate.close()
-    cure = (
-        "remove --code-sandbox strict to run with limits only" if strict else "docs/rewards.md lists the requirements"
-    )
+    cure = "docs/rewards.md lists the requirements"
+    if strict:
+        cure = (
+            "allow namespaces (Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0; in a container "
+            "--security-opt seccomp=unconfined, or a profile with unshare and mount; docs/rewards.md); or, if the code "
+            "may use the network and read this user's files, give the reward code --code-sandbox auto: limits only"
+        )
     raise GrpoError(f"generated code cannot be isolated on this machine ({'; '.join(reasons)}): {cure}")
 
 

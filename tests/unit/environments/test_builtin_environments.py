@@ -1,5 +1,6 @@
 """The built-in environments: Python in the sandbox, the numbers game, the game of rooms, search."""
 
+import asyncio
 import json
 import sys
 
@@ -15,10 +16,10 @@ def test_python():
     get_environment("python")
     from megatron_grpo.environments.builtin.python_tool import python
 
-    assert python("print(2 ** 10)\nprint('ä')") == "1024\nä\n"
+    assert asyncio.run(python("print(2 ** 10)\nprint('ä')")) == "1024\nä\n"
     with pytest.raises(ToolError, match="ZeroDivisionError"):
-        python("1 / 0")
-    assert python("print('x' * 10000)").endswith("x ... (10001 characters)")
+        asyncio.run(python("1 / 0"))
+    assert asyncio.run(python("print('x' * 10000)")).endswith("x ... (10001 characters)")
 
 
 def test_countdown_game():

@@ -41,6 +41,10 @@ def authorization(context: Context) -> str:
     return request.headers["authorization"] if request else ""
 
 @server.tool()
+def variables() -> str:
+    return " ".join(sorted(os.environ))
+
+@server.tool()
 def fail() -> str:
     raise ToolError("no such page")
 
@@ -65,7 +69,13 @@ def tools(server):
 
 def test_schemas(tools):
     schemas = [tool_schema(tool) for tool in tools]
-    assert [schema["function"]["name"] for schema in schemas] == ["add", "process", "authorization", "fail"]
+    assert [schema["function"]["name"] for schema in schemas] == [
+        "add",
+        "process",
+        "authorization",
+        "variables",
+        "fail",
+    ]
     add = schemas[0]["function"]
     assert add["description"] == "Add two numbers." and add["parameters"]["required"] == ["a", "b"]
     assert add["parameters"]["properties"]["a"]["type"] == "integer"
@@ -94,6 +104,24 @@ def test_calls(tools):
 
     process = asyncio.run(asyncio.wait_for(all_calls(), 60))
     assert not Path(f"/proc/{process}").exists()  # it has ended with the loop
+
+
+def test_a_server_gets_no_keys(server, monkeypatch):
+    """The specification's client passes on what POSIX programs need; the user adds what the server needs."""
+    monkeypatch.setenv("SHOP_API_KEY", "secret")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    expected = {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER"} & os.environ.keys()
+
+    def variables(**given):
+        tools = mcp_tools(sys.executable, server, **given)
+        turn = Turn("", [ToolCall("variables", {}, "0")])
+        (message,) = asyncio.run(asyncio.wait_for(ToolEnvironment(tools).step(turn), 60)).messages
+        return {name for name in message["content"].split() if name != "LC_CTYPE"}  # Python's own
+
+    assert variables() == expected
+    assert variables(env={"SHOP_API_KEY": "x"}) == expected | {"SHOP_API_KEY"}
+    with pytest.raises(GrpoError, match="a server behind a URL has its own environment: leave env out"):
+        mcp_tools("https://shop.example/mcp", env={})
 
 
 def test_a_server_behind_a_url(server):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from ranks import gone
 
+from megatron_grpo.rewards.arguments import REWARDS
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample, get_rewards
 from megatron_grpo.rewards.sandbox import sandbox as module
@@ -254,6 +255,11 @@ sys.stdin.read()
     assert gone(pids)
 
 
+def test_a_run_takes_limits_alone_only_if_it_says_so():
+    (default,) = [default for name, _, default, _ in REWARDS if name == "--code-sandbox"]
+    assert default == "strict"
+
+
 def test_no_sandbox_at_all(monkeypatch):
     def failing(self, program, tests, limits):
         if self.kind == "namespaces":
@@ -262,7 +268,7 @@ def test_no_sandbox_at_all(monkeypatch):
 
     monkeypatch.setattr(Sandbox, "run", failing)
     module.sandbox.cache_clear()
-    with pytest.raises(GrpoError, match=r"namespaces: unshare: .*permitted\): remove --code-sandbox strict"):
+    with pytest.raises(GrpoError, match=r"namespaces: unshare: .*permitted\): allow namespaces .*--code-sandbox auto"):
         module.sandbox(strict=True)
     with pytest.raises(GrpoError, match=r"namespaces: unshare: .*; limits: ModuleNotFoundError.*rewards\.md"):
         module.sandbox(strict=False)

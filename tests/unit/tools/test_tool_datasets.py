@@ -19,7 +19,7 @@ MATH = {
     "type": "Prealgebra",
     "solution": "We get $\\boxed{x}$, no: $\\boxed{\\frac{3}{4}}$.",
 }
-LIMITS = {"code_sandbox": "best", "code_timeout": 4.0, "code_memory": 512, "reward_timeout": 30.0}
+LIMITS = {"code_sandbox": "auto", "code_timeout": 4.0, "code_memory": 512, "reward_timeout": 30.0}
 
 
 def run(tool, path, rows, *flags, output="out.jsonl"):

@@ -1,0 +1,226 @@
+"""Processes of environments that end while hundreds of calls run in them; what a poll of the pool looks at."""
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_grpo.environments import pool as module
+from megatron_grpo.environments.pool import EnvironmentPool
+from megatron_grpo.environments.registry import ToolCall, Turn
+from megatron_grpo.environments.threads import Sizes
+
+PLUGIN = '''
+import asyncio, os, time
+from pathlib import Path
+from megatron_grpo.environments.registry import Environment, Reply, register_environment, register_tools
+
+running = 0
+
+def fetch(page: str) -> str:
+    """Fetch a page; return it, and how many calls run at the time.
+
+    Args:
+        page: its name
+    """
+    global running
+    running += 1
+    time.sleep(0.1)
+    found = f"{page} {running}"
+    running -= 1
+    return found
+
+register_tools("fetch", [fetch])
+
+class Base(Environment):
+    def snapshot(self):
+        return 0
+
+    def restore(self, state):
+        pass
+
+@register_environment("held")
+class Held(Base):
+    """Its steps end when a file is there; the one with the text "end" ends its process."""
+
+    async def step(self, turn):
+        kind, folder = turn.text.split()
+        if kind == "held":
+            (Path(folder) / f"{time.monotonic_ns()}.held").touch()
+            while not (Path(folder) / "go").exists():
+                await asyncio.sleep(0.01)
+        if kind == "end":
+            while len(list(Path(folder).glob("*.held"))) < 40:
+                await asyncio.sleep(0.01)
+            os._exit(3)
+        if kind == "block":
+            time.sleep(10_000)
+        return [{"role": "user", "content": kind}]
+
+@register_environment("threads")
+class Threads(Base):
+    """The same in threads."""
+
+    def step(self, turn):
+        kind, folder = turn.text.split()
+        while kind == "held" and not (Path(folder) / "go").exists():
+            time.sleep(0.01)
+        if kind == "hang":
+            time.sleep(10_000)
+        return [{"role": "user", "content": kind}]
+'''
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def of(names, **given):
+        (tmp_path / "plugin.py").write_text(PLUGIN)
+        made.append(EnvironmentPool(names, [tmp_path / "plugin.py"], **{"timeout": 600.0, "retries": 0} | given))
+        return made[-1]
+
+    yield of
+    for pool in made:
+        pool.close()
+
+
+def answers(pool, count):
+    """Return so many answers, by key."""
+    found, deadline = {}, time.monotonic() + 100
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"{len(found)} of {count} answers"
+        found |= {answer.key: answer for answer in pool.poll(0.1)}
+    return found
+
+
+def begin(pool, name, keys):
+    for key in keys:
+        pool.begin(key, name, {})
+    assert not any(answer.error for answer in answers(pool, len(keys)).values())
+
+
+def fetch(number):
+    return Turn("", [ToolCall("fetch", {"page": str(number)}, "0")])
+
+
+def test_a_process_that_is_killed_costs_no_episode(make):
+    """1,000 episodes of three turns, 300 tools at once, which they are again after the process has ended."""
+    pool = make(["fetch"], workers=1)
+    waiting, turns, ended, asked, running = list(range(1000)), {}, set(), 0, []
+    while len(ended) < 1000:
+        while waiting and len(turns) < 300:
+            pool.begin(key := waiting.pop(), "fetch", {})
+            turns[key] = 0
+        for answer in pool.poll(1.0):
+            key = answer.key
+            assert answer.error is None
+            if turns[key]:
+                page, at_once = answer.messages[0]["content"].split()
+                assert page == str(turns[key])
+                running.append(int(at_once))
+            turns[key] += 1
+            if turns[key] == 4:
+                pool.end(key)
+                del turns[key]
+                ended.add(key)
+                continue
+            pool.step(key, fetch(turns[key]))
+            asked += 1
+            if asked == 1500:
+                (child,) = psutil.Process(pool._workers[0].process.pid).children()
+                child.kill()
+    assert ended == set(range(1000)) and asked == 3000
+    assert max(running[-1000:]) > 100  # of 256 threads
+
+
+def test_the_call_that_ends_its_process_is_found_and_all_others_go_on(make, tmp_path):
+    """Without a retry: 40 calls ran beside it. New steps are answered while the 40 still run."""
+    pool = make(["held"], workers=1)
+    begin(pool, "held", range(60))
+    for key in range(40):
+        pool.step(key, Turn(f"held {tmp_path}"))
+    pool.step(40, Turn(f"end {tmp_path}"))
+    while not pool._trials:
+        assert not pool.poll(0.1)
+    for turn in range(3):
+        for key in range(41, 60):
+            pool.step(key, Turn(f"new{turn} {tmp_path}"))
+        assert all(answer.messages[0]["content"] == f"new{turn}" for answer in answers(pool, 19).values())
+    found = answers(pool, 1)
+    assert list(found) == [40] and "ended its process" in found[40].error  # found while the 40 run
+    (tmp_path / "go").touch()
+    found = answers(pool, 40)
+    assert sorted(found) == list(range(40)) and not any(answer.error for answer in found.values())
+    for key in range(40):  # they go on beside the others
+        pool.step(key, Turn(f"again {tmp_path}"))
+    assert len(answers(pool, 40)) == 40 and not pool._groups
+    assert not any(worker.episodes for worker in pool._trials)
+
+
+def test_a_call_that_blocks_its_process_is_found(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_GRACE", 0.5)
+    monkeypatch.setattr(module, "_SILENCE", 0.1)
+    pool = make(["held"], workers=1, timeout=0.5)
+    (tmp_path / "go").touch()
+    begin(pool, "held", range(4))
+    pool.step(3, Turn(f"block {tmp_path}"))
+    for key in range(3):
+        pool.step(key, Turn(f"held {tmp_path}"))
+    found = answers(pool, 4)
+    assert [key for key, answer in found.items() if answer.error] == [3]
+    assert "took longer than 0.5 s (--environment-timeout)" in found[3].error
+
+
+@pytest.mark.parametrize("threads", [4, 256])
+def test_threads_that_do_not_end_cost_their_own_calls(make, tmp_path, threads):
+    """They are replaced with their process: its other calls are repeated at once."""
+    pool = make(["threads"], workers=1, timeout=2.0, sizes=Sizes(threads=threads))
+    begin(pool, "threads", range(20))
+    hang = min(threads, 8)
+    for key in range(hang):
+        pool.step(key, Turn(f"hang {tmp_path}"))
+    first = pool._workers[0]
+    for key in range(hang, 12):
+        pool.step(key, Turn(f"quick {tmp_path}"))
+    found = answers(pool, 12)
+    assert {key for key, answer in found.items() if answer.error} == set(range(hang))
+    assert pool._workers[0] is not first and not pool._trials and not pool._groups
+    for key in range(12, 20):
+        pool.step(key, Turn(f"new {tmp_path}"))
+    assert not any(answer.error for answer in answers(pool, 8).values())
+
+
+class Counted(dict):
+    """A dictionary that counts walks over it."""
+
+    walks = 0
+
+    def __iter__(self):
+        self.walks += 1
+        return super().__iter__()
+
+    def items(self):
+        self.walks += 1
+        return super().items()
+
+    def values(self):
+        self.walks += 1
+        return super().values()
+
+
+def test_a_poll_walks_over_no_episodes(make, tmp_path):
+    pool = make(["held"], workers=2)
+    begin(pool, "held", range(32))
+    for key in range(16):
+        pool.step(key, Turn(f"held {tmp_path}"))
+    pool._episodes = Counted(pool._episodes)
+    for worker in pool._workers:
+        worker.calls, worker.running = Counted(worker.calls), Counted(worker.running)
+    for _ in range(10):
+        pool.poll()
+    Path(tmp_path / "go").touch()
+    answers(pool, 16)
+    assert pool._episodes.walks == 0
+    assert not any(worker.calls.walks or worker.running.walks for worker in pool._workers)
