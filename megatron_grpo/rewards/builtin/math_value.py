@@ -5,8 +5,9 @@ expressions are in (tuples, sets, lists, matrices, units, congruences, number ba
 parser reads in part only is not a value: it equals the same text alone.
 """
 
+import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -444,7 +445,7 @@ def _leaves_out(text: str) -> bool:
     subscripts = _SUBSCRIPT_OF_COMMAND.sub("", text)
     if _NUMBER_WITH_SUBSCRIPT.search(subscripts) or len(_SUBSCRIPT.findall(subscripts)) != subscripts.count("_"):
         return True
-    if re.search(r"\d\s+\d|['\"&#@?%;:]|\^\s*\{?\s*(?:T|c|\\top)\s*\}?(?![A-Za-z])|\\approx|\\to(?![A-Za-z])|,", text):
+    if re.search(r"\d\s+\d|!\s*!|['\"&#@?%;:]|\^\s*\{?\s*(?:T|c|\\top)\s*\}?(?![A-Za-z])|\\approx|\\to(?![A-Za-z])|,", text):
         return True
     words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}(?![A-Za-z])", re.sub(r"\\[A-Za-z]+", " ", text))
     return any(len(word) > 2 and not set(word) <= _VARIABLES for word in words)
@@ -830,11 +831,11 @@ def _one_sided(relation: Any) -> tuple[Any, str]:
 
 def _constant_ratio(a: Any, b: Any) -> Any:
     """Return a / b if it is the same real number, not 0, at all points where the two are evaluated, else None."""
-    values = _at_points(a, b)
-    ratios = [x / y for x, y in values if y != 0 and x != 0]
-    if not ratios or len(ratios) < len(values) or not all(abs(r - ratios[0]) <= _EPSILON * abs(r) for r in ratios):
+    values = [(x, y) for x, y in _at_points(a, b) if x != 0 or y != 0]
+    if len(values) < _FEWEST_POINTS or any(x == 0 or y == 0 for x, y in values):
         return None
-    return ratios[0] if ratios[0].is_real else None
+    ratio, *others = (x / y for x, y in values)
+    return ratio if _is_real(ratio) and all(_close(ratio, other) for other in others) else None
 
 
 def _is_number(value: Any) -> bool:
@@ -914,28 +915,50 @@ def _places(value: Any) -> int | None:
     return -(len(digits) - len(digits.rstrip("0")))
 
 
-_POINTS = (("0.7310585786", "1.2649110641"), ("2.2360679775", "0.5772156649"), ("-1.3247179572", "0.9159655942"),
-           ("-0.4142135624", "-2.6854520010"), ("3.3598856662", "1.7724538509"))  # fmt: skip
+# Of the values of variables: 0 is for whole numbers. Large values are there for |x - 2024|, whole ones for steps.
+_SCALES = (2, 1, 0, 3, 30, 0, 5, 9000, 0, 2, 9000, 0, 30, 9000, 1, 9000)
+_LARGEST_IN_EXPONENT = 30
+_FEWEST_POINTS = 4
 
 
 def _at_points(a: Any, b: Any) -> list[tuple[Any, Any]]:
-    """Return the values of two expressions at fixed points, without those where one of them is undefined.
+    """Return the values of two expressions at fixed points where both are defined; none if these are too few.
 
-    Two different expressions of the usual functions agree at such points with no practical probability.
+    Two different expressions of the usual functions agree at such points with no practical probability. Points where
+    both expressions of real variables leave the real numbers count only if there are few others: ln(a/b) and
+    ln(a) - ln(b) are equal where both are real.
     """
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    integers = _integer_symbols(a) | _integer_symbols(b)
+    has_powers = any(power.exp.free_symbols for value in (a, b) for power in value.atoms(sympy.Pow, sympy.exp))
     values = []
-    for start, step in _POINTS:
-        begin, distance = sympy.Rational(start), sympy.Rational(step)
-        integers = _integer_symbols(a) | _integer_symbols(b)
-        point = {
-            symbol: sympy.Integer(3 + number + len(values)) if symbol in integers else begin + number * distance
-            for number, symbol in enumerate(symbols)
-        }
-        found = [sympy.N(value.subs(point).doit(), _DIGITS) for value in (a, b)]
+    for point in _points(symbols, integers, _LARGEST_IN_EXPONENT if has_powers else max(_SCALES)):
+        found = tuple(sympy.N(value.subs(point).doit(), _DIGITS) for value in (a, b))
         if all(value.is_number and value.is_finite for value in found):
-            values.append((found[0], found[1]))
-    return values
+            values.append(found)
+    if not integers and not a.has(sympy.I) and not b.has(sympy.I):
+        real = [found for found in values if any(map(_is_real, found))]
+        values = real if len(real) >= _FEWEST_POINTS else values
+    return values if len(values) >= _FEWEST_POINTS else []
+
+
+def _points(symbols: Sequence[Any], integers: set[Any], largest: int) -> Iterator[dict[Any, Any]]:
+    """Return values of the symbols that no relation with small coefficients connects, in all orders and signs."""
+    for number, scale in enumerate(_SCALES):
+        drawn = random.Random(number)
+        whole = drawn.sample(range(1, 20 + len(symbols)), len(symbols))
+        real = [
+            sympy.Rational(drawn.choice((-1, 1)) * drawn.randint(3 * 10**9, 10**10) * min(scale, largest), 10**10)
+            for _ in symbols
+        ]
+        yield {
+            symbol: sympy.Integer(integer) if scale == 0 or symbol in integers else value
+            for symbol, integer, value in zip(symbols, whole, real, strict=True)
+        }
+
+
+def _is_real(value: Any) -> bool:
+    return bool(abs(sympy.im(value)) <= _EPSILON * abs(value))
 
 
 def _integer_symbols(value: Any) -> set[Any]:
