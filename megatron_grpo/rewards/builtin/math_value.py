@@ -933,6 +933,11 @@ def _at_points(a: Any, b: Any) -> list[tuple[Any, Any]]:
     has_powers = any(power.exp.free_symbols for value in (a, b) for power in value.atoms(sympy.Pow, sympy.exp))
     values = []
     for point in _points(symbols, integers, _LARGEST_IN_EXPONENT if has_powers else max(_SCALES)):
+        if has_powers:  # sympy would compute a root of a large power of a fraction exactly
+            point = {
+                symbol: value if value.is_Integer else sympy.Float(value, 2 * _DIGITS)
+                for symbol, value in point.items()
+            }
         found = tuple(sympy.N(value.subs(point).doit(), _DIGITS) for value in (a, b))
         if all(value.is_number and value.is_finite for value in found):
             values.append(found)
