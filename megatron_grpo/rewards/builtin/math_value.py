@@ -67,6 +67,27 @@ class Named:
 
 
 @dataclass(frozen=True)
+class Evaluated(Named):
+    """A number after an expression, such as m + n = 113: an equation for a gold answer that is one, else the number."""
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Letters alone: a word for a gold answer that is one, else a product of variables."""
+
+    text: str
+    product: Any
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A letter, and the value of the text after it."""
+
+    letter: str
+    text: Any = None
+
+
+@dataclass(frozen=True)
 class Quantity:
     """A number with a unit; `expression` is its value if the unit can also be variables, as in 5 m."""
 
@@ -103,7 +124,11 @@ _NUMBER = r"[-+]?\s*\d+(?:\.\d+)?"
 _SCIENTIFIC = _NUMBER + r"(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*-?\d+\s*\}?)?"
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _MODULUS = re.compile(r"\s*(?:\\pmod|\(?\s*(?:\\bmod|\\mod|\\text\s*\{\s*mod\s*\}|mod))\s*\{?\s*(\d+)\s*\}?\s*\)?")
-_BASE_NAME = r"\d+|two|three|eight|ten|sixteen"
+_BASE_NAMES = {
+    name: base
+    for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), start=2)
+} | {"sixteen": 16}
+_BASE_NAME = "|".join((r"\d+", *_BASE_NAMES))
 _BASE = re.compile(
     r"\(?\s*(?P<sign>-?)(?:\\text\s*\{)?(?P<digits>[0-9A-Za-z]+)\}?\s*\)?\s*_\s*"
     rf"(?:\{{\s*(?:\\text\s*\{{)?\s*(?P<braced>{_BASE_NAME})\s*\}}?\s*\}}|(?P<base>\d))"
@@ -112,12 +137,10 @@ _IN_BASE = re.compile(
     r"(?P<sign>-?)(?P<digits>[0-9A-Fa-f]+)\s*,?\s*\(?(?:\\text\s*\{)?\s*(?:in )?base\s*\}?\s*"
     rf"(?P<base>{_BASE_NAME})\s*\)?\}}?"
 )
-_BASE_NAMES = {"two": 2, "three": 3, "eight": 8, "ten": 10, "sixteen": 16}
 # A letter in brackets with or without text after it, a capital letter after the word "option", or one alone.
 _CHOICE = re.compile(
-    r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?(?:"
-    r"(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?(?P<bracketed>[A-Ja-j])\s*\}?\s*\)\s*\}?(?P<rest>(?:[\s.:].*)?)|"
-    r"\\text\s*\{\s*(?P<text>[A-J])\s*(?:[.):]?|[.)]\s[^{}]*)\}[.):]?|(?P<bare>[A-J])\s*(?:[.):]?|[.)]\s.+))",
+    r"\s*(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?(?:\(\s*(?P<bracketed>[A-Ja-j])\s*\)(?P<after>(?:[\s.:].*)?)|"
+    r"(?P<bare>[A-J])\s*(?:[.):]?\s*|[.)]\s+(?P<text>\S.*)))",
     re.DOTALL,
 )
 _NOT_A_CHOICE = re.compile(r"\s*(?:[-+*/^_=<>,]|(?:and|or)\b|\\(?:cdot|times|cup|cap|leq|geq|in\b))")
@@ -240,11 +263,50 @@ def _read_congruence(text: str) -> Any:
     if match.end() < len(text) or not int(match[1]):
         return Text(_plain_words(text))
     name, _, residues = text[: match.start()].rstrip(" ,").rpartition(r"\equiv")
+    residues = re.sub(r"\\pm\s*(\d+)", r"\1,-\1", residues)
     values = [part.strip().replace(" ", "") for part in re.split(r",|\bor\b|\band\b", residues) if part.strip()]
     if not values or not all(re.fullmatch(r"-?\d+", value) for value in values):
         return Text(_plain_words(text))
-    modulus = int(match[1])
-    return Congruence(name.strip(), frozenset(int(value) % modulus for value in values), modulus)
+    modulus, name = int(match[1]), name.strip()
+    found = frozenset(int(value) % modulus for value in values)
+    if re.fullmatch(r"-?\d+", name):  # a calculation, such as 20 = 9 mod 11
+        return Congruence("", found, modulus) if found == {int(name) % modulus} else Text(_plain_words(text))
+    return Congruence(name, found, modulus)
+
+
+def _read_plus_minus(text: str) -> Any:
+    r"""Read an expression with \pm as the list of its values; with \mp the upper and the lower signs belong together."""
+    if r"\mp" in text:
+        return Items("", tuple(_read(_signed(text, sign)) for sign in "+-"))
+    if r"\pm" not in text or text.startswith(r"\{") or len(_split(text, [",", ";"])) > 1 or _JOINT.search(text):
+        return None
+    before, _, after = text.partition(r"\pm")
+    return Items("", tuple(_read(_signed(before + rf"\pm{after}", sign, 1)) for sign in "+-"))
+
+
+def _signed(text: str, sign: str, count: int = 0) -> str:
+    """Return the text with one reading of its double signs."""
+    opposite = {"+": "-", "-": "+"}[sign]
+    text = re.sub(r"\\pm(?![A-Za-z])", sign, text, count=count)
+    return re.sub(r"(^|[({=,])\s*\+", r"\1", re.sub(r"\\mp(?![A-Za-z])", opposite, text))
+
+
+def _read_approximation(text: str) -> Any:
+    """Read the exact value before its approximation, or the approximation of a name."""
+    exact, *decimals = _split(text, [r"\approx"])
+    if not decimals:
+        return None
+    value = _read(exact) if exact.strip() else Text("")
+    is_name = isinstance(value, Text | Letters | sympy.Symbol)
+    return _read(f"{exact}={decimals[-1]}" if exact.strip() else decimals[-1]) if is_name else value
+
+
+def _read_letters(text: str) -> Any:
+    """Read letters alone: a word if they have vowels that variables are seldom named by, or are many, else both."""
+    if not re.fullmatch("[A-Za-z]{2,}", text):
+        return None
+    product = None if re.search("[eiou]", text) or len(text) > 4 else _expression(text)
+    return Text(_plain_words(text)) if product is None else Letters(text, product)
 
 
 def _read_matrix(text: str) -> Any:
@@ -292,11 +354,12 @@ def _read_list(text: str) -> Any:
         return None
     items, has_ellipsis = _items(parts)
     joints = set(_JOINT.findall(text))
-    if joints and all(_is_relation(item) and not isinstance(item, sympy.Eq) for item in items):
+    if joints and any(_is_relation(item) and not isinstance(item, sympy.Eq) for item in items):
+        relations = tuple(_as_equation(item) if isinstance(item, Named) else item for item in items)
         if joints == {"or"}:
-            return Union(items)
+            return Union(relations)
         # Of several, such as "a or b and c", the text does not say which belong together.
-        return And(*items) if joints == {"and"} else Text(_plain_words(text))
+        return And(*relations) if joints == {"and"} and all(map(_is_relation, relations)) else Text(_plain_words(text))
     return Items("", items, has_ellipsis)
 
 
@@ -328,17 +391,25 @@ def _read_named(text: str) -> Any:
         r"\([A-Za-z](?:,[A-Za-z])+\)|(?:[A-Za-z]|\\[a-z]+(?<!sqrt)|\\text\{[^{}]*\})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,{}\\]*\))?",
         name,
     )
-    if is_name is None and not (_WORDS.search(parts[0]) and not re.search(r"\d", parts[0])):
-        return None
     # Of a chain such as S = 2 + 3 = 5 the last value counts.
-    return Named(name, _read(parts[-1]))
+    value = _read(parts[-1])
+    if is_name is None and not (_WORDS.search(parts[0]) and not re.search(r"\d", parts[0])):
+        is_value = isinstance(value, Quantity | Percent) or (_is_number(value) and value != 0)
+        return Evaluated(parts[0].strip(), value) if is_value else None
+    if len(parts) > 2 and isinstance(value, sympy.Symbol):  # a = b = c
+        return Text(_plain_words(text))
+    names = name.strip("()").split(",")
+    if len(names) > 1 and isinstance(value, Items) and value.brackets == "()" and len(value.items) == len(names):
+        return Items("()", tuple(map(Named, names, value.items)))
+    return Named(name, value)
 
 
 def _read_choice(text: str) -> Any:
-    match = _CHOICE.fullmatch(text)
-    if match is None or _NOT_A_CHOICE.match(match["rest"] or ""):
+    match = _CHOICE.fullmatch(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text))
+    if match is None or _NOT_A_CHOICE.match(match["after"] or ""):
         return None
-    return Text((match["bracketed"] or match["text"] or match["bare"]).upper())
+    after = (match["text"] or match["after"] or "").strip(" .:")
+    return Choice((match["bracketed"] or match["bare"]).upper(), _read(after) if after else None)
 
 
 def _read_percent(text: str) -> Any:
@@ -404,8 +475,8 @@ def _read_prose(text: str) -> Any:
 
 
 _READERS: tuple[Callable[[str], Any], ...] = (
-    _read_number, _read_in_base, _read_congruence, _read_matrix, _read_choice, _read_membership, _read_union,
-    _read_brackets, _read_list, _read_named, _read_ratio, _read_percent, _read_quantity,
+    _read_number, _read_approximation, _read_in_base, _read_congruence, _read_matrix, _read_choice, _read_letters,
+    _read_plus_minus, _read_membership, _read_union, _read_brackets, _read_list, _read_named, _read_ratio, _read_percent, _read_quantity,
     lambda text: _expression(text), _read_prose,
 )  # fmt: skip
 
@@ -445,7 +516,9 @@ def _leaves_out(text: str) -> bool:
     subscripts = _SUBSCRIPT_OF_COMMAND.sub("", text)
     if _NUMBER_WITH_SUBSCRIPT.search(subscripts) or len(_SUBSCRIPT.findall(subscripts)) != subscripts.count("_"):
         return True
-    if re.search(r"\d\s+\d|!\s*!|['\"&#@?%;:]|\^\s*\{?\s*(?:T|c|\\top)\s*\}?(?![A-Za-z])|\\approx|\\to(?![A-Za-z])|,", text):
+    if re.search(
+        r"\d\s+\d|!\s*!|['\"&#@?%;:]|\^\s*\{?\s*(?:T|c|\\top)\s*\}?(?![A-Za-z])|\\approx|\\to(?![A-Za-z])|,", text
+    ):
         return True
     words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}(?![A-Za-z])", re.sub(r"\\[A-Za-z]+", " ", text))
     return any(len(word) > 2 and not set(word) <= _VARIABLES for word in words)
@@ -557,6 +630,12 @@ def _plain_words(text: str) -> str:
 def equal(gold: Any, answer: Any) -> bool:
     """Return whether two values of `read` are equal."""
     gold, answer = _unnamed(gold, answer)
+    if isinstance(gold, Letters) and isinstance(answer, Letters) and max(map(len, (gold.text, answer.text))) > 3:
+        return gold.text == answer.text
+    has_words = isinstance(gold, Text) or isinstance(answer, Text)
+    gold, answer = ((Text(v.text) if has_words else v.product) if isinstance(v, Letters) else v for v in (gold, answer))
+    if isinstance(gold, Choice) or isinstance(answer, Choice):
+        return _equal_choices(gold, answer)
     if isinstance(gold, Text) or isinstance(answer, Text):
         return _equal_texts(gold, answer)
     for kind, compare in _COMPARISONS:
@@ -574,10 +653,10 @@ def equal(gold: Any, answer: Any) -> bool:
 def _unnamed(gold: Any, answer: Any) -> tuple[Any, Any]:
     """Return the values without their names: x = 5 is 5, but not y = 5; the case of a name does not matter."""
     if isinstance(gold, Named) and isinstance(answer, Named):
-        if gold.name.casefold() == answer.name.casefold() or "\\text" in gold.name + answer.name:
+        if _are_one_name(gold.name, answer.name) or "\\text" in gold.name + answer.name:
             return gold.value, answer.value
         return _as_equation(gold), _as_equation(answer)
-    if isinstance(gold, Named) and _is_relation(answer):
+    if isinstance(gold, Evaluated) or (isinstance(gold, Named) and _is_relation(answer)):
         return _as_equation(gold), answer
     if isinstance(answer, Named) and _is_relation(gold):
         return gold, _as_equation(answer)
@@ -585,6 +664,16 @@ def _unnamed(gold: Any, answer: Any) -> tuple[Any, Any]:
         gold.value if isinstance(gold, Named) else gold,
         answer.value if isinstance(answer, Named) else answer,
     )
+
+
+def _are_one_name(a: str, b: str) -> bool:
+    """Return whether two names differ at most in their case, or one is the unknown x of the solutions x_1 and x_2."""
+    a, b = a.casefold(), b.casefold()
+    return a == b or (_unknown(a) == _unknown(b) and _unknown(a) in (a, b))
+
+
+def _unknown(name: str) -> str:
+    return re.sub(r"_(?:\d|\{\d\})$", "", name)
 
 
 def _as_equation(value: Named) -> Any:
@@ -595,19 +684,33 @@ def _as_equation(value: Named) -> Any:
 
 
 def _equal_texts(gold: Any, answer: Any) -> bool:
-    """Compare texts without regard to case; a variable is a choice if the gold answer is one, or the same letter."""
-    if isinstance(gold, Text) and isinstance(answer, sympy.Symbol):
-        return gold.text.casefold() == str(answer).casefold()
-    if isinstance(gold, sympy.Symbol) and isinstance(answer, Text):
-        return str(gold) == answer.text
-    if not (isinstance(gold, Text) and isinstance(answer, Text)):
+    """Compare texts without regard to case and to a plural at the end; a variable is the same letter."""
+    texts = [value.text if isinstance(value, Text) else str(value) for value in (gold, answer)]
+    if not all(isinstance(value, Text | sympy.Symbol) for value in (gold, answer)):
         return False
-    return gold.text.casefold().replace(" ", "") == answer.text.casefold().replace(" ", "")
+    gold_words, words = (re.sub(r"(?<=[a-z]{3})s$", "", text.casefold().replace(" ", "")) for text in texts)
+    return gold_words == words
+
+
+def _equal_choices(gold: Any, answer: Any) -> bool:
+    """Compare choices by their letters, and by their texts if both have one."""
+    letters = [
+        value.letter if isinstance(value, Choice) else value.text if isinstance(value, Text)
+        else value.name if isinstance(value, sympy.Symbol) else "" for value in (gold, answer)
+    ]  # fmt: skip
+    if letters[0].casefold() != letters[1].casefold():
+        return False
+    if isinstance(gold, sympy.Symbol) and letters[0] != letters[1]:  # a variable
+        return False
+    texts = [value.text if isinstance(value, Choice) else None for value in (gold, answer)]
+    return None in texts or equal(*texts)
 
 
 def _equal_congruences(gold: Any, answer: Any) -> bool:
     if not (isinstance(gold, Congruence) and isinstance(answer, Congruence)):
-        return False
+        congruence, number = (gold, answer) if isinstance(gold, Congruence) else (answer, gold)
+        # A remainder; a number is not all the solutions of x = 9 mod 11.
+        return not congruence.name and isinstance(number, sympy.Integer) and congruence.residues == {int(number)}
     names = {gold.name, answer.name} - {""}
     return len(names) < 2 and (gold.modulus, gold.residues) == (answer.modulus, answer.residues)
 
@@ -685,8 +788,10 @@ def _equal_items(gold: Any, answer: Any) -> bool:
         return _in_order(gold.items, answer.items)
     kinds = {gold.brackets[:1], answer.brackets[:1]}
     names = [[item.name for item in value.items if isinstance(item, Named)] for value in (gold, answer)]
+    if all(len(of) == len(value.items) for of, value in zip(names, (gold, answer), strict=True)):
+        return _matched(_distinct(gold.items), _distinct(answer.items))
     # x = 1, y = 2 is not 2, 1
-    ordered = any(len(set(of)) > 1 for of in names) and not all(names)
+    ordered = any(len(set(map(_unknown, of))) > 1 for of in names) and not all(names)
     if kinds <= {"", "{"} and not ordered:
         return _matched(_distinct(gold.items), _distinct(answer.items))
     if "{" in kinds:
@@ -774,9 +879,12 @@ def _variables(value: Any) -> set[Any]:
 
 
 def _solution_set(value: Any) -> Any:
-    if len(value.free_symbols) != 1 or isinstance(value, sympy.Eq):
+    symbols = _variables(value)
+    if len(symbols) != 1:
         return None
-    (symbol,) = value.free_symbols
+    (symbol,) = symbols
+    if isinstance(value, sympy.Eq):  # equations are not solved
+        return sympy.FiniteSet(_number(value.rhs)) if value.lhs == symbol and _is_number(value.rhs) else None
     variable = sympy.Symbol("x", real=True)
     parts = value._unsorted_args if isinstance(value, And) else [value]
     return reduce(
@@ -804,7 +912,7 @@ def _equal_relations(gold: Any, answer: Any) -> bool:
         return True
     if isinstance(gold, sympy.Eq) or isinstance(answer, sympy.Eq):
         return False
-    return gold.free_symbols == answer.free_symbols and _equal_sets(gold, answer)
+    return _variables(gold) == _variables(answer) and _equal_sets(gold, answer)
 
 
 def _equal_relation(gold: Any, answer: Any) -> bool:
@@ -887,15 +995,15 @@ def _close(x: Any, y: Any) -> bool:
 
 
 def _is_rounding(decimal: Any, exact: Any) -> bool:
-    """Return whether a decimal of at least six significant digits differs from a number without a finite decimal
-    expansion by less than one in its last place.
+    """Return whether a decimal of at least six significant digits is the rounding of a number without a finite decimal
+    expansion: they differ by at most half a unit of its last place.
     """
     if not decimal.is_Rational or not exact.is_real or _places(exact) is not None:
         return False
     places = _places(decimal)
     if places is None or len(str(abs(decimal * sympy.Integer(10) ** places))) < _ROUNDED_DIGITS:
         return False
-    return bool(abs(sympy.N(exact, _DIGITS) - decimal) < sympy.Integer(10) ** -places)
+    return bool(2 * abs(sympy.N(exact, _DIGITS) - decimal) <= sympy.Integer(10) ** -places)
 
 
 def _places(value: Any) -> int | None:

@@ -27,7 +27,9 @@ def test_no_linear_relation_holds_at_the_points(points):
 def test_orders_signs_sizes_and_remainders_of_the_points():
     for a, b in itertools.permutations(LETTERS, 2):
         assert sum(bool(point[a] > point[b]) for point in WHOLE) >= math_value._FEWEST_POINTS
-        assert {(bool(point[a] > 0), bool(point[b] > 0)) for point in REAL} == set(itertools.product((True, False), repeat=2))
+        assert {(bool(point[a] > 0), bool(point[b] > 0)) for point in REAL} == set(
+            itertools.product((True, False), repeat=2)
+        )
         assert any(point[a] > point[b] for point in REAL)
     for a in LETTERS:
         assert any(point[a] > 2500 for point in REAL)
