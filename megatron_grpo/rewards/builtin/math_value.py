@@ -27,6 +27,7 @@ _EPSILON = sympy.Rational(1, 10**30)  # relative difference of two values that a
 _ROUNDED_DIGITS = 6  # a decimal with as many significant digits may be the rounding of an exact value
 _MAX_LENGTH = 2000  # characters of an answer; longer ones are not read
 _MAX_WORDS = 6  # of a text that can be a gold answer
+_MAX_DOUBLE_SIGNS = 4  # in an expression, which has two values for each
 _LARGEST_EXPONENT = 10**5  # sympy computes powers of whole numbers digit by digit
 
 
@@ -275,11 +276,13 @@ def _read_congruence(text: str) -> Any:
 
 
 def _read_plus_minus(text: str) -> Any:
-    r"""Read an expression with \pm as the list of its values; with \mp the upper and the lower signs belong together."""
+    r"""Read an expression with \pm as the list of its values; with \mp all the upper signs belong together."""
     if r"\mp" in text:
         return Items("", tuple(_read(_signed(text, sign)) for sign in "+-"))
     if r"\pm" not in text or text.startswith(r"\{") or len(_split(text, [",", ";"])) > 1 or _JOINT.search(text):
         return None
+    if text.count(r"\pm") > _MAX_DOUBLE_SIGNS:
+        return Text(text)
     before, _, after = text.partition(r"\pm")
     return Items("", tuple(_read(_signed(before + rf"\pm{after}", sign, 1)) for sign in "+-"))
 
@@ -318,6 +321,9 @@ def _read_matrix(text: str) -> Any:
 
 
 def _read_union(text: str) -> Any:
+    parts = _split(text, [r"\setminus"])
+    if len(parts) == 2 and None not in (sets := [_as_set(_read(part)) for part in parts]):
+        return sympy.Complement(*sets)
     parts = _split(text, [r"\cup"])
     return Union(tuple(map(_read, parts))) if len(parts) > 1 else None
 
@@ -395,7 +401,8 @@ def _read_named(text: str) -> Any:
     value = _read(parts[-1])
     if is_name is None and not (_WORDS.search(parts[0]) and not re.search(r"\d", parts[0])):
         is_value = isinstance(value, Quantity | Percent) or (_is_number(value) and value != 0)
-        return Evaluated(parts[0].strip(), value) if is_value else None
+        is_inequality = re.search(r"[<>]|\\(?:[lg]eq|neq)(?![A-Za-z])", text)
+        return Evaluated(parts[0].strip(), value) if is_value and not is_inequality else None
     if len(parts) > 2 and isinstance(value, sympy.Symbol):  # a = b = c
         return Text(_plain_words(text))
     names = name.strip("()").split(",")
@@ -476,8 +483,8 @@ def _read_prose(text: str) -> Any:
 
 _READERS: tuple[Callable[[str], Any], ...] = (
     _read_number, _read_approximation, _read_in_base, _read_congruence, _read_matrix, _read_choice, _read_letters,
-    _read_plus_minus, _read_membership, _read_union, _read_brackets, _read_list, _read_named, _read_ratio, _read_percent, _read_quantity,
-    lambda text: _expression(text), _read_prose,
+    _read_plus_minus, _read_membership, _read_union, _read_brackets, _read_list, _read_named, _read_ratio,
+    _read_percent, _read_quantity, lambda text: _expression(text), _read_prose,
 )  # fmt: skip
 
 
@@ -677,9 +684,10 @@ def _unknown(name: str) -> str:
 
 
 def _as_equation(value: Named) -> Any:
-    name = _expression(value.name)
-    if isinstance(name, sympy.Expr) and isinstance(value.value, sympy.Expr):
-        return sympy.Eq(name, value.value, evaluate=False)
+    name, right = _expression(value.name), value.value
+    right = right.product if isinstance(right, Letters) else right
+    if isinstance(name, sympy.Expr) and isinstance(right, sympy.Expr):
+        return sympy.Eq(name, right, evaluate=False)
     return Text(f"{value.name}={value.value}")
 
 
