@@ -10,6 +10,7 @@ UNFINISHED = ("wrong", "read")
 EXTRACTION_COLUMN = "answer_extraction"  # of a row, in place of --answer-extraction
 
 _BOXED, _BRACE = re.compile(r"\\boxed\s*+\{"), re.compile(r"(?<!\\)[{}]")
+_BOXED_NUMBER = re.compile(r"\\boxed\s++([-+]?\d++(?:[.,/]\d++)*+)")
 # Displayed mathematics after it can have several lines.
 _LINE = re.compile(
     r"(?i)\banswer(?: is)?\s*+[*_]*+\s*+[:：]\s*+[*_]*+[ \t]*+"
@@ -22,7 +23,7 @@ _FENCE = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete \boxed{...} with its nested braces, or None."""
+    r"""Return the content of the last complete \boxed{...} with its nested braces or of \boxed 5, or None."""
     opened: list[int] = []  # where the contents of the braces begin that are open
     begins = {match.end() for match in _BOXED.finditer(text)}
     last = None
@@ -31,6 +32,8 @@ def last_boxed(text: str) -> str | None:
             opened.append(match.end())
         elif opened and (begin := opened.pop()) in begins and (last is None or begin > last[0]):
             last = begin, match.start()
+    for match in _BOXED_NUMBER.finditer(text):
+        last = match.span(1) if last is None or match.start(1) > last[0] else last
     return text[slice(*last)] if last else None
 
 

@@ -27,6 +27,11 @@ _RULES: list[tuple[re.Pattern[str], str]] = [
         (r"(?<=\d)\s*(?:\{,\}|,?\\!,?|\\,)\s*(?=\d{3}(?!\d))", ""),  # thousands: 70{,}000, 70,\!000, 1\,234
         (r"\{,\}", ","),
         (r"\\!", ""),
+        (r"\{:\}", ":"),
+        (r"\\(?:text)?color\s*\{[^{}]*\}", ""),
+        (r"\\text\s*\{\s*([-+])\s*\}", r"\1"),
+        (r"(?i)(?<![A-Za-z])([ap])\.\s?m(?:\.|(?![A-Za-z]))", r"\1m"),
+        (r"(?i)^\s*(?:\\text\s*\{\s*)?(?:all|any)\s+real(?:s|\s+numbers?)\s*\}?\s*$", r"\\mathbb{R}"),
         (r"(?<!\\)\\[,;:> ]|~|\\q?quad(?![A-Za-z])|\\hspace\{[^{}]*\}|\\phantom\{[^{}]*\}", " "),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\dbinom|\\tbinom", r"\\binom"),
@@ -64,7 +69,7 @@ _RULES: list[tuple[re.Pattern[str], str]] = [
         (r"(?<![A-Za-z\\])(sqrt|pi|sin|cos|tan|log|ln)(?=\s*[({])", r"\\\1"),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"\\sqrt\s*(\d|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"\\sqrt\s*(\d+|[A-Za-z])", r"\\sqrt{\1}"),
         (r"\\(frac|binom)\s*(\d|[A-Za-z])\s*(\d|[A-Za-z])", r"\\\1{\2}{\3}"),
         (r"\\(frac|binom)\s*(\d|[A-Za-z])\s*\{", r"\\\1{\2}{"),
         (rf"\\(frac|binom)\s*{_BRACED}\s*(\d|[A-Za-z])", r"\\\1{\2}{\3}"),
@@ -74,8 +79,9 @@ _RULES: list[tuple[re.Pattern[str], str]] = [
         (r"(?:\{|^)\s*([^{}]+?)\s*\\choose(?![A-Za-z])\s*([^{}]+?)\s*(?:\}|$)", r"\\binom{\1}{\2}"),
         (r"\^\s*-\s*(\d+)", r"^{-\1}"),
         (r"\\sqrt\s*\[(\d*[13579])\]\s*\{\s*-\s*(\d+)\s*\}", r"(-\\sqrt[\1]{\2})"),  # the real root
-        # 1e6, 1e-05; 1e-5 can also be e - 5
-        (r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE](\+?\d+|-0\d+)(?![\w.])", r"\1\\times 10^{\2}"),
+        # 1e6, 1e-05, 4.5e-3; 2e-5 can also be 2e - 5
+        (r"(?<![\w.\\])(\d+(?:\.\d+)?)[eE](\+?\d+|-0\d+)(?![\w.])|"
+         r"(?<![\w.\\])(1|\d+\.\d+)[eE](-\d+)(?![\w.])", r"\1\3\\times 10^{\2\4}"),
         (r"^(?:\\text\s*\{\s*)?(\d+)\s*(?:\^\s*)?\{?\s*(?:\\text\s*\{)?\s*(?:st|nd|rd|th)[\s}]*$", r"\1"),
         (r"\\text\s*\{\s*([A-J](?:\s*,\s*[A-J])+)\s*\}", r"\1"),
     )

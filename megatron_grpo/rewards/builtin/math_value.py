@@ -5,8 +5,9 @@ expressions are in (tuples, sets, lists, matrices, units, congruences, number ba
 parser reads in part only is not a value: it equals the same text alone.
 """
 
+import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -26,6 +27,7 @@ _EPSILON = sympy.Rational(1, 10**30)  # relative difference of two values that a
 _ROUNDED_DIGITS = 6  # a decimal with as many significant digits may be the rounding of an exact value
 _MAX_LENGTH = 2000  # characters of an answer; longer ones are not read
 _MAX_WORDS = 6  # of a text that can be a gold answer
+_MAX_DOUBLE_SIGNS = 4  # in an expression, which has two values for each
 _LARGEST_EXPONENT = 10**5  # sympy computes powers of whole numbers digit by digit
 
 
@@ -66,6 +68,27 @@ class Named:
 
 
 @dataclass(frozen=True)
+class Evaluated(Named):
+    """A number after an expression, such as m + n = 113: an equation for a gold answer that is one, else the number."""
+
+
+@dataclass(frozen=True)
+class Letters:
+    """Letters alone: a word for a gold answer that is one, else a product of variables."""
+
+    text: str
+    product: Any
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A letter, and the value of the text after it."""
+
+    letter: str
+    text: Any = None
+
+
+@dataclass(frozen=True)
 class Quantity:
     """A number with a unit; `expression` is its value if the unit can also be variables, as in 5 m."""
 
@@ -102,7 +125,11 @@ _NUMBER = r"[-+]?\s*\d+(?:\.\d+)?"
 _SCIENTIFIC = _NUMBER + r"(?:\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*-?\d+\s*\}?)?"
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _MODULUS = re.compile(r"\s*(?:\\pmod|\(?\s*(?:\\bmod|\\mod|\\text\s*\{\s*mod\s*\}|mod))\s*\{?\s*(\d+)\s*\}?\s*\)?")
-_BASE_NAME = r"\d+|two|three|eight|ten|sixteen"
+_BASE_NAMES = {
+    name: base
+    for base, name in enumerate("two three four five six seven eight nine ten eleven twelve".split(), start=2)
+} | {"sixteen": 16}
+_BASE_NAME = "|".join((r"\d+", *_BASE_NAMES))
 _BASE = re.compile(
     r"\(?\s*(?P<sign>-?)(?:\\text\s*\{)?(?P<digits>[0-9A-Za-z]+)\}?\s*\)?\s*_\s*"
     rf"(?:\{{\s*(?:\\text\s*\{{)?\s*(?P<braced>{_BASE_NAME})\s*\}}?\s*\}}|(?P<base>\d))"
@@ -111,12 +138,10 @@ _IN_BASE = re.compile(
     r"(?P<sign>-?)(?P<digits>[0-9A-Fa-f]+)\s*,?\s*\(?(?:\\text\s*\{)?\s*(?:in )?base\s*\}?\s*"
     rf"(?P<base>{_BASE_NAME})\s*\)?\}}?"
 )
-_BASE_NAMES = {"two": 2, "three": 3, "eight": 8, "ten": 10, "sixteen": 16}
 # A letter in brackets with or without text after it, a capital letter after the word "option", or one alone.
 _CHOICE = re.compile(
-    r"(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?(?:"
-    r"(?:\\text\s*\{\s*)?\(\s*(?:\\text\s*\{\s*)?(?P<bracketed>[A-Ja-j])\s*\}?\s*\)\s*\}?(?P<rest>(?:[\s.:].*)?)|"
-    r"\\text\s*\{\s*(?P<text>[A-J])\s*(?:[.):]?|[.)]\s[^{}]*)\}[.):]?|(?P<bare>[A-J])\s*(?:[.):]?|[.)]\s.+))",
+    r"\s*(?:(?:[Oo]ption|[Cc]hoice|[Aa]nswer)\s+)?(?:\(\s*(?P<bracketed>[A-Ja-j])\s*\)(?P<after>(?:[\s.:].*)?)|"
+    r"(?P<bare>[A-J])\s*(?:[.):]?\s*|[.)]\s+(?P<text>\S.*)))",
     re.DOTALL,
 )
 _NOT_A_CHOICE = re.compile(r"\s*(?:[-+*/^_=<>,]|(?:and|or)\b|\\(?:cdot|times|cup|cap|leq|geq|in\b))")
@@ -239,11 +264,52 @@ def _read_congruence(text: str) -> Any:
     if match.end() < len(text) or not int(match[1]):
         return Text(_plain_words(text))
     name, _, residues = text[: match.start()].rstrip(" ,").rpartition(r"\equiv")
+    residues = re.sub(r"\\pm\s*(\d+)", r"\1,-\1", residues)
     values = [part.strip().replace(" ", "") for part in re.split(r",|\bor\b|\band\b", residues) if part.strip()]
     if not values or not all(re.fullmatch(r"-?\d+", value) for value in values):
         return Text(_plain_words(text))
-    modulus = int(match[1])
-    return Congruence(name.strip(), frozenset(int(value) % modulus for value in values), modulus)
+    modulus, name = int(match[1]), name.strip()
+    found = frozenset(int(value) % modulus for value in values)
+    if re.fullmatch(r"-?\d+", name):  # a calculation, such as 20 = 9 mod 11
+        return Congruence("", found, modulus) if found == {int(name) % modulus} else Text(_plain_words(text))
+    return Congruence(name, found, modulus)
+
+
+def _read_plus_minus(text: str) -> Any:
+    r"""Read an expression with \pm as the list of its values; with \mp all the upper signs belong together."""
+    if r"\mp" in text:
+        return Items("", tuple(_read(_signed(text, sign)) for sign in "+-"))
+    if r"\pm" not in text or text.startswith(r"\{") or len(_split(text, [",", ";"])) > 1 or _JOINT.search(text):
+        return None
+    if text.count(r"\pm") > _MAX_DOUBLE_SIGNS:
+        return Text(text)
+    before, _, after = text.partition(r"\pm")
+    return Items("", tuple(_read(_signed(before + rf"\pm{after}", sign, 1)) for sign in "+-"))
+
+
+def _signed(text: str, sign: str, count: int = 0) -> str:
+    """Return the text with one reading of its double signs."""
+    opposite = {"+": "-", "-": "+"}[sign]
+    text = re.sub(r"\\pm(?![A-Za-z])", sign, text, count=count)
+    return re.sub(r"(^|[({=,])\s*\+", r"\1", re.sub(r"\\mp(?![A-Za-z])", opposite, text))
+
+
+def _read_approximation(text: str) -> Any:
+    """Read the exact value before its approximation, or the approximation of a name."""
+    exact, *decimals = _split(text, [r"\approx"])
+    if not decimals:
+        return None
+    value = _read(exact) if exact.strip() else Text("")
+    is_name = isinstance(value, Text | Letters | sympy.Symbol)
+    return _read(f"{exact}={decimals[-1]}" if exact.strip() else decimals[-1]) if is_name else value
+
+
+def _read_letters(text: str) -> Any:
+    """Read letters alone: a word if they have vowels that variables are seldom named by, or are many, else both."""
+    if not re.fullmatch("[A-Za-z]{2,}", text):
+        return None
+    product = None if re.search("[eiou]", text) or len(text) > 4 else _expression(text)
+    return Text(_plain_words(text)) if product is None else Letters(text, product)
 
 
 def _read_matrix(text: str) -> Any:
@@ -255,6 +321,9 @@ def _read_matrix(text: str) -> Any:
 
 
 def _read_union(text: str) -> Any:
+    parts = _split(text, [r"\setminus"])
+    if len(parts) == 2 and None not in (sets := [_as_set(_read(part)) for part in parts]):
+        return sympy.Complement(*sets)
     parts = _split(text, [r"\cup"])
     return Union(tuple(map(_read, parts))) if len(parts) > 1 else None
 
@@ -291,11 +360,12 @@ def _read_list(text: str) -> Any:
         return None
     items, has_ellipsis = _items(parts)
     joints = set(_JOINT.findall(text))
-    if joints and all(_is_relation(item) and not isinstance(item, sympy.Eq) for item in items):
+    if joints and any(_is_relation(item) and not isinstance(item, sympy.Eq) for item in items):
+        relations = tuple(_as_equation(item) if isinstance(item, Named) else item for item in items)
         if joints == {"or"}:
-            return Union(items)
+            return Union(relations)
         # Of several, such as "a or b and c", the text does not say which belong together.
-        return And(*items) if joints == {"and"} else Text(_plain_words(text))
+        return And(*relations) if joints == {"and"} and all(map(_is_relation, relations)) else Text(_plain_words(text))
     return Items("", items, has_ellipsis)
 
 
@@ -327,17 +397,26 @@ def _read_named(text: str) -> Any:
         r"\([A-Za-z](?:,[A-Za-z])+\)|(?:[A-Za-z]|\\[a-z]+(?<!sqrt)|\\text\{[^{}]*\})'?(?:_(?:\w|\{[^{}]*\}))?(?:\([\w,{}\\]*\))?",
         name,
     )
-    if is_name is None and not (_WORDS.search(parts[0]) and not re.search(r"\d", parts[0])):
-        return None
     # Of a chain such as S = 2 + 3 = 5 the last value counts.
-    return Named(name, _read(parts[-1]))
+    value = _read(parts[-1])
+    if is_name is None and not (_WORDS.search(parts[0]) and not re.search(r"\d", parts[0])):
+        is_value = isinstance(value, Quantity | Percent) or (_is_number(value) and value != 0)
+        is_inequality = re.search(r"[<>]|\\(?:[lg]eq|neq)(?![A-Za-z])", text)
+        return Evaluated(parts[0].strip(), value) if is_value and not is_inequality else None
+    if len(parts) > 2 and isinstance(value, sympy.Symbol):  # a = b = c
+        return Text(_plain_words(text))
+    names = name.strip("()").split(",")
+    if len(names) > 1 and isinstance(value, Items) and value.brackets == "()" and len(value.items) == len(names):
+        return Items("()", tuple(map(Named, names, value.items)))
+    return Named(name, value)
 
 
 def _read_choice(text: str) -> Any:
-    match = _CHOICE.fullmatch(text)
-    if match is None or _NOT_A_CHOICE.match(match["rest"] or ""):
+    match = _CHOICE.fullmatch(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text))
+    if match is None or _NOT_A_CHOICE.match(match["after"] or ""):
         return None
-    return Text((match["bracketed"] or match["text"] or match["bare"]).upper())
+    after = (match["text"] or match["after"] or "").strip(" .:")
+    return Choice((match["bracketed"] or match["bare"]).upper(), _read(after) if after else None)
 
 
 def _read_percent(text: str) -> Any:
@@ -403,9 +482,9 @@ def _read_prose(text: str) -> Any:
 
 
 _READERS: tuple[Callable[[str], Any], ...] = (
-    _read_number, _read_in_base, _read_congruence, _read_matrix, _read_choice, _read_membership, _read_union,
-    _read_brackets, _read_list, _read_named, _read_ratio, _read_percent, _read_quantity,
-    lambda text: _expression(text), _read_prose,
+    _read_number, _read_approximation, _read_in_base, _read_congruence, _read_matrix, _read_choice, _read_letters,
+    _read_plus_minus, _read_membership, _read_union, _read_brackets, _read_list, _read_named, _read_ratio,
+    _read_percent, _read_quantity, lambda text: _expression(text), _read_prose,
 )  # fmt: skip
 
 
@@ -444,7 +523,9 @@ def _leaves_out(text: str) -> bool:
     subscripts = _SUBSCRIPT_OF_COMMAND.sub("", text)
     if _NUMBER_WITH_SUBSCRIPT.search(subscripts) or len(_SUBSCRIPT.findall(subscripts)) != subscripts.count("_"):
         return True
-    if re.search(r"\d\s+\d|['\"&#@?%;:]|\^\s*\{?\s*(?:T|c|\\top)\s*\}?(?![A-Za-z])|\\approx|\\to(?![A-Za-z])|,", text):
+    if re.search(
+        r"\d\s+\d|!\s*!|['\"&#@?%;:]|\^\s*\{?\s*(?:T|c|\\top)\s*\}?(?![A-Za-z])|\\approx|\\to(?![A-Za-z])|,", text
+    ):
         return True
     words = re.findall(r"(?<![A-Za-z\\])[A-Za-z]{2,}(?![A-Za-z])", re.sub(r"\\[A-Za-z]+", " ", text))
     return any(len(word) > 2 and not set(word) <= _VARIABLES for word in words)
@@ -556,6 +637,12 @@ def _plain_words(text: str) -> str:
 def equal(gold: Any, answer: Any) -> bool:
     """Return whether two values of `read` are equal."""
     gold, answer = _unnamed(gold, answer)
+    if isinstance(gold, Letters) and isinstance(answer, Letters) and max(map(len, (gold.text, answer.text))) > 3:
+        return gold.text == answer.text
+    has_words = isinstance(gold, Text) or isinstance(answer, Text)
+    gold, answer = ((Text(v.text) if has_words else v.product) if isinstance(v, Letters) else v for v in (gold, answer))
+    if isinstance(gold, Choice) or isinstance(answer, Choice):
+        return _equal_choices(gold, answer)
     if isinstance(gold, Text) or isinstance(answer, Text):
         return _equal_texts(gold, answer)
     for kind, compare in _COMPARISONS:
@@ -573,10 +660,10 @@ def equal(gold: Any, answer: Any) -> bool:
 def _unnamed(gold: Any, answer: Any) -> tuple[Any, Any]:
     """Return the values without their names: x = 5 is 5, but not y = 5; the case of a name does not matter."""
     if isinstance(gold, Named) and isinstance(answer, Named):
-        if gold.name.casefold() == answer.name.casefold() or "\\text" in gold.name + answer.name:
+        if _are_one_name(gold.name, answer.name) or "\\text" in gold.name + answer.name:
             return gold.value, answer.value
         return _as_equation(gold), _as_equation(answer)
-    if isinstance(gold, Named) and _is_relation(answer):
+    if isinstance(gold, Evaluated) or (isinstance(gold, Named) and _is_relation(answer)):
         return _as_equation(gold), answer
     if isinstance(answer, Named) and _is_relation(gold):
         return gold, _as_equation(answer)
@@ -586,27 +673,52 @@ def _unnamed(gold: Any, answer: Any) -> tuple[Any, Any]:
     )
 
 
+def _are_one_name(a: str, b: str) -> bool:
+    """Return whether two names differ at most in their case, or one is the unknown x of the solutions x_1 and x_2."""
+    a, b = a.casefold(), b.casefold()
+    return a == b or (_unknown(a) == _unknown(b) and _unknown(a) in (a, b))
+
+
+def _unknown(name: str) -> str:
+    return re.sub(r"_(?:\d|\{\d\})$", "", name)
+
+
 def _as_equation(value: Named) -> Any:
-    name = _expression(value.name)
-    if isinstance(name, sympy.Expr) and isinstance(value.value, sympy.Expr):
-        return sympy.Eq(name, value.value, evaluate=False)
+    name, right = _expression(value.name), value.value
+    right = right.product if isinstance(right, Letters) else right
+    if isinstance(name, sympy.Expr) and isinstance(right, sympy.Expr):
+        return sympy.Eq(name, right, evaluate=False)
     return Text(f"{value.name}={value.value}")
 
 
 def _equal_texts(gold: Any, answer: Any) -> bool:
-    """Compare texts without regard to case; a variable is a choice if the gold answer is one, or the same letter."""
-    if isinstance(gold, Text) and isinstance(answer, sympy.Symbol):
-        return gold.text.casefold() == str(answer).casefold()
-    if isinstance(gold, sympy.Symbol) and isinstance(answer, Text):
-        return str(gold) == answer.text
-    if not (isinstance(gold, Text) and isinstance(answer, Text)):
+    """Compare texts without regard to case and to a plural at the end; a variable is the same letter."""
+    texts = [value.text if isinstance(value, Text) else str(value) for value in (gold, answer)]
+    if not all(isinstance(value, Text | sympy.Symbol) for value in (gold, answer)):
         return False
-    return gold.text.casefold().replace(" ", "") == answer.text.casefold().replace(" ", "")
+    gold_words, words = (re.sub(r"(?<=[a-z]{3})s$", "", text.casefold().replace(" ", "")) for text in texts)
+    return gold_words == words
+
+
+def _equal_choices(gold: Any, answer: Any) -> bool:
+    """Compare choices by their letters, and by their texts if both have one."""
+    letters = [
+        value.letter if isinstance(value, Choice) else value.text if isinstance(value, Text)
+        else value.name if isinstance(value, sympy.Symbol) else "" for value in (gold, answer)
+    ]  # fmt: skip
+    if letters[0].casefold() != letters[1].casefold():
+        return False
+    if isinstance(gold, sympy.Symbol) and letters[0] != letters[1]:  # a variable
+        return False
+    texts = [value.text if isinstance(value, Choice) else None for value in (gold, answer)]
+    return None in texts or equal(*texts)
 
 
 def _equal_congruences(gold: Any, answer: Any) -> bool:
     if not (isinstance(gold, Congruence) and isinstance(answer, Congruence)):
-        return False
+        congruence, number = (gold, answer) if isinstance(gold, Congruence) else (answer, gold)
+        # A remainder; a number is not all the solutions of x = 9 mod 11.
+        return not congruence.name and isinstance(number, sympy.Integer) and congruence.residues == {int(number)}
     names = {gold.name, answer.name} - {""}
     return len(names) < 2 and (gold.modulus, gold.residues) == (answer.modulus, answer.residues)
 
@@ -684,8 +796,10 @@ def _equal_items(gold: Any, answer: Any) -> bool:
         return _in_order(gold.items, answer.items)
     kinds = {gold.brackets[:1], answer.brackets[:1]}
     names = [[item.name for item in value.items if isinstance(item, Named)] for value in (gold, answer)]
+    if all(len(of) == len(value.items) for of, value in zip(names, (gold, answer), strict=True)):
+        return _matched(_distinct(gold.items), _distinct(answer.items))
     # x = 1, y = 2 is not 2, 1
-    ordered = any(len(set(of)) > 1 for of in names) and not all(names)
+    ordered = any(len(set(map(_unknown, of))) > 1 for of in names) and not all(names)
     if kinds <= {"", "{"} and not ordered:
         return _matched(_distinct(gold.items), _distinct(answer.items))
     if "{" in kinds:
@@ -773,9 +887,12 @@ def _variables(value: Any) -> set[Any]:
 
 
 def _solution_set(value: Any) -> Any:
-    if len(value.free_symbols) != 1 or isinstance(value, sympy.Eq):
+    symbols = _variables(value)
+    if len(symbols) != 1:
         return None
-    (symbol,) = value.free_symbols
+    (symbol,) = symbols
+    if isinstance(value, sympy.Eq):  # equations are not solved
+        return sympy.FiniteSet(_number(value.rhs)) if value.lhs == symbol and _is_number(value.rhs) else None
     variable = sympy.Symbol("x", real=True)
     parts = value._unsorted_args if isinstance(value, And) else [value]
     return reduce(
@@ -803,7 +920,7 @@ def _equal_relations(gold: Any, answer: Any) -> bool:
         return True
     if isinstance(gold, sympy.Eq) or isinstance(answer, sympy.Eq):
         return False
-    return gold.free_symbols == answer.free_symbols and _equal_sets(gold, answer)
+    return _variables(gold) == _variables(answer) and _equal_sets(gold, answer)
 
 
 def _equal_relation(gold: Any, answer: Any) -> bool:
@@ -830,11 +947,11 @@ def _one_sided(relation: Any) -> tuple[Any, str]:
 
 def _constant_ratio(a: Any, b: Any) -> Any:
     """Return a / b if it is the same real number, not 0, at all points where the two are evaluated, else None."""
-    values = _at_points(a, b)
-    ratios = [x / y for x, y in values if y != 0 and x != 0]
-    if not ratios or len(ratios) < len(values) or not all(abs(r - ratios[0]) <= _EPSILON * abs(r) for r in ratios):
+    values = [(x, y) for x, y in _at_points(a, b) if x != 0 or y != 0]
+    if len(values) < _FEWEST_POINTS or any(x == 0 or y == 0 for x, y in values):
         return None
-    return ratios[0] if ratios[0].is_real else None
+    ratio, *others = (x / y for x, y in values)
+    return ratio if _is_real(ratio) and all(_close(ratio, other) for other in others) else None
 
 
 def _is_number(value: Any) -> bool:
@@ -886,15 +1003,15 @@ def _close(x: Any, y: Any) -> bool:
 
 
 def _is_rounding(decimal: Any, exact: Any) -> bool:
-    """Return whether a decimal of at least six significant digits differs from a number without a finite decimal
-    expansion by less than one in its last place.
+    """Return whether a decimal of at least six significant digits is the rounding of a number without a finite decimal
+    expansion: they differ by at most half a unit of its last place.
     """
     if not decimal.is_Rational or not exact.is_real or _places(exact) is not None:
         return False
     places = _places(decimal)
     if places is None or len(str(abs(decimal * sympy.Integer(10) ** places))) < _ROUNDED_DIGITS:
         return False
-    return bool(abs(sympy.N(exact, _DIGITS) - decimal) < sympy.Integer(10) ** -places)
+    return bool(2 * abs(sympy.N(exact, _DIGITS) - decimal) <= sympy.Integer(10) ** -places)
 
 
 def _places(value: Any) -> int | None:
@@ -914,28 +1031,55 @@ def _places(value: Any) -> int | None:
     return -(len(digits) - len(digits.rstrip("0")))
 
 
-_POINTS = (("0.7310585786", "1.2649110641"), ("2.2360679775", "0.5772156649"), ("-1.3247179572", "0.9159655942"),
-           ("-0.4142135624", "-2.6854520010"), ("3.3598856662", "1.7724538509"))  # fmt: skip
+# Of the values of variables: 0 is for whole numbers. Large values are there for |x - 2024|, whole ones for steps.
+_SCALES = (2, 1, 0, 3, 30, 0, 5, 9000, 0, 2, 9000, 0, 30, 9000, 1, 9000)
+_LARGEST_IN_EXPONENT = 30
+_FEWEST_POINTS = 4
 
 
 def _at_points(a: Any, b: Any) -> list[tuple[Any, Any]]:
-    """Return the values of two expressions at fixed points, without those where one of them is undefined.
+    """Return the values of two expressions at fixed points where both are defined; none if these are too few.
 
-    Two different expressions of the usual functions agree at such points with no practical probability.
+    Two different expressions of the usual functions agree at such points with no practical probability. Points where
+    both expressions of real variables leave the real numbers count only if there are few others: ln(a/b) and
+    ln(a) - ln(b) are equal where both are real.
     """
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    integers = _integer_symbols(a) | _integer_symbols(b)
+    has_powers = any(power.exp.free_symbols for value in (a, b) for power in value.atoms(sympy.Pow, sympy.exp))
     values = []
-    for start, step in _POINTS:
-        begin, distance = sympy.Rational(start), sympy.Rational(step)
-        integers = _integer_symbols(a) | _integer_symbols(b)
-        point = {
-            symbol: sympy.Integer(3 + number + len(values)) if symbol in integers else begin + number * distance
-            for number, symbol in enumerate(symbols)
-        }
-        found = [sympy.N(value.subs(point).doit(), _DIGITS) for value in (a, b)]
+    for point in _points(symbols, integers, _LARGEST_IN_EXPONENT if has_powers else max(_SCALES)):
+        if has_powers:  # sympy would compute a root of a large power of a fraction exactly
+            point = {
+                symbol: value if value.is_Integer else sympy.Float(value, 2 * _DIGITS)
+                for symbol, value in point.items()
+            }
+        found = tuple(sympy.N(value.subs(point).doit(), _DIGITS) for value in (a, b))
         if all(value.is_number and value.is_finite for value in found):
-            values.append((found[0], found[1]))
-    return values
+            values.append(found)
+    if not integers and not a.has(sympy.I) and not b.has(sympy.I):
+        real = [found for found in values if any(map(_is_real, found))]
+        values = real if len(real) >= _FEWEST_POINTS else values
+    return values if len(values) >= _FEWEST_POINTS else []
+
+
+def _points(symbols: Sequence[Any], integers: set[Any], largest: int) -> Iterator[dict[Any, Any]]:
+    """Return values of the symbols that no relation with small coefficients connects, in all orders and signs."""
+    for number, scale in enumerate(_SCALES):
+        drawn = random.Random(number)
+        whole = drawn.sample(range(1, 20 + len(symbols)), len(symbols))
+        real = [
+            sympy.Rational(drawn.choice((-1, 1)) * drawn.randint(3 * 10**9, 10**10) * min(scale, largest), 10**10)
+            for _ in symbols
+        ]
+        yield {
+            symbol: sympy.Integer(integer) if scale == 0 or symbol in integers else value
+            for symbol, integer, value in zip(symbols, whole, real, strict=True)
+        }
+
+
+def _is_real(value: Any) -> bool:
+    return bool(abs(sympy.im(value)) <= _EPSILON * abs(value))
 
 
 def _integer_symbols(value: Any) -> set[Any]:

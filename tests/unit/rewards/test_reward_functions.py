@@ -162,6 +162,20 @@ def test_the_answer_is_read_after_the_reasoning(prompt, completion, right):
     assert reward("accuracy", completion, flags=read, prompt=prompt, answer="5") == (1 if begun else right)
 
 
+@pytest.mark.parametrize(
+    ("completion", "right"),
+    [
+        ("So $\\boxed 5$.", 1),
+        ("\\boxed{6}, no: \\boxed 5", 1),
+        ("\\boxed 6, no: \\boxed{5}", 1),
+        ("\\boxed{5} as \\boxed asks", 1),
+        ("\\boxed 56", 0),
+    ],
+)
+def test_a_box_without_braces(completion, right):
+    assert reward("accuracy", completion, answer="5") == right
+
+
 def test_all_rewards_of_answers_leave_out_the_reasoning():
     call = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
     cases = (
