@@ -30,8 +30,10 @@ from torch.futures import Future
 
 from megatron_grpo.checkpointing import data_files
 from megatron_grpo.checkpointing.background_writer import LENGTH, Item, Job, Part, pauses, report_failure
+from megatron_grpo.utils import progress
 
 _ALIGNMENT = 64  # bytes
+_LOOK = 5.0  # seconds between two looks at the files that are being written
 _SETTLE = 60.0  # seconds that a run which ends with an error waits for its last save
 
 
@@ -171,17 +173,24 @@ class BackgroundSaves:
     def _written(self, timeout: float | None) -> str | None:
         if self.job is None:
             return None
-        self._socket.settimeout(timeout)
+        deadline, size = time.monotonic() + (math.inf if timeout is None else timeout), -1
         error = None
         try:
             while not self._answer.endswith(b"\n"):
-                data = self._socket.recv(2**16)
+                self._socket.settimeout(max(0.0, min(_LOOK, deadline - time.monotonic())))
+                try:
+                    data = self._socket.recv(2**16)
+                except (BlockingIOError, TimeoutError):
+                    if time.monotonic() >= deadline:
+                        return None
+                    before, size = size, self._bytes_on_disk()
+                    if size != before:  # the watchdog sees that the process writes
+                        progress.advance()
+                    continue
                 if not data:
                     raise ConnectionResetError
                 self._answer += data
             error = json.loads(self._answer)["error"]
-        except (BlockingIOError, TimeoutError):
-            return None
         except OSError:
             error = f"the process that writes it ended (exit status {self._process.wait()})"
             self._tell_rank_0(error)
@@ -189,6 +198,11 @@ class BackgroundSaves:
             self._socket.settimeout(None)
         self._answer, self.job = b"", None
         return error
+
+    def _bytes_on_disk(self) -> int:
+        assert self.job is not None
+        files = [part.file for part in self.job.parts]
+        return sum(file.stat().st_size for file in files if file.exists())
 
     def _tell_rank_0(self, error: str) -> None:
         assert self.job is not None

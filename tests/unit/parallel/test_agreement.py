@@ -2,7 +2,9 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,13 +31,35 @@ def test_the_rank_that_lost_the_engine_raises_what_it_raised(one_process):
 def test_a_rank_learns_from_another_ones_loss(one_process, monkeypatch):
     store = dist.distributed_c10d._get_default_store()
 
-    def other_rank(flag, op, group):
+    def other_rank(flag, op, group, async_op):
         store.compare_set(f"megatron_grpo/engine_lost/{agreement._contexts}", "", "EngineLost\nvLLM is gone on rank 1")
         flag.fill_(1)
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
     monkeypatch.setattr(dist, "all_reduce", other_rank)
     with pytest.raises(EngineLost, match="vLLM is gone on rank 1"), raised_on_every_rank():
         pass
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_rank_waits_with_a_clock_only_after_a_loss(one_process, monkeypatch, lost):
+    """A rank that has not come is late, or waits for a lost engine: the store tells."""
+    store, looks = dist.distributed_c10d._get_default_store(), []
+
+    def comes_after_20_looks():
+        looks.append(None)
+        if lost and len(looks) == 2:
+            key = f"megatron_grpo/engine_lost/{agreement._contexts}"
+            store.compare_set(key, "", "EngineLost\nvLLM is gone on rank 1")
+        return not lost and len(looks) > 20
+
+    work = SimpleNamespace(is_completed=comes_after_20_looks, wait=lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: work)
+    monkeypatch.setattr(agreement, "STORE_PAUSE", 0.0)
+    monkeypatch.setattr(agreement, "timeout_of_collectives", lambda: timedelta(milliseconds=1))
+    with pytest.raises(EngineLost, match="gone on rank 1") if lost else nullcontext(), raised_on_every_rank():
+        pass
+    assert lost or len(looks) > 20
 
 
 @pytest.mark.parametrize("lost", [True, False])
