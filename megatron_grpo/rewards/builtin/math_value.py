@@ -875,7 +875,7 @@ def _as_set(value: Any) -> Any:
         return None
     if value.brackets[:1] in ("", "{"):
         return sympy.FiniteSet(*numbers)
-    if len(numbers) != 2 or not numbers[0] < numbers[1]:  # a point
+    if len(numbers) != 2 or not numbers[0] < numbers[1]:  # type: ignore[operator]  # a point
         return None
     return sympy.Interval(*numbers, left_open=value.brackets[0] == "(", right_open=value.brackets[1] == ")")
 
@@ -984,7 +984,9 @@ def _equal_expressions(gold: Any, answer: Any) -> bool:
     if a.atoms(sympy.core.function.AppliedUndef) or b.atoms(sympy.core.function.AppliedUndef):
         return sympy.simplify(a - b) == 0
     values = _at_points(a, b)
-    return bool(values) and all(_close(x, y) for x, y in values)
+    if not a.is_zero and not b.is_zero:  # such as binomials that are 0 at most points
+        values = [pair for pair in values if any(pair)]
+    return len(values) >= _FEWEST_POINTS and all(_close(x, y) for x, y in values)
 
 
 def _equal_numbers(a: Any, b: Any) -> bool:

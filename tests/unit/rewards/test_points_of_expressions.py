@@ -82,6 +82,7 @@ b^2-ac ; (b-a)^2
 \binom{n}{k} ; n
 \binom{n-1}{k-1} ; k
 k!(n-k)! ; k!
+\binom{k}{n+k} ; \binom{n}{k+n}
 \binom{m+n}{n} ; \binom{2n-1}{n}
 m!n! ; (m!)^2 n
 (-1)^n n! ; n!
