@@ -1067,7 +1067,8 @@ def _at_points(a: Any, b: Any) -> list[tuple[Any, Any]]:
 
 def _points(symbols: Sequence[Any], integers: set[Any], largest: int) -> Iterator[dict[Any, Any]]:
     """Return values of the symbols that no relation with small coefficients connects, in all orders and signs."""
-    for number, scale in enumerate(_SCALES):
+    # With factorials and binomials more points: many of them are 0, or undefined, in most orders of three variables.
+    for number, scale in enumerate(_SCALES * 4 if integers else _SCALES):
         drawn = random.Random(number)
         whole = drawn.sample(range(1, 20 + len(symbols)), len(symbols))
         real = [
