@@ -6,14 +6,28 @@ this place: they end alike from the end of the turn on.
 """
 
 import datetime
+import hashlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_grpo.data.tokenizer import Tokenizer
 from megatron_grpo.utils.errors import GrpoError
 
 Message = dict[str, Any]
+
+
+class Mark(NamedTuple):
+    """A special token of an episode, where its ids and the text of them can be parted.
+
+    Special tokens are encoded and decoded apart from what is around them.
+    """
+
+    tokens: int  # before it
+    characters: int  # before it
+    end: int  # characters with it
+    digest: bytes  # of these characters
 
 
 class TurnRenderer:
@@ -63,11 +77,50 @@ class TurnRenderer:
         given = dict(variables) | {"strftime_now": self._now.strftime}
         return self._rendered(self._tokenizer.render_chat, messages, tools, given)
 
-    def keeps(self, so_far: Sequence[int], whole: Sequence[int]) -> bool:
-        """Return whether the text of ``whole`` begins with that of ``so_far``, but for a sampled end of turn."""
-        so_far = so_far[:-1] if so_far[-1] in self._end_token_ids else so_far
-        before, after = (self._tokenizer.decode(list(ids), skip_special_tokens=False) for ids in (so_far, whole))
-        return after.startswith(before)
+    def rewritten(
+        self,
+        so_far: Sequence[int],
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        marks: Sequence[Mark] = (),
+    ) -> tuple[list[int] | None, Sequence[Mark]]:
+        """Return None if the text of ``so_far``, without a sampled end of turn, begins a conversation as the template
+        renders it, or else the ids of `whole`; and the marks of these ids for the next turn.
+
+        Only what follows the newest of the ``marks`` of ``so_far`` is decoded and encoded.
+        """
+        text = self.text(messages, tools, variables or {})
+        while marks and marks[-1].digest != _digest(text[: marks[-1].end]):
+            marks = marks[:-1]
+        tokens, characters = (marks[-1].tokens, marks[-1].characters) if marks else (0, 0)
+        sampled, rest = list(so_far[tokens:]), text[characters:]
+        spoken = self._decoded(sampled[:-1] if sampled[-1] in self._end_token_ids else sampled)
+        new = None
+        if not rest.startswith(spoken):
+            if marks:
+                special = sampled[0]
+                new = [special, *self._tokenizer.encode_after(special, rest.removeprefix(self._decoded([special])))]
+            else:
+                new = self.whole(messages, tools, variables)
+            if self._decoded(new).startswith(spoken):  # the tokenizer does not keep every text
+                new = None
+        marks = (*marks, *self._mark(sampled if new is None else new, text, tokens, characters))
+        return None if new is None else [*so_far[:tokens], *new], marks
+
+    def _mark(self, ids: list[int], text: str, tokens: int, characters: int) -> list[Mark]:
+        """Return the mark before the last special token of ``ids``, whose text begins at ``characters`` of ``text``."""
+        places = (place for place in range(len(ids) - 1, 0, -1) if ids[place] in self._special)
+        for place in itertools.islice(places, 3):  # the end that was sampled may be another one than the template's
+            before, special = self._decoded(ids[:place]), self._decoded([ids[place]])
+            if text.startswith(before + special, characters):
+                begin = characters + len(before)
+                end = begin + len(special)
+                return [Mark(tokens + place, begin, end, _digest(text[:end]))]
+        return []
+
+    def _decoded(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _tail(self, messages, turn: Message, new: Sequence[Message], tools, variables: dict[str, Any]) -> str:
         """Return the rendered text from the end of the policy's turn on."""
@@ -125,6 +178,10 @@ class TurnRenderer:
         rest = self._tokenizer.decode(ids[1:], skip_special_tokens=False).lstrip()
         begins_next = any(rest.startswith(name) for name in self._tokenizer.special_tokens)
         return ids[1:] if ids[0] in self._special and begins_next else ids
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _changed(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:

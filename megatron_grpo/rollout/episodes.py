@@ -34,7 +34,7 @@ from megatron_grpo.data.row_prompt import parse_prompt, parse_template_variables
 from megatron_grpo.environments.environment import Message, Turn
 from megatron_grpo.environments.pool import Answer, EnvironmentPool
 from megatron_grpo.environments.registry import environment_of, tools_of
-from megatron_grpo.environments.rendering import TurnRenderer
+from megatron_grpo.environments.rendering import Mark, TurnRenderer
 from megatron_grpo.environments.tool_calls import ParsedTurn, ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.engine import Completion, Engine, Request, request_seed
@@ -121,6 +121,7 @@ class _Episode:
     text: str = ""  # of that turn, with its tool calls
     rewards: list[float | None] = field(default_factory=list)  # of the reset, then of each turn
     states: list[int] = field(default_factory=list)  # a number for what each turn answers
+    marks: Sequence[Mark] = ()  # of the newest sample, up to its newest turn's answer
     # Of a checkpoint, until the environment is there: the request that starts the episode from its row.
     again: Request | None = None
 
@@ -191,6 +192,7 @@ class Episodes(Conversing):
         self._immediate: set[int] = set()  # those of them whose environment answers at once
         self._paused: dict[int, _Episode] = {}  # interrupted; an evaluation can have the same ids
         self._keys = itertools.count()
+        self._by_key: dict[int, _Episode] = {}  # those in the pool
         self._arrived: dict[int, Answer] = {}  # by the episode's key
         self._restarts = 0  # resumed episodes that started again, since the last report
 
@@ -233,6 +235,7 @@ class Episodes(Conversing):
         if self._pool is None:
             return
         row, episode.key = request.row, next(self._keys)
+        self._by_key[episode.key] = episode
         if request.images is not None:
             prompt = request.images.prompt
         else:
@@ -270,6 +273,7 @@ class Episodes(Conversing):
         self._waits(request.id)
         if self._pool is not None:
             episode.key = next(self._keys)
+            self._by_key[episode.key] = episode
             self._pool.resume(episode.key, request.row, state["environment"])
 
     def _next_turn(self, episode: _Episode, begun: Completion | None) -> Request:
@@ -402,18 +406,26 @@ class Episodes(Conversing):
 
     def _answers(self) -> list[_Said]:
         """Return what each answer says, on the lead rank."""
-        waiting = {self._episodes[number].key: number for number in self._waiting}
         self._read_answers(0.0)
-        if not (self._generating or waiting.keys() & self._arrived.keys()):
+        if not (self._generating or self._answered()):
             self._read_answers(_WAIT)
         while not {self._episodes[number].key for number in self._immediate} <= self._arrived.keys():
             self._read_answers(_WAIT)
-        keys = sorted(waiting.keys() & self._arrived.keys(), key=lambda key: waiting[key])
-        return [self._said(waiting[key], self._arrived.pop(key)) for key in keys]
+        return [self._said(number, self._arrived.pop(key)) for number, key in self._answered()]
+
+    def _answered(self) -> list[tuple[int, int]]:
+        """Return (id, key) of the waiting episodes whose answer has come, in order; paused ones do not wait."""
+        found = []
+        for key in self._arrived:
+            episode = self._by_key[key]
+            number = episode.request.id
+            if number in self._waiting and self._episodes[number] is episode:
+                found.append((number, key))
+        return sorted(found)
 
     def _read_answers(self, wait: float) -> None:
         assert self._pool is not None
-        self._arrived.update((answer.key, answer) for answer in self._pool.poll(wait))
+        self._arrived.update((answer.key, answer) for answer in self._pool.poll(wait) if answer.key in self._by_key)
 
     def _said(self, number: int, answer: Answer) -> _Said:
         episode = self._episodes[number]
@@ -485,9 +497,11 @@ class Episodes(Conversing):
         turn = episode.turn if role == "tool" else {k: v for k, v in episode.turn.items() if k != "tool_calls"}
         if self._args.on_rewritten_history != "keep":
             spoken = turn if role == "tool" else turn | {"content": episode.text}
-            whole = self._renderer.whole([*episode.messages, spoken, *messages], tools, variables)
             so_far, images = [*episode.request.prompt_ids, *episode.trajectory.token_ids], episode.request.images
-            if not self._renderer.keeps(so_far if images is None else images.collapse(so_far), whole):
+            so_far = so_far if images is None else images.collapse(so_far)
+            conversation = [*episode.messages, spoken, *messages]
+            whole, episode.marks = self._renderer.rewritten(so_far, conversation, tools, variables, episode.marks)
+            if whole is not None:
                 return self._rewritten(episode, whole)
         last = episode.trajectory.token_ids[-1]
         return _CONTINUES, self._renderer.after_turn(episode.messages, turn, messages, last, tools, variables)
@@ -550,6 +564,7 @@ class Episodes(Conversing):
 
     def _forget(self, episode: _Episode) -> None:
         self._arrived.pop(episode.key, None)
+        self._by_key.pop(episode.key, None)
         if self._pool is not None:
             self._pool.end(episode.key)
 

@@ -20,7 +20,7 @@ starts again from its row.
 import base64
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from megatron_grpo.environments.agent import URL
 from megatron_grpo.environments.environment import Turn
 from megatron_grpo.environments.pool import Answer
+from megatron_grpo.environments.rendering import Mark
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.agents.endpoint import Call, Endpoint
 from megatron_grpo.rollout.agents.tree import Message, Node, Tree, normalised, without_hashes, without_images
@@ -49,6 +50,7 @@ class _Prompt:
     messages: list[Message] = field(default_factory=list)  # normalised
     tools: str = ""
     images: list[bytes] = field(default_factory=list)  # encoded, in ``ids``
+    marks: Sequence[Mark] = ()  # of all tokens with those of ``parent``
 
 
 class _AtLimit(GrpoError):
@@ -315,15 +317,16 @@ class Agents(Conversing):
                 if (added or self._args.on_rewritten_history == "split") and not earlier.fits(so_far):
                     raise _AtLimit("the policy has sampled the token of an image, behind which no image can follow")
                 so_far = earlier.collapse(so_far)
+            marks: Sequence[Mark] = ()
             if self._args.on_rewritten_history != "keep":
-                whole = self._renderer.whole(shown, tools, variables)
-                if not self._renderer.keeps(so_far, whole):
+                whole, marks = self._renderer.rewritten(so_far, shown, tools, variables, parent.marks)
+                if whole is not None:
                     if self._args.on_rewritten_history == "refuse":
                         raise GrpoError("the chat template changes earlier turns (--on-rewritten-history refuse)")
-                    return self._expanded(None, whole, messages, key, images)
+                    return self._expanded(None, whole, messages, key, images, marks)
             turn, last = shown[before - 1], so_far[-1]
             new = self._renderer.after_turn(shown[: before - 1], turn, shown[before:], last, tools, variables)
-            return self._expanded(parent, new, messages, key, added)
+            return self._expanded(parent, new, messages, key, added, marks)
         return self._expanded(None, self._renderer.whole(shown, tools, variables), messages, key, images)
 
     def _variables(self, call: Call) -> dict[str, Any]:
@@ -331,12 +334,18 @@ class Agents(Conversing):
         return (self._args.chat_template_kwargs or {}) | (call.body.get("chat_template_kwargs") or {})
 
     def _expanded(
-        self, parent: Node | None, ids: list[int], messages: list[Message], key: str, images: list[bytes]
+        self,
+        parent: Node | None,
+        ids: list[int],
+        messages: list[Message],
+        key: str,
+        images: list[bytes],
+        marks: Sequence[Mark] = (),
     ) -> _Prompt:
         """Return the prompt in which each image has all its tokens."""
         if self._images is not None:
             ids = self._images.of(images).expand(ids)
-        return _Prompt(parent, ids, messages, key, images)
+        return _Prompt(parent, ids, messages, key, images, marks)
 
     def _check_images(self, run: _Run, images: list[bytes]) -> None:
         """Decode the images that the run shows for the first time: GrpoError for a damaged one."""
@@ -411,7 +420,7 @@ class Agents(Conversing):
                 for c in said.calls
             ]
         images = None if self._images is None else prompt.images
-        node = Node(prompt.parent, prompt.ids, completion, images=images)
+        node = Node(prompt.parent, prompt.ids, completion, images=images, marks=prompt.marks)
         if call.chat:
             node.messages, node.tools = [*prompt.messages, normalised(reply)], prompt.tools
         else:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_grpo.environments.rendering import Mark
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import as_source, source_of_part
@@ -33,6 +34,7 @@ class Node:
     continued: bool = False  # by a call, whether it was answered or not
     trained: bool = False
     images: list[bytes] | None = None  # encoded, in ``prompt_ids``; None without a vision-language model
+    marks: Sequence[Mark] = ()  # of all tokens from the root on
 
     @property
     def ids(self) -> list[int]:

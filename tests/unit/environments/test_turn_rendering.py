@@ -136,7 +136,7 @@ def test_a_template_that_changes_the_past_is_detected(published):
         spoken = text.partition("<tool_call>")[0].strip() if calls else text
         turn = {"role": "assistant", "content": spoken} | ({"tool_calls": calls} if calls else {})
         sampled = tokenizer.encode(f"{text}<|im_end|>")
-        return renderer.keeps([*prompt, *sampled], renderer.whole([question, turn, *new], TOOLS if calls else None))
+        return renderer.rewritten([*prompt, *sampled], [question, turn, *new], TOOLS if calls else None)[0] is None
 
     assert keeps("two", answer)
     assert not keeps("<think>\n1 + 1\n</think>\n\ntwo", answer)
@@ -146,3 +146,56 @@ def test_a_template_that_changes_the_past_is_detected(published):
     exact = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "1+1"}}\n</tool_call>'
     assert keeps(exact, result, calls=call)
     assert not keeps(exact.replace(": ", ":"), result, calls=call)
+
+
+class Counted:
+    """A tokenizer that counts the tokens and characters that it decodes and encodes."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.work = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def decode(self, ids, skip_special_tokens=True):
+        self.work += len(ids)
+        return self._tokenizer.decode(ids, skip_special_tokens)
+
+    def encode_after(self, token, text):
+        ids = self._tokenizer.encode_after(token, text)
+        self.work += len(ids)
+        return ids
+
+    def apply_chat_template(self, *parts):
+        ids = self._tokenizer.apply_chat_template(*parts)
+        self.work += len(ids)
+        return ids
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"GLM-4.5-Air"}))
+@pytest.mark.parametrize("rewrites", [False, True])
+def test_a_turn_is_compared_by_what_is_new(name, rewrites, published):
+    """Thirty turns, the result of each as of the whole conversation; the last turns take no more work than earlier ones."""
+    tokenizer, renderer = published(name)
+    counted = Counted(tokenizer)
+    quick = TurnRenderer(counted, renderer._end_token_ids)
+    quick._now = renderer._now
+    messages, marks, work = [{"role": "user", "content": "one and one?"}], (), []
+    ids = tokenizer.apply_chat_template(messages)
+    for turn in range(30):
+        said = f"{turn} apples\nand  pears, é 中"
+        # Templates strip the text of a turn or show it as it is: spaces at its end are another past.
+        sampled = tokenizer.encode_rest(said + ("  \n" if rewrites and turn % 3 == 1 else ""))
+        so_far = [*ids, *sampled, renderer._end_token_ids[0]]
+        before = [*messages, {"role": "assistant", "content": said}]
+        messages = [*before, {"role": "user", "content": f"and {turn}?"}]
+        whole = renderer.whole(messages)
+        text = tokenizer.decode(whole, skip_special_tokens=False)
+        kept = text.startswith(tokenizer.decode(so_far[:-1], skip_special_tokens=False))
+        counted.work = 0
+        found, marks = quick.rewritten(so_far, messages, marks=marks)
+        assert found == (None if kept else whole)
+        assert all(tokenizer.decode(list((found or so_far)[: m.tokens]), False) == text[: m.characters] for m in marks)
+        work.append(counted.work)
+        ids = whole if found else so_far + renderer.after_turn(before[:-1], before[-1], messages[-1:], so_far[-1])
+    assert max(work[20:]) < 1.5 * max(work[5:10])

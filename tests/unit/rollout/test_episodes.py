@@ -83,8 +83,7 @@ def run(turns, answers, max_tokens=20, **given):
     )
     renderer = SimpleNamespace(
         after_turn=lambda before, turn, new, last, tools, variables: [70, len(before), 71],
-        whole=lambda messages, tools, variables: [80, len(messages), 81],
-        keeps=lambda so_far, whole: len(so_far) < 8,
+        rewritten=lambda so_far, messages, *_: (None if len(so_far) < 8 else [80, len(messages), 81], ()),
     )
     engine, pool = Script(turns), Said(answers)
     episodes = Episodes(engine, pool, renderer, None, tokenizer, SimpleNamespace(**flags | given))
