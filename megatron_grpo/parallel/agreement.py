@@ -66,7 +66,7 @@ def _complete(work: dist.Work, store: dist.Store, key: str) -> None:
             if store.check([key]):
                 ends = now + timeout_of_collectives().total_seconds()
         time.sleep(pause)
-        pause = min(2 * pause, 0.05)
+        pause = min(2 * pause, 0.005)  # a sync and a rollout end here
     work.wait()  # raises its error
 
 

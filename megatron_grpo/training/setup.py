@@ -132,11 +132,11 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if roles is not None and roles.role.replica is not None:
         _produce(args, roles, inputs)
         return None
-    if args.save:
-        checkpoint.check_shared(args.save)
     watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout else None
     if watchdog is not None:
         before_exit(watchdog.close)
+    if args.save:
+        checkpoint.check_shared(args.save)
     set_random_seed(args.seed)
     saves = checkpoint.start_background_saves() if args.async_save else None
     if saves is not None:
