@@ -323,9 +323,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="[all]")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 128, 1024], metavar="N", help="[8 64 128 1024]")
     parser.add_argument("--completions", type=int, metavar="N", help="of a rollout [grows with the ranks, to 8192]")
-    parser.add_argument(
-        "--flags", default="", metavar="FLAGS", help="of pretrain_grpo.py, after those of the script [none]"
-    )
+    parser.add_argument("--flags", default="", metavar="FLAGS", help="of pretrain_grpo.py, after the script's [none]")
     parser.add_argument(
         "--replayed-layers", type=int, default=0, metavar="N", help="layers whose experts a rollout has (R3) [0]"
     )
