@@ -227,7 +227,7 @@ def all_finish() -> Iterator[None]:
 
 
 def _wait_until(holds: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Poll the store, in a long wait 400 times a second by all ranks; its own wait has a time-out and prints warnings."""
+    """Poll the store, in a long wait 400 times a second from all ranks; its own wait has a time-out and warns."""
     began, longest = time.monotonic(), max(0.25, dist.get_world_size() / 400)
     while not holds():
         time.sleep(min(longest, 0.005 + (time.monotonic() - began) / 20))
