@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron_grpo.checkpointing import data_files
+from megatron_grpo.checkpointing import checkpoint_directory, data_files
 from megatron_grpo.checkpointing.background_writer import LENGTH, Item, Job, Part, pauses, report_failure
 from megatron_grpo.utils import progress
 
@@ -159,7 +159,14 @@ class BackgroundSaves:
         A run asks the other ranks instead (`checkpoint.wait_for_background`): here every rank reads the directory.
         """
         job, deadline = self.job, time.monotonic() + timeout
-        if job is None or self._written(None if timeout == math.inf else timeout) or self.job is not None:
+        if job is None:
+            return
+        if error := self._written(None if timeout == math.inf else timeout):
+            if job.args is not None:  # rank 0: the processes of the other ranks wait until it is gone
+                checkpoint_directory.discard(job.temporary)
+            print(f"checkpoint {job.temporary} was not written: {error}", flush=True)
+            return
+        if self.job is not None:
             return
         for pause in pauses():
             if time.monotonic() >= deadline or not job.temporary.exists():  # renamed, or deleted
@@ -191,7 +198,7 @@ class BackgroundSaves:
                     raise ConnectionResetError
                 self._answer += data
             error = json.loads(self._answer)["error"]
-        except OSError:
+        except ConnectionError:
             error = f"the process that writes it ended (exit status {self._process.wait()})"
             self._tell_rank_0(error)
         finally:
@@ -201,8 +208,11 @@ class BackgroundSaves:
 
     def _bytes_on_disk(self) -> int:
         assert self.job is not None
-        files = [part.file for part in self.job.parts]
-        return sum(file.stat().st_size for file in files if file.exists())
+        size = 0
+        for part in self.job.parts:
+            with contextlib.suppress(OSError):  # not begun yet, or published meanwhile
+                size += part.file.stat().st_size
+        return size
 
     def _tell_rank_0(self, error: str) -> None:
         assert self.job is not None

@@ -65,7 +65,7 @@ CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
-TOKEN_SECONDS = 20.0  # until a file of another host has appeared
+TOKEN_SECONDS = 70.0  # until a file of another host has appeared
 REFERENCE = "reference"  # subfolder of a checkpoint with the weights of an updated reference model (--sync-ref-model)
 
 # Arguments that determine the set of weights and their shapes; the built model's configuration has them, too.
@@ -197,7 +197,8 @@ def check_shared(root: str | Path) -> None:
     everywhere: list[tuple[str, bool]] = [("", True)] * dist.get_world_size()
     dist.all_gather_object(everywhere, (socket.gethostname(), sees), group=host_group())
     if dist.get_rank() == 0:
-        token.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            token.unlink(missing_ok=True)
     blind = sorted({host for host, sees in everywhere if not sees})
     if blind:
         raise GrpoError(
@@ -216,11 +217,12 @@ def _write_token(root: Path) -> Path:
 def _appears(file: Path) -> bool:
     """Return whether a file that another host has just written is there; a file server may need some seconds."""
     deadline = time.monotonic() + TOKEN_SECONDS
-    while not file.exists():
-        if time.monotonic() > deadline:
-            return False
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # of a file server that is busy
+            if file.exists():
+                return True
         time.sleep(0.2)
-    return True
+    return False
 
 
 def save_weights(directory: Path, model_chunks) -> None:
@@ -320,7 +322,7 @@ def _on_each_rank(function: Callable[[Path], None] | None, directory: Path) -> N
     try:
         if function is not None:
             function(directory)
-    except OSError as error:
+    except (OSError, GrpoError) as error:
         problem = f"checkpoint {directory} cannot be written: {error}"
     _raise_everywhere(problem)
 

@@ -38,6 +38,7 @@ from megatron_grpo.utils.errors import GrpoError
 Data = torch.Tensor | io.BytesIO
 
 _PIECE = 2**26  # bytes that are written between two signs of progress
+_SYNCED = 2**30  # bytes after which a file is synchronised with the disk
 
 COMMON_STATE = "common_state"  # megatron-core's key of the common state
 COMMON_STATE_INDEX = MetadataIndex(f"{COMMON_STATE}/shard_0_1")  # its index among the items: the only shard
@@ -83,7 +84,8 @@ def file_errors() -> Iterator[None]:
 
 def write_items(file: Path, items: Iterable[tuple[MetadataIndex, Data]]) -> list[Written]:
     """Write a data file to the disk (fsync); return the places and checksums of the items."""
-    results = []
+    results: list[Written] = []
+    synced = 0  # bytes that are known to be on the disk: the last fsync shows no progress
     crc32 = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # no reader checks it, and it takes longer than all other checksums
     try:
@@ -96,6 +98,11 @@ def write_items(file: Path, items: Iterable[tuple[MetadataIndex, Data]]) -> list
                     checked.write(data.getbuffer())
                 length = stream.tell() - start
                 info = _StorageInfo(file.name, start, length)
+                if stream.tell() - synced > _SYNCED:
+                    stream.flush()
+                    os.fdatasync(stream.fileno())
+                    synced = stream.tell()
+                    progress.advance()
                 results.append(Written(index, length, info, checked.checksum.text()))
             stream.flush()
             os.fsync(stream.fileno())

@@ -229,6 +229,7 @@ class EnvironmentPool:
             return
         worker.heard, worker.asked = time.monotonic(), None
         *lines, worker.unread = (worker.unread + data).split(b"\n")
+        stuck = 0
         for line in lines:
             try:
                 report = json.loads(line)
@@ -252,16 +253,17 @@ class EnvironmentPool:
                     progress.advance()
                     if self._under_way(worker, key, call):
                         self._reply(key, reply)
-                case ["failed", int(key), int(call), str(reason), str(trace), int(stuck)]:
+                case ["failed", int(key), int(call), str(reason), str(trace), int(now_stuck)]:
+                    progress.advance()
+                    stuck = max(stuck, now_stuck)
                     if self._under_way(worker, key, call):
                         self._failed(key, f"{reason}\n{trace}".rstrip())
-                    if stuck >= self._max_stuck:
-                        self._replace(worker, "was in a process with calls that do not end", blame=False)
-                        return
                 case _:
                     self._replace(worker, "wrote into a file descriptor that is not its own")
                     return
-        if len(worker.unread) > _MAX_REPORT:
+        if stuck >= self._max_stuck:
+            self._replace(worker, "was in a process with calls that do not end", blame=False)
+        elif len(worker.unread) > _MAX_REPORT:
             self._replace(worker, f"returned more than {_MAX_REPORT} bytes")
 
     def _under_way(self, worker: _Worker, key: int, call: int) -> bool:
@@ -340,6 +342,7 @@ class EnvironmentPool:
 
     def _replace(self, worker: _Worker, reason: str, blame: bool = True) -> None:
         """Replace a dead or stuck process; with ``blame`` one of the calls that ran in it is to be found."""
+        progress.advance()  # the search for the call at fault goes on; its halves and tries are few
         end_supervised([worker])
         self._processes.remove(worker)
         is_trial = worker in self._trials

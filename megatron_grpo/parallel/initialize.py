@@ -46,7 +46,7 @@ def initialize_distributed(args) -> None:
         # used or not, and keep it while the engine generates.
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=timeout, **_rendezvous(args, timeout))
-        _host_group = dist.new_group(backend="gloo", timeout=_patience(args))
+        _host_group = dist.new_group(backend="gloo", timeout=timeout)
     if _joint is not None and _joint.role.replica is not None:
         return
     initialize_model_parallel(args)
@@ -59,11 +59,6 @@ def initialize_distributed(args) -> None:
             group = dist.new_group(ranks, timeout=timeout, backend="gloo")
             if number == replica:
                 _model_group = group
-
-
-def _patience(args) -> datetime.timedelta:
-    """Return the time-out of `host_group`: none in practice where the watchdog judges what hangs."""
-    return datetime.timedelta(days=365) if args.watchdog_timeout else _timeout
 
 
 def _rendezvous(args, timeout: datetime.timedelta) -> dict[str, Any]:
@@ -84,7 +79,7 @@ def _rendezvous(args, timeout: datetime.timedelta) -> dict[str, Any]:
     ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     check_hosts(world_size - args.rollout_ranks, args.rollout_ranks, args.vllm_tensor_parallel_size, ranks_per_host)
     role = role_of(rank, world_size, args.rollout_ranks, args.vllm_tensor_parallel_size)
-    _joint = connect(args, role, store, rank, world_size, timeout, _patience(args))
+    _joint = connect(args, role, store, rank, world_size, timeout)
     return {"store": dist.PrefixStore(role.name, store), "rank": role.rank, "world_size": role.size}
 
 
@@ -146,12 +141,20 @@ def destroy_rank_groups() -> None:
 def host_group() -> dist.ProcessGroup:
     """Return the gloo process group of all ranks, for tensors in host memory, and for what takes ranks unequal time.
 
-    A rank that has finished a rollout, a file or a request waits here for the others, who may need hours more. Such a
-    wait has no time-out. The watchdog ends a run in which no rank makes progress; without it (--watchdog-timeout 0) the
-    time-out is --distributed-timeout-minutes. Collectives of a device and of the model's groups always have the latter.
+    A rank that has finished a rollout, a file or a request waits here for the others, who may need hours more. In a run
+    with a watchdog such a wait has no time-out (`wait_without_time_out`); elsewhere, at the start and in collectives of
+    the model's groups it is --distributed-timeout-minutes.
     """
     assert _host_group is not None, "initialize_distributed comes first"
     return _host_group
+
+
+def wait_without_time_out() -> None:
+    """Take the time-out from `host_group` and from the group of all roles, once a watchdog judges what hangs."""
+    forever = datetime.timedelta(days=365)
+    dist.distributed_c10d._set_pg_timeout(forever, host_group())
+    if _joint is not None:
+        _joint.group._set_default_timeout(forever)
 
 
 def await_ranks() -> None:

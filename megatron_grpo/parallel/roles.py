@@ -60,13 +60,11 @@ def check_hosts(trainers: int, rollout_ranks: int, width: int, ranks_per_host: i
             )
 
 
-def connect(
-    args: Namespace, role: Role, store: dist.Store, rank: int, world_size: int, timeout: timedelta, patient: timedelta
-) -> Joint:
-    """Return the connection of all roles; ``patient`` is the time-out in host memory. Collective over all ranks."""
+def connect(args: Namespace, role: Role, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Joint:
+    """Return the connection of all roles. Collective over all ranks of the launch."""
     trainers = world_size - args.rollout_ranks
     replicas = args.rollout_ranks // args.vllm_tensor_parallel_size
-    group = dist.ProcessGroupGloo(dist.PrefixStore("joint", store), rank, world_size, patient)
+    group = dist.ProcessGroupGloo(dist.PrefixStore("joint", store), rank, world_size, timeout)
     weights = None
     if rank == 0 or role.replica is not None:
         place, size = max(0, rank - trainers + 1), args.rollout_ranks + 1

@@ -36,7 +36,13 @@ from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
 from megatron_grpo.observability.watchdog import Watchdog, phase_limits
 from megatron_grpo.parallel.arguments import recompute_note
-from megatron_grpo.parallel.initialize import initialize_distributed, joint, print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import (
+    initialize_distributed,
+    joint,
+    print_rank_0,
+    set_random_seed,
+    wait_without_time_out,
+)
 from megatron_grpo.parallel.rank_groups import replica_group
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.reference import reference_model
@@ -130,11 +136,14 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     initialize_distributed(args)
     roles = joint()
     if roles is not None and roles.role.replica is not None:
+        if args.watchdog_timeout:  # of the trainers
+            wait_without_time_out()
         _produce(args, roles, inputs)
         return None
     watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout else None
     if watchdog is not None:
         before_exit(watchdog.close)
+        wait_without_time_out()
     if args.save:
         checkpoint.check_shared(args.save)
     set_random_seed(args.seed)

@@ -460,7 +460,8 @@ class Trainer:
         if not save:
             return newest_in_words(save)
         if self.background_saves is not None:
-            self.background_saves.wait()
+            with progress.phase("save"):
+                self.background_saves.wait()
         newest = checkpoint.latest_iteration(save)
         if newest != self.iteration and all_ranks_agree(able):
             with contextlib.suppress(GrpoError):
@@ -714,7 +715,7 @@ class Trainer:
 
     def _end_background_save(self) -> None:
         """Wait until the checkpoint that is being written is complete. Collective."""
-        with self._save_errors():
+        with progress.phase("save"), self._save_errors():
             checkpoint.wait_for_background()
 
     @contextlib.contextmanager
