@@ -402,7 +402,8 @@ def _read_named(text: str) -> Any:
     if is_name is None and not (_WORDS.search(parts[0]) and not re.search(r"\d", parts[0])):
         is_value = isinstance(value, Quantity | Percent) or (_is_number(value) and value != 0)
         is_inequality = re.search(r"[<>]|\\(?:[lg]eq|neq)(?![A-Za-z])", text)
-        return Evaluated(parts[0].strip(), value) if is_value and not is_inequality else None
+        is_value = is_value and not is_inequality and not _is_to_solve(parts[0], values[0])
+        return Evaluated(parts[0].strip(), value) if is_value else None
     if len(parts) > 2 and isinstance(value, sympy.Symbol):  # a = b = c
         return Text(_plain_words(text))
     names = name.strip("()").split(",")
@@ -411,11 +412,20 @@ def _read_named(text: str) -> Any:
     return Named(name, value)
 
 
+def _is_to_solve(text: str, left: Any) -> bool:
+    """Return whether the left side is a polynomial in one unknown: 2x + 1 = 5 has another value than 5."""
+    symbols = getattr(left, "free_symbols", set())
+    is_call = re.search(r"[A-Za-z]\s*(?:\\left\s*)?\(|\\", text)  # f(2), \angle A
+    return len(symbols) == 1 and is_call is None and not left.is_Symbol and left.is_polynomial(*symbols)
+
+
 def _read_choice(text: str) -> Any:
     match = _CHOICE.fullmatch(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text))
     if match is None or _NOT_A_CHOICE.match(match["after"] or ""):
         return None
     after = (match["text"] or match["after"] or "").strip(" .:")
+    if re.fullmatch(r"\(?[A-H]\)?", after) or re.search(r"\([A-H]\)", after):  # two options are no answer
+        return Text(_plain_words(text))
     return Choice((match["bracketed"] or match["bare"]).upper(), _read(after) if after else None)
 
 
@@ -680,7 +690,8 @@ def _are_one_name(a: str, b: str) -> bool:
 
 
 def _unknown(name: str) -> str:
-    return re.sub(r"_(?:\d|\{\d\})$", "", name)
+    """Return x for x_1, a solution; a_1 is the term of a sequence, which has an order."""
+    return re.sub(r"^([xyzt])_(?:\d|\{\d\})$", r"\1", name, flags=re.IGNORECASE)
 
 
 def _as_equation(value: Named) -> Any:
