@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
+from megatron_grpo.parallel import initialize
 from megatron_grpo.parallel.zigzag import zigzag
 
 NAMES = "output", "d q", "d k", "d v", "d sink"
@@ -170,6 +171,7 @@ def module_results(
 def layouts(directory: str) -> None:
     """Every case in every layout of four processes; the sinks of one layout's checkpoint in the next."""
     dist.init_process_group("gloo")
+    initialize._host_group = dist.group.WORLD  # for the checkpoint
     cases = [
         Case((8, 24, 8)),
         Case((16, 8), groups=4, size=6, value_size=4, scale=0.3),

@@ -35,6 +35,7 @@ from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import RMSNorm
+from megatron_grpo.parallel import initialize
 from megatron_grpo.parallel.initialize import destroy_rank_groups, set_random_seed
 from megatron_grpo.training import fused_adam
 
@@ -359,6 +360,7 @@ if __name__ == "__main__":
         time_on_gpu()
     else:
         dist.init_process_group("gloo")
+        initialize._host_group = dist.group.WORLD  # for the checkpoints
         fused_adam.install()
         parts_agree()
         every_pair = "--every-pair" in sys.argv
