@@ -145,10 +145,6 @@ class BackgroundSaves:
         """Drop a partly staged checkpoint."""
         self.job = None
 
-    def written(self) -> str | None:
-        """Wait until this rank's part is written, and on rank 0 until the save is published; return why it failed."""
-        return self._written(None)
-
     def note_published(self) -> None:
         """Set ``seconds``: the current save has just been published, by rank 0's process."""
         self.seconds = time.monotonic() - self._began
@@ -161,7 +157,7 @@ class BackgroundSaves:
         job, deadline = self.job, time.monotonic() + timeout
         if job is None:
             return
-        if error := self._written(None if timeout == math.inf else timeout):
+        if error := self.written(timeout):
             if job.args is not None:  # rank 0: the processes of the other ranks wait until it is gone
                 checkpoint_directory.discard(job.temporary)
             print(f"checkpoint {job.temporary} was not written: {error}", flush=True)
@@ -177,10 +173,14 @@ class BackgroundSaves:
         """Wait at most a minute for the current save, and ignore its error: the run ends with another one."""
         self.wait(_SETTLE)
 
-    def _written(self, timeout: float | None) -> str | None:
+    def written(self, timeout: float = math.inf) -> str | None:
+        """Wait until this rank's part is written, and on rank 0 until the save is published; return why it failed.
+
+        After ``timeout`` seconds return None and keep ``job``.
+        """
         if self.job is None:
             return None
-        deadline, size = time.monotonic() + (math.inf if timeout is None else timeout), -1
+        deadline, size = time.monotonic() + timeout, -1
         error = None
         try:
             while not self._answer.endswith(b"\n"):

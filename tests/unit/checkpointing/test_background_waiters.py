@@ -64,7 +64,7 @@ def test_a_run_that_ends_asks_seldom_whether_the_save_is_published(tmp_path, ask
     def written(timeout):
         saves.job = None  # this rank's part
 
-    saves._written = written
+    saves.written = written
     if ends:
         asked.at.append((SECONDS / 2, temporary.rmdir))
     saves.settle()
