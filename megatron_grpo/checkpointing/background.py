@@ -152,8 +152,6 @@ class BackgroundSaves:
         if job is None:
             return
         if error := self.written(timeout):
-            if job.args is not None:  # rank 0: the processes of the other ranks wait until it is gone
-                checkpoint_directory.discard(job.temporary)
             print(f"checkpoint {job.temporary} was not written: {error}", flush=True)
             return
         if self.job is not None:
@@ -170,9 +168,10 @@ class BackgroundSaves:
     def written(self, timeout: float = math.inf) -> str | None:
         """Wait until this rank's part is written, and on rank 0 until the save is published; return why it failed.
 
-        After ``timeout`` seconds return None and keep ``job``.
+        Rank 0 discards a failed save. After ``timeout`` seconds return None and keep ``job``.
         """
-        if self.job is None:
+        job = self.job
+        if job is None:
             return None
         deadline, size = time.monotonic() + timeout, -1
         error = None
@@ -198,6 +197,8 @@ class BackgroundSaves:
         finally:
             self._socket.settimeout(None)
         self._answer, self.job = b"", None
+        if error and job.args is not None:  # rank 0: the processes of the other ranks wait until it is gone
+            checkpoint_directory.discard(job.temporary)
         return error
 
     def _bytes_on_disk(self) -> int:

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.environments.environment import Turn
-from megatron_grpo.environments.threads import DEFAULT_SIZES, Sizes
+from megatron_grpo.environments.threads import DEFAULT_SIZES, GRACE, Sizes
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.process_tree import end_supervised, start_supervised
 
 _START_LIMIT = 120.0  # s, for imports on a slow disk
-_GRACE = 10.0  # s beyond the time limit of a call, after which a process that answers nothing is stuck
 _SILENCE = 1.0  # s without a report, after which a process is to answer
 _MAX_STUCK = 8  # threads of a process that time out and do not end
 # Processes that repeat suspects at the same time: to halve 256 calls takes 8 levels, and each can have a slow call.
@@ -197,7 +196,7 @@ class EnvironmentPool:
                 if now - worker.started > _START_LIMIT:
                     self._replace(worker, f"did not start within {_START_LIMIT:g} s")
             elif worker.asked is not None:
-                if now - worker.asked > self._timeout + _GRACE:
+                if now - worker.asked > self._timeout + GRACE:
                     self._replace(worker, f"took longer than {self._timeout:g} s (--environment-timeout)")
             elif worker.calls and now - worker.heard > _SILENCE:
                 worker.asked = now

@@ -262,7 +262,7 @@ def test_an_episode_without_snapshots_leaves_a_process_only_when_it_has_ended(ma
 
 
 def test_a_call_that_blocks_its_process_is_found(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_GRACE", 0.5)
+    monkeypatch.setattr(module, "GRACE", 0.5)
     monkeypatch.setattr(module, "_SILENCE", 0.1)
     pool = make(["held"], workers=1, timeout=0.5)
     (tmp_path / "go").touch()
