@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from ranks import REPO
 
 from megatron_grpo.observability import provenance
 from megatron_grpo.training.arguments import parse_args
@@ -37,7 +38,14 @@ def test_both_files_are_written_and_hold_no_secret(args, tmp_path):
         f"--vllm-server-base-url http://***@host:1/v1 --save {tmp_path} --system-prompt 'two words'"
     )
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["version"] == changelog_version()
     assert environment["packages"].keys() >= {"torch", "megatron-core", "transformers"}
+
+
+def changelog_version() -> str:
+    """Return the version that the top section of the changelog is about."""
+    lines = (REPO / "CHANGELOG.md").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("## "))
 
 
 def test_a_run_that_goes_on_replaces_both(args, tmp_path):
