@@ -63,7 +63,7 @@ class StaticPack(PackedSeqParams):
 
 
 class LayerGraphs:
-    """Replays the layers of a pack whose size is recorded; it replaces ``TransformerBlock.forward``.
+    """Replays the layers of a pack whose size is recorded; in place of ``TransformerBlock.forward``.
 
     ``reserved`` are the bytes of the graphs' memory that torch counts as free.
     """
