@@ -1,5 +1,11 @@
 """Names of megatron-core that this project replaces; each file in ``by`` has what takes the place."""
 
+import contextlib
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
 from megatron_grpo.patches.replacement import Replacement, entries_of
 
 # Update
@@ -208,3 +214,29 @@ SPLIT_SIZES = Replacement(
 )
 
 ENTRIES = entries_of(globals())
+
+
+@contextlib.contextmanager
+def replaced_parallel_state(state: dict[str, Any]) -> Iterator[None]:
+    """Context in which the globals of ``megatron.core.parallel_state`` are ``state``; their last values end up there.
+
+    A forward pass creates buffers and sets the virtual stage.
+    """
+    outer = parallel_state()
+    _set_parallel_state(state)
+    try:
+        yield
+    finally:
+        state.update(parallel_state())
+        _set_parallel_state(outer)
+
+
+def parallel_state() -> dict[str, Any]:
+    """Return the module-level variables that hold the state of ``megatron.core.parallel_state``."""
+    PARALLEL_STATE.check()
+    names = vars(importlib.import_module("megatron.core.parallel_state"))
+    return {name: value for name, value in names.items() if re.fullmatch("_[A-Z_]+", name)}
+
+
+def _set_parallel_state(state: dict[str, Any]) -> None:
+    vars(importlib.import_module("megatron.core.parallel_state")).update(state)

@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ class Replacement:
     def replaced(self, value: Any) -> Iterator[None]:
         """Context in which ``value`` is in the place of the target."""
         owner, name = self._place()
-        before = getattr(owner, name)
+        before = inspect.getattr_static(owner, name)
         setattr(owner, name, value)
         try:
             yield

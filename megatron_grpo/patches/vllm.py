@@ -58,7 +58,6 @@ SHARED_MEMORY = Replacement(
     "Name the files in /dev/shm by the run: under torchrun all runs of a host would share them.",
     by="megatron_grpo/rollout/vllm/colocate.py",
     proof="tests/unit/rollout/test_colocated_vllm.py::test_runs_of_a_host_share_no_memory",
-    scope="context",
     needed="a CPU",
 )
 
