@@ -22,7 +22,7 @@ from megatron_grpo.models.weight_gradients import AddingEmbedding
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.sequence_parallel import own_tokens
 from megatron_grpo.patches import megatron_core as core
-from megatron_grpo.utils.cpu_backend import device, to_device
+from megatron_grpo.utils.device import device, to_device
 from megatron_grpo.vision.tower import MRope, PackImages, VisionTower
 
 

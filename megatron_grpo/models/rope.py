@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_grpo.parallel.context_parallel import place_in_pack
 from megatron_grpo.parallel.zigzag import zigzag
-from megatron_grpo.utils.cpu_backend import to_device
+from megatron_grpo.utils.device import to_device
 from megatron_grpo.utils.errors import GrpoError
 
 # rope_scaling of config.json: {"rope_type": "yarn", "factor": 4.0, ...}; None: frequencies without scaling.

@@ -30,7 +30,7 @@ from megatron_grpo.models.router_replay import Replay, recomputing
 from megatron_grpo.parallel.context_parallel import sharing_ranks
 from megatron_grpo.parallel.sequence_parallel import own_tokens
 from megatron_grpo.parallel.zigzag import zigzag
-from megatron_grpo.utils.cpu_backend import device, to_device
+from megatron_grpo.utils.device import device, to_device
 
 
 @dataclass(frozen=True)

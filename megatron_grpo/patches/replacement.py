@@ -49,6 +49,12 @@ class Replacement:
         """The target as one writes it."""
         return self.target.replace(":", ".")
 
+    @property
+    def package(self) -> str:
+        """The package of the target, as pip names it."""
+        top = self.target.partition(":")[0].partition(".")[0]
+        return "megatron-core" if top == "megatron" else top
+
     def check(self, root: Path | None = None) -> None:
         """Raise GrpoError if the target is missing, or has other parameters than ours.
 
@@ -106,7 +112,7 @@ class Replacement:
 
     def _place(self) -> tuple[Any, str]:
         """Return the module or class that has the target, and its name there."""
-        if self.target.partition(".")[0] != "torch":  # most of torch's names come from C++
+        if self.package != "torch":  # most of torch's names come from C++
             self.check()
         module, _, path = self.target.partition(":")
         *classes, name = path.split(".")
@@ -119,7 +125,7 @@ class Replacement:
         return owner, name
 
     def _error(self, problem: str, root: Path | None = None) -> GrpoError:
-        package = {"megatron": "megatron-core", "vllm": "vllm", "torch": "torch"}[self.target.partition(".")[0]]
+        package = self.package
         which = f"in {root}" if root else _version(package)
         return GrpoError(
             f"{package} {which}: this project replaces {self.name}, {problem}. It would {self.why[0].lower()}"

@@ -20,7 +20,7 @@ from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.share import first_holders
 from megatron_grpo.patches import megatron_core as core
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 
 ENOUGH = 20  # updates before which no spike is detected

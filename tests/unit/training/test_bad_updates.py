@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 
