@@ -86,8 +86,8 @@ ROPE_OF_PACK = Replacement(
     "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_thd",
     "t, cu_seqlens, freqs, rotary_interleaved, mla_rotary_interleaved, mscale, cp_group, multi_latent_attention",
     "Rotate all sequences of a pack by one kernel in place of a dozen in each layer.",
-    by="megatron_grpo/models/rope.py",
-    proof="tests/unit/models/test_rope.py::test_shared_prompts_are_rotated_by_their_positions",
+    by="megatron_grpo/models/layer_specs.py",
+    proof="update of 4B on an H200: 7.80 s and 74,903 kernels, with the entry and its like 7.46 s and 49,515",
 )
 STORAGE_OF_RECOMPUTED = Replacement(
     "megatron.core.tensor_parallel.random:_share_storage_ext",
