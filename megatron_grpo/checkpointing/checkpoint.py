@@ -29,13 +29,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing import ShardedObject, serialization
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
@@ -50,6 +49,7 @@ from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, r
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.parallel.initialize import host_group, print_rank_0, set_random_seed
+from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
@@ -384,13 +384,9 @@ def _own_readers() -> Iterator[None]:
     megatron-core would read it as a pickle that can run code, and merge the request with it. The request is merged with
     another one, which holds the optimizer's values in this rank's arrangement.
     """
-    get_reader, load_common = strategies._get_filesystem_reader, serialization.load_common_state_dict
-    strategies._get_filesystem_reader = lambda directory, *_, **__: data_files.Reader(directory)
-    serialization.load_common_state_dict = lambda _: {}
-    try:
+    reader = core.READER.replaced(lambda directory, *_, **__: data_files.Reader(directory))
+    with reader, core.COMMON_STATE.replaced(lambda _: {}):
         yield
-    finally:
-        strategies._get_filesystem_reader, serialization.load_common_state_dict = get_reader, load_common
 
 
 def _check_presence(request: dict, directory: Path) -> None:
