@@ -292,8 +292,6 @@ def wait_for_background() -> None:
     if _background is None:
         return
     job, error = _background.job, _background.written()
-    if error and job is not None and dist.get_rank() == 0:
-        checkpoint_directory.discard(job.temporary)
     errors: list = [None] * dist.get_world_size()
     # Rank 0's process ends last: it publishes the checkpoint.
     dist.all_gather_object(errors, error and f"rank {dist.get_rank()}: {error}", group=host_group())

