@@ -42,6 +42,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
+from torch.distributed._shard import sharded_tensor, sharding_spec
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimizer_state
@@ -65,6 +66,7 @@ CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
+_OVERLAPS = "validate_non_overlapping_shards_metadata"  # torch's name
 TOKEN_SECONDS = 70.0  # until a file of another host has appeared
 REFERENCE = "reference"  # subfolder of a checkpoint with the weights of an updated reference model (--sync-ref-model)
 
@@ -262,8 +264,10 @@ def write_state(state: dict, directory: Path, content_metadata: dict | None = No
         of_rank_0 = ShardedObject(data_files.COMMON_STATE, common, (1,), (0,), replica_id=dist.get_rank())
         sharded[data_files.COMMON_STATE] = of_rank_0
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        with _no_pairs_of_shards():
+            tensors = mcore_to_pyt_state_dict(by_key)
         torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key),
+            tensors,
             storage_writer=(
                 StagingWriter(directory, _background)
                 if _background is not None and _background.job is not None
@@ -367,7 +371,7 @@ def _load(request: dict, common: dict, directory: Path) -> dict:
             entry.merge_fn = partial(_merged, entry.data, entry.merge_fn)
     state, problem = {}, None
     try:
-        with warnings.catch_warnings(), _own_readers():
+        with warnings.catch_warnings(), _own_readers(), _no_pairs_of_shards():
             # megatron-core uses torch's deprecated ShardedTensor, calls torch's function as a program of one process
             # does, and gives the arguments in another order than torch wants.
             warnings.simplefilter("ignore", FutureWarning)
@@ -404,6 +408,20 @@ def _own_readers() -> Iterator[None]:
         yield
     finally:
         strategies._get_filesystem_reader, serialization.load_common_state_dict = get_reader, load_common
+
+
+@contextlib.contextmanager
+def _no_pairs_of_shards() -> Iterator[None]:
+    """Context in which torch does not look for overlaps between the shards of a tensor.
+
+    megatron-core stores the experts of all layers as one tensor, and torch compares each pair of its shards on every
+    rank that saves or loads experts. megatron-core checks the same in time that is proportional to the shards.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in (sharding_spec.api, sharded_tensor.api, sharded_tensor.utils):
+            stack.callback(setattr, module, _OVERLAPS, getattr(module, _OVERLAPS))
+            setattr(module, _OVERLAPS, lambda shards: None)
+        yield
 
 
 def _check_presence(request: dict, directory: Path) -> None:
