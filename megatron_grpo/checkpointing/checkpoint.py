@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
+from torch.distributed._shard import sharded_tensor, sharding_spec
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimizer_state
@@ -66,6 +67,7 @@ CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
+_OVERLAPS = "validate_non_overlapping_shards_metadata"  # torch's name
 TOKEN_SECONDS = 70.0  # until a file of another host has appeared
 REFERENCE = "reference"  # subfolder of a checkpoint with the weights of an updated reference model (--sync-ref-model)
 
@@ -263,8 +265,10 @@ def write_state(state: dict, directory: Path, content_metadata: dict | None = No
         of_rank_0 = ShardedObject(data_files.COMMON_STATE, common, (1,), (0,), replica_id=dist.get_rank())
         sharded[data_files.COMMON_STATE] = of_rank_0
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        with _no_pairs_of_shards():
+            tensors = mcore_to_pyt_state_dict(by_key)
         torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key),
+            tensors,
             storage_writer=(
                 StagingWriter(directory, _background)
                 if _background is not None and _background.job is not None
@@ -354,7 +358,7 @@ def _load(request: dict, common: dict, directory: Path) -> dict:
             entry.merge_fn = partial(_merged, entry.data, entry.merge_fn)
     state, problem = {}, None
     try:
-        with warnings.catch_warnings(), _own_readers():
+        with warnings.catch_warnings(), _own_readers(), _no_pairs_of_shards():
             # megatron-core uses torch's deprecated ShardedTensor, calls torch's function as a program of one process
             # does, and gives the arguments in another order than torch wants.
             warnings.simplefilter("ignore", FutureWarning)
@@ -386,6 +390,20 @@ def _own_readers() -> Iterator[None]:
     """
     reader = core.READER.replaced(lambda directory, *_, **__: data_files.Reader(directory))
     with reader, core.COMMON_STATE.replaced(lambda _: {}):
+        yield
+
+
+@contextlib.contextmanager
+def _no_pairs_of_shards() -> Iterator[None]:
+    """Context in which torch does not look for overlaps between the shards of a tensor.
+
+    megatron-core stores the experts of all layers as one tensor, and torch compares each pair of its shards on every
+    rank that saves or loads experts. megatron-core checks the same in time that is proportional to the shards.
+    """
+    with contextlib.ExitStack() as stack:
+        for module in (sharding_spec.api, sharded_tensor.api, sharded_tensor.utils):
+            stack.callback(setattr, module, _OVERLAPS, getattr(module, _OVERLAPS))
+            setattr(module, _OVERLAPS, lambda shards: None)
         yield
 
 
