@@ -33,7 +33,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # call before the import of megatron.core; no-op on a GPU
 
@@ -61,13 +61,14 @@ from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import setup
 from megatron_grpo.training.train_step import train_step
 from megatron_grpo.training.trainer import Trainer, mean_of_scored
+from megatron_grpo.utils.device import device, to_device
 
 
 def get_batch(data_iterator) -> tuple[Pack, dict[str, torch.Tensor]]:
     """Return the next micro-batch: the pack itself, on the host, and its arrays as tensors on the device."""
     pack = next(data_iterator)
-    arrays, device = pack.device_arrays(), cpu_backend.device()
-    return pack, {name: cpu_backend.to_device(torch.from_numpy(array), device) for name, array in arrays.items()}
+    arrays, to = pack.device_arrays(), device()
+    return pack, {name: to_device(torch.from_numpy(array), to) for name, array in arrays.items()}
 
 
 def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, cp_size: int, output, non_loss_data=False):

@@ -31,7 +31,7 @@ from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 

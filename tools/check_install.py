@@ -320,7 +320,8 @@ def reduce_rank(rank: int, count: int, folder: str) -> None:
 
 
 def work_megatron() -> None:
-    from megatron_grpo.utils import cpu_backend
+    from megatron_grpo.patches import cpu_backend
+    from megatron_grpo.utils.device import device
 
     cpu_backend.install()
     import torch
@@ -347,9 +348,9 @@ def work_megatron() -> None:
             num_layers=1, hidden_size=256, num_attention_heads=4, bf16=True, params_dtype=torch.bfloat16
         )
         for spec in specs.values():
-            layer = build_module(spec(), config=config).to(cpu_backend.device(), torch.bfloat16)  # norms, too
-            hidden = torch.randn(16, 2, 256, dtype=torch.bfloat16, device=cpu_backend.device(), requires_grad=True)
-            mask = torch.ones(1, 1, 16, 16, dtype=torch.bool, device=cpu_backend.device()).triu(1)
+            layer = build_module(spec(), config=config).to(device(), torch.bfloat16)  # norms, too
+            hidden = torch.randn(16, 2, 256, dtype=torch.bfloat16, device=device(), requires_grad=True)
+            mask = torch.ones(1, 1, 16, 16, dtype=torch.bool, device=device()).triu(1)
             layer(hidden_states=hidden, attention_mask=mask)[0].float().square().mean().backward()
             gradients = [hidden.grad, *(parameter.grad for parameter in layer.parameters())]
             if not all(gradient is not None and bool(gradient.isfinite().all()) for gradient in gradients):

@@ -50,7 +50,7 @@ from megatron_grpo.models import balancing, forward
 from megatron_grpo.observability.metric_guide import documented
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training import train_step
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
 

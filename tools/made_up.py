@@ -38,7 +38,7 @@ from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.arguments import merge_architecture
 

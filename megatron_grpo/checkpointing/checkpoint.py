@@ -29,34 +29,34 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing import ShardedObject, serialization
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies import torch as strategies
 from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
-from torch.distributed._shard import sharded_tensor, sharding_spec
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimizer_state
 from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWriter
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
+from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.parallel.initialize import host_group, print_rank_0, set_random_seed
+from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
 
 __all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
 __all__ += ["read_weights", "save_checkpoint", "save_weights", "subfolder"]
-__all__ += ["on_rank_0", "start_background_saves", "wait_for_background", "write_state"]
+__all__ += ["start_background_saves", "wait_for_background", "write_state"]
 
 # How megatron-core stores the tensors. Its defaults cannot be loaded with another parallel configuration; these can.
 CONTENT_METADATA = {
@@ -66,7 +66,6 @@ CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
-_OVERLAPS = "validate_non_overlapping_shards_metadata"  # torch's name
 TOKEN_SECONDS = 70.0  # until a file of another host has appeared
 REFERENCE = "reference"  # subfolder of a checkpoint with the weights of an updated reference model (--sync-ref-model)
 
@@ -304,20 +303,6 @@ def wait_for_background() -> None:
         raise GrpoError(f"checkpoint {job and job.temporary} was not written: {text}")
 
 
-def on_rank_0(function: Callable, *arguments):
-    """Call a function on rank 0 only; return its result on all ranks, or raise its GrpoError or OSError there."""
-    outcome: list = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function(*arguments)
-        except (GrpoError, OSError) as error:
-            outcome[1] = str(error) if isinstance(error, GrpoError) else f"checkpoint files: {error}"
-    dist.broadcast_object_list(outcome, src=0, group=host_group())
-    if outcome[1] is not None:
-        raise GrpoError(outcome[1])
-    return outcome[0]
-
-
 def _on_each_rank(function: Callable[[Path], None] | None, directory: Path) -> None:
     """Call the function of each rank that has one; raise GrpoError on every rank if one fails."""
     problem = None
@@ -401,27 +386,18 @@ def _own_readers() -> Iterator[None]:
     megatron-core would read it as a pickle that can run code, and merge the request with it. The request is merged with
     another one, which holds the optimizer's values in this rank's arrangement.
     """
-    get_reader, load_common = strategies._get_filesystem_reader, serialization.load_common_state_dict
-    strategies._get_filesystem_reader = lambda directory, *_, **__: data_files.Reader(directory)
-    serialization.load_common_state_dict = lambda _: {}
-    try:
+    reader = core.READER.replaced(lambda directory, *_, **__: data_files.Reader(directory))
+    with reader, core.COMMON_STATE.replaced(lambda _: {}):
         yield
-    finally:
-        strategies._get_filesystem_reader, serialization.load_common_state_dict = get_reader, load_common
 
 
-@contextlib.contextmanager
-def _no_pairs_of_shards() -> Iterator[None]:
-    """Context in which torch does not look for overlaps between the shards of a tensor.
+def _no_pairs_of_shards() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which torch does not look for overlaps between the shards of a tensor.
 
     megatron-core stores the experts of all layers as one tensor, and torch compares each pair of its shards on every
     rank that saves or loads experts. megatron-core checks the same in time that is proportional to the shards.
     """
-    with contextlib.ExitStack() as stack:
-        for module in (sharding_spec.api, sharded_tensor.api, sharded_tensor.utils):
-            stack.callback(setattr, module, _OVERLAPS, getattr(module, _OVERLAPS))
-            setattr(module, _OVERLAPS, lambda shards: None)
-        yield
+    return core.OVERLAPS.replaced(lambda shards, sharded_dims: None)
 
 
 def _check_presence(request: dict, directory: Path) -> None:

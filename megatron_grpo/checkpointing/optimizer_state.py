@@ -5,11 +5,9 @@ them among the ranks of a distributed optimizer, and arranges the values that ar
 parallel configuration.
 """
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +18,11 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values,
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.planner import SavePlan
 
+from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.errors import GrpoError
 
 FULLY_RESHARDABLE = "fully_reshardable"  # megatron-core's name of this form of the distributed optimizer's state
@@ -66,15 +64,13 @@ def _optimizers(optimizer) -> list:
 def state_to_save(optimizer, model_state: dict, metadata: dict) -> dict:
     """Return the optimizer's sharded state for the model's sharded state."""
     _create_state(optimizer)
-    with _own_shards(optimizer):
-        return optimizer.sharded_state_dict(model_state, metadata=metadata)
+    return optimizer.sharded_state_dict(model_state, metadata=metadata)
 
 
 def state_to_load(optimizer, model_state: dict, metadata: dict) -> dict:
     """Return the state to be filled from a checkpoint and passed to `set_loaded`."""
     _create_state(optimizer)
-    with _own_shards(optimizer):
-        return optimizer.sharded_state_dict(model_state, is_loading=True, metadata=metadata)
+    return optimizer.sharded_state_dict(model_state, is_loading=True, metadata=metadata)
 
 
 def _create_state(optimizer) -> None:
@@ -86,8 +82,7 @@ def _create_state(optimizer) -> None:
 
 def set_loaded(optimizer, state: dict) -> None:
     """Set the optimizer's state to the filled state of `state_to_load`."""
-    with _own_shards(optimizer):
-        optimizer.load_state_dict(state)
+    optimizer.load_state_dict(state)
 
 
 def plain_values(request: dict, stored: dict) -> dict:
@@ -117,49 +112,40 @@ def _values(state: dict | list, name: str) -> Iterator[Any]:
             yield from _values(value, name)
 
 
-@contextlib.contextmanager
-def _own_shards(optimizer) -> Iterator[None]:
-    """Context in which every rank saves and loads its own shards of a distributed optimizer's state, without copies.
+class ShardedOptimizer(DistributedOptimizer):
+    """megatron-core's distributed optimizer; every rank saves and loads its own shards of the state, without copies.
 
     megatron-core would first gather the state of a whole data-parallel group in the host memory of each of its ranks,
     and read all of it there again: 12 bytes for each parameter of the pipeline stage and tensor-parallel rank, several
     times over, on every rank. It also misplaces state that follows the padding of a bucket. The files hold the same
     tensors under the same names, divided otherwise.
-
-    megatron-core takes only the hyper-parameters from the inner optimizer's state dict, and gives the state's own
-    tensors back to it. Transformer Engine's Adam makes copies for both, of all moments at once and in float32.
     """
-    parts = [part for part in _optimizers(optimizer) if isinstance(part, DistributedOptimizer)]
-    inner = [part.optimizer for part in parts if isinstance(part.optimizer, torch.optim.Optimizer)]
-    inner = [adam for adam in inner if not isinstance(adam, HybridDeviceOptimizer)]
-    for adam in inner:
-        adam.state_dict = partial(torch.optim.Optimizer.state_dict, adam)
-        adam.load_state_dict = partial(_set_groups, adam)
-    for part in parts:
-        part.sharded_param_state_fully_reshardable = partial(_sharded_state, part)
-        part.load_parameter_state_from_fully_reshardable = partial(_set_state, part)
-    # megatron-core collects garbage after its gathering. Here there is none, and a collection over all objects of the
-    # program takes longer than the copies of a background save.
-    collector = distrib_optimizer.gc
-    distrib_optimizer.gc = SimpleNamespace(collect=lambda: 0)
-    try:
-        yield
-    finally:
-        distrib_optimizer.gc = collector
-        for part in parts:
-            del part.sharded_param_state_fully_reshardable, part.load_parameter_state_from_fully_reshardable
-        for adam in inner:
-            del adam.state_dict, adam.load_state_dict
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if hasattr(self.optimizer, "state_is_in_place"):
+            # megatron-core takes only the hyper-parameters from Adam's state dict, and gives Adam its own tensors back.
+            self.optimizer.state_is_in_place = True
+
+    def sharded_state_dict(self, *args, **kwargs):
+        """Extend megatron-core's method by leaving out its collection of garbage after the gathering.
+
+        Here nothing is gathered, and a collection over all objects of the program takes longer than the copies of a
+        background save.
+        """
+        with core.COLLECTOR.replaced(SimpleNamespace(collect=lambda: 0)):
+            return super().sharded_state_dict(*args, **kwargs)
+
+    def sharded_param_state_fully_reshardable(self, model_sharded_state_dict, is_loading=False, metadata=None):
+        """Return this rank's shards of main parameters and moments."""
+        return _sharded_state(self, model_sharded_state_dict)
+
+    def load_parameter_state_from_fully_reshardable(self, state_dict):
+        """Complete a load into these shards."""
+        _set_state(self, state_dict)
 
 
-def _set_groups(adam: torch.optim.Optimizer, state_dict: dict) -> None:
-    """Set the hyper-parameters of a state dict; the state stays."""
-    state = adam.state
-    torch.optim.Optimizer.load_state_dict(adam, {"state": {}, "param_groups": state_dict["param_groups"]})
-    adam.state = state
-
-
-def _sharded_state(part: DistributedOptimizer, model_state: dict, is_loading: bool, metadata: dict) -> list[dict]:
+def _sharded_state(part: DistributedOptimizer, model_state: dict) -> list[dict]:
     """Return this rank's shards of main parameters and moments, as slices of the whole tensors of the model."""
     entries, _ = extract_sharded_tensors_and_factories(model_state)
     of_parameter = {entry.data: entry for entry in nested_values(entries)}

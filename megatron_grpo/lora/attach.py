@@ -21,6 +21,7 @@ from megatron_grpo.lora.fp8_base import quantize
 from megatron_grpo.lora.layers import Adapter
 from megatron_grpo.lora.table import Pair, pairs
 from megatron_grpo.lora.targets import saved_weights
+from megatron_grpo.models.router import Router
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
@@ -77,8 +78,8 @@ def attach(args: Namespace, model: Sequence[nn.Module]) -> None:
             adapter.initialize(partial(initial_value, args))
             adapter.set_norms()
             chunk.lora.add(name, adapter)
-            if hasattr(layer, "gating"):
-                layer.gating = partial(_gating, layer.gating, adapter)
+            if isinstance(layer, Router):
+                layer.set_adapter(partial(_gating, adapter))
             else:
                 _hook(layer, adapter)
         if hasattr(chunk, "embedding"):
@@ -167,9 +168,8 @@ def _experts(x: Tensor, inputs: tuple) -> tuple[Tensor, Tensor]:
     return ends.to(x.device, non_blocking=True), idle.to(x.device, non_blocking=True)
 
 
-def _gating(gating: Any, adapter: Adapter, x: Tensor) -> Tensor:
-    logits = gating(x)
-    return adapter(x.to(logits.dtype), logits, gating.__self__.bias) if adapter.enabled else logits
+def _gating(adapter: Adapter, x: Tensor, logits: Tensor, bias: Tensor | None) -> Tensor:
+    return adapter(x.to(logits.dtype), logits, bias) if adapter.enabled else logits
 
 
 def _require_gradient(_: nn.Module, __: tuple, output: Tensor) -> None:

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights
 

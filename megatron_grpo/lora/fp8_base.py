@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron_grpo.lora.targets import is_router, linear_layers, saved_weights
 from megatron_grpo.models.fp8_weight import BLOCK, block_maxima, quantized
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from megatron_grpo.lora.table import Pair, rows
 from megatron_grpo.models.experts import grouped_matmul, has_own_ranks
 from megatron_grpo.models.fp8_weight import Fp8Weight
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 

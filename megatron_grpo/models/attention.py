@@ -37,7 +37,7 @@ from megatron_grpo.models.shared_prompts import SharedPack
 from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
-from megatron_grpo.utils.cpu_backend import to_device
+from megatron_grpo.utils.device import to_device
 from megatron_grpo.utils.errors import GrpoError
 
 

@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron_grpo.data.pack import IGNORED_LABEL, Pack
 from megatron_grpo.models.config import trains_mtp
 from megatron_grpo.models.router import PackTokens, Router, UpdateSize
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 
 
 def active_losses(config: TransformerConfig) -> dict[str, float]:

@@ -22,7 +22,7 @@ from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.initialize import await_ranks
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple
 from megatron_grpo.utils import progress
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 
 Model = list[torch.nn.Module]
 

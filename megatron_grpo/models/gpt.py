@@ -21,7 +21,8 @@ from megatron_grpo.models.two_ropes import TwoRopes
 from megatron_grpo.models.weight_gradients import AddingEmbedding
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.sequence_parallel import own_tokens
-from megatron_grpo.utils.cpu_backend import device, to_device
+from megatron_grpo.patches import megatron_core as core
+from megatron_grpo.utils.device import device, to_device
 from megatron_grpo.vision.tower import MRope, PackImages, VisionTower
 
 
@@ -217,7 +218,7 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
         model.vision = VisionTower(args, config)
         model.vision.enter(model.decoder.layers)
     if args.cuda_graphs:
-        model.decoder.forward = LayerGraphs(model)
+        core.LAYERS.install_on(model.decoder, LayerGraphs(model))
     model.embedding_scale = args.hidden_size**0.5 if args.scale_embeddings else None
     model.final_logit_softcapping = args.final_logit_softcapping
     model.temperature = args.temperature

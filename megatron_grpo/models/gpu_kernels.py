@@ -10,7 +10,8 @@ import math
 import torch
 import triton
 import triton.language as tl
-from megatron.core.fusions.fused_bias_swiglu import SwiGLUFunction
+
+from megatron_grpo.patches import megatron_core as core
 
 HEADS = 4096  # numbers of a head's tokens in a program of `HeadsOfPack`
 NORM_PROGRAMS = 1024  # each adds the weight's gradient of its rows
@@ -236,7 +237,9 @@ def _backward(ctx, grad: torch.Tensor) -> tuple:
     return swiglu_gradient(grad, *ctx.saved_tensors), None, None
 
 
-SwiGLUFunction.backward = staticmethod(_backward)  # that of --bias-activation-fusion
+def replace_swiglu_gradient() -> None:
+    """Compute the gradient of --bias-activation-fusion by `swiglu_gradient`."""
+    core.SWIGLU_GRADIENT.install(staticmethod(_backward))
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_grpo.models.self_attention import rotation_of_pack
-from megatron_grpo.utils.cpu_backend import to_device
+from megatron_grpo.utils.device import to_device
 
 LIMIT = 16  # sizes that are recorded at a time
 
@@ -63,7 +63,7 @@ class StaticPack(PackedSeqParams):
 
 
 class LayerGraphs:
-    """Replays the layers of a pack whose size is recorded; it replaces ``TransformerBlock.forward``.
+    """Replays the layers of a pack whose size is recorded; in place of ``TransformerBlock.forward``.
 
     ``reserved`` are the bytes of the graphs' memory that torch counts as free.
     """

@@ -10,8 +10,6 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
-from megatron.core.tensor_parallel import random as core_random
-from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -20,13 +18,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_grpo.models import weight_gradients
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import BranchNorm, RMSNorm, take_residual, with_post_layernorm
+from megatron_grpo.models.rope import rotate_pack
 from megatron_grpo.models.router import Router
 from megatron_grpo.models.self_attention import PackedSelfAttention
 from megatron_grpo.models.two_ropes import with_two_ropes
 from megatron_grpo.parallel.arguments import has_packed_attention, uses_flash_attention_4
+from megatron_grpo.patches import megatron_core as core
 
 # Names in a layer of the local spec -> Transformer Engine's names. Transformer Engine fuses a norm into the next linear
 # layer. Checkpoints always have Transformer Engine's names, so that either implementation can load them.
@@ -48,10 +49,18 @@ def _copy_storage(to: torch.Tensor, source: torch.Tensor) -> None:
     to.untyped_storage().copy_(source.untyped_storage())
 
 
-core_random._share_storage_ext = SimpleNamespace(share_storage=_copy_storage)
+def _replace_names(config: TransformerConfig) -> None:
+    """Replace what the layers of a model call in megatron-core."""
+    core.ROPE_OF_PACK.install(rotate_pack)
+    core.STORAGE_OF_RECOMPUTED.install(SimpleNamespace(share_storage=_copy_storage))
+    if config.multi_latent_attention:
+        core.LATENT_LINEAR.install(Linear)
+    if config.gradient_accumulation_fusion:
+        weight_gradients.install()
+    if config.bias_activation_fusion and torch.cuda.is_available():
+        from megatron_grpo.models.gpu_kernels import replace_swiglu_gradient  # Triton exists with a GPU only
 
-# Latent attention accepts this class for its down projections; without Transformer Engine megatron-core has None here.
-multi_latent_attention.Linear = Linear
+        replace_swiglu_gradient()
 
 
 class LatentAttention(MLASelfAttention):
@@ -85,6 +94,7 @@ def bias_dropout_add(training: bool, fused: bool) -> Callable:
 
 def decoder_spec(config: TransformerConfig, args: Namespace, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the specification of this (virtual) pipeline stage: its layers and the final norm."""
+    _replace_names(config)
     layers = _layers(config, args)
     if config.pipeline_model_parallel_layout is not None:
         own = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
@@ -132,8 +142,8 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
             if config.qk_layernorm:  # Transformer Engine's norms take the host several times as long
                 attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
         if has_packed_attention(args):  # Transformer Engine has no sinks in packs before version 2.12, and no soft caps
-            core = FlashPackedAttention if uses_flash_attention_4(args) else PackedAttention
-            attention.submodules.core_attention = core
+            flash = uses_flash_attention_4(args)
+            attention.submodules.core_attention = FlashPackedAttention if flash else PackedAttention
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = bias_dropout_add
         _add_family_modules(args, layer)
         mlp = _submodules(layer.submodules.mlp)

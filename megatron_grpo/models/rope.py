@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_grpo.parallel.context_parallel import place_in_pack
 from megatron_grpo.parallel.zigzag import zigzag
-from megatron_grpo.utils.cpu_backend import to_device
+from megatron_grpo.utils.device import to_device
 from megatron_grpo.utils.errors import GrpoError
 
 # rope_scaling of config.json: {"rope_type": "yarn", "factor": 4.0, ...}; None: frequencies without scaling.
@@ -136,8 +136,8 @@ def rotate_pack(
 
     ``cu_seqlens`` ``[n + 1]``: offsets of the whole sequences. ``freqs`` ``[s, 1, 1, channels]``: angles of the
     positions in a sequence; or of all tokens of the pack, if it has as many rows. ``kind``: the other arguments of
-    megatron-core's function, which this one replaces: that cuts and joins the angles sequence by sequence in every
-    layer, and launches a dozen kernels. On a GPU this is one kernel.
+    megatron-core's function, in whose place a model has this one (`ROPE_OF_PACK`): that cuts and joins the angles
+    sequence by sequence in every layer, and launches a dozen kernels. On a GPU this is one kernel.
     """
     rows = rows_of_pack(t, cu_seqlens, freqs, cp_group)
     if not t.is_cuda:
@@ -146,9 +146,6 @@ def rotate_pack(
     for tensor, axis in ((t, 0), (t, 1), (freqs, 0), (rows, 0)):
         torch._dynamo.maybe_mark_dynamic(tensor, axis)
     return _compiled()(t, freqs, rows, kind)
-
-
-rope_utils._apply_rotary_pos_emb_thd = rotate_pack
 
 
 def host_offsets(packed: PackedSeqParams) -> torch.Tensor:

@@ -13,6 +13,7 @@ The gradient flows through P only, so a micro-batch adds its own part of the sum
 already known: those of its own sequences, or those that `balancing.begin_update` has counted.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatron_grpo.models.router_replay import Replay, recomputing
 from megatron_grpo.parallel.context_parallel import sharing_ranks
 from megatron_grpo.parallel.sequence_parallel import own_tokens
 from megatron_grpo.parallel.zigzag import zigzag
-from megatron_grpo.utils.cpu_backend import device, to_device
+from megatron_grpo.utils.device import device, to_device
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Router(TopKRouter):
         self.update: UpdateSize | None = None
         self.pack: PackTokens | None = None  # of the present forward pass
         self._next: PackTokens | None = None  # set before it
+        self._adapter: Callable[..., torch.Tensor] | None = None
         self._to_recompute: list[PackTokens] = []
 
     @property
@@ -111,6 +113,14 @@ class Router(TopKRouter):
 
     def gating(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[..., E]`` of the tokens ``x`` ``[..., h]``."""
+        logits = self._own_logits(x)
+        return logits if self._adapter is None else self._adapter(x, logits, self.bias)
+
+    def set_adapter(self, adapter: Callable[..., torch.Tensor]) -> None:
+        """Have ``adapter`` return the logits, from the router's input, its own logits and its bias."""
+        self._adapter = adapter
+
+    def _own_logits(self, x: torch.Tensor) -> torch.Tensor:
         bf16 = x.dtype == self.weight.dtype == torch.bfloat16
         if not bf16 or self.config.moe_router_dtype != "fp32" or self.weight.device != x.device:
             return super().gating(x)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import layers
 
+from megatron_grpo.patches import megatron_core as core
+
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add left^T right to ``total`` ``[m, n]`` in place: ``left`` is ``[t, m]``, ``right`` ``[t, n]``.
@@ -64,7 +66,7 @@ class AddingEmbedding(layers.VocabParallelEmbedding):
     def replace(cls, model: torch.nn.Module) -> None:
         """Let the embedding of ``model`` be of this class."""
         embedding = model.embedding.word_embeddings
-        embedding.__class__ = cls
+        core.EMBEDDING.install_class(embedding, cls)
         embedding.of_head = model.share_embeddings_and_output_weights and model.post_process
         # With this mark of megatron-core DDP's hook would add the placeholder.
         vars(embedding.weight).pop("zero_out_wgrad", None)
@@ -102,5 +104,7 @@ def _add(inputs: torch.Tensor, output_gradient: torch.Tensor, total: torch.Tenso
     add_product(total, output_gradient, inputs)
 
 
-layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add, wgrad_gemm_accum_fp16=_add)
-layers._grad_accum_fusion_available = True
+def install() -> None:
+    """Have megatron-core's linear layers call torch's product for --gradient-accumulation-fusion."""
+    core.WEIGHT_GRADIENT.install(SimpleNamespace(wgrad_gemm_accum_fp32=_add, wgrad_gemm_accum_fp16=_add))
+    core.HAS_WEIGHT_GRADIENT.install(True)

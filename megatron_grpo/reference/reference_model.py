@@ -25,7 +25,7 @@ from megatron_grpo.lora.attach import adapters, switched_off, trained
 from megatron_grpo.models import forward
 from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.parallel.rank_groups import RankGroups
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.utils.page_locked import host_copies
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.stream import stream_hf

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.share import first_holders
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.patches import megatron_core as core
+from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 
 ENOUGH = 20  # updates before which no spike is detected
@@ -60,37 +61,25 @@ class BadUpdates:
         """Run ``optimizer.step()`` unless the update is bad; return (done, gradient norm) and set ``problem``.
 
         ``further_norm`` returns the norm of the gradients that this norm leaves out.
-        Collective. megatron-core computes the norm within the step, so this replaces two methods of the object for one
-        call.
+        Collective. megatron-core's step computes the norm and changes the weights in one call: here the change follows
+        after the judgement.
         """
-        found: list[float] = []
-        whole = {
-            name: getattr(optimizer, name) for name in ("get_grad_norm", "clip_grad_norm", "step_with_ready_grads")
-        }
+        reached = False
 
-        def noted(name: str):
-            def function(*arguments):
-                found.append(float(whole[name](*arguments) or 0.0))
-                return found[-1]
+        def postpone() -> bool:
+            nonlocal reached
+            reached = True
+            return True
 
-            return function
-
-        def step_unless_bad() -> bool:
-            norm = found[-1] if found else 0.0
-            self.further_norm = further_norm() if further_norm else 0.0
-            self.problem = self._agreed(self._judge(loss, norm))
-            return whole["step_with_ready_grads"]() if self.problem is None else False
-
-        optimizer.get_grad_norm, optimizer.clip_grad_norm = noted("get_grad_norm"), noted("clip_grad_norm")
-        optimizer.step_with_ready_grads = step_unless_bad
         self.problem = None
         smallest = _smallest_loss_scale(optimizer)
-        try:
+        with core.STEP.replaced_on(optimizer, postpone):
             updated, found_norm, _ = optimizer.step()
-        finally:
-            for name in whole:
-                delattr(optimizer, name)
         norm = float(found_norm or 0.0)
+        if reached:
+            self.further_norm = further_norm() if further_norm else 0.0
+            self.problem = self._agreed(self._judge(loss, norm))
+            updated = optimizer.step_with_ready_grads() if self.problem is None else False
         overflow = found_norm is None  # megatron-core leaves the update out, and lowers the loss scale of fp16
         if overflow:
             self.problem = self._judge_overflow(loss, smallest)

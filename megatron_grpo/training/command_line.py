@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_grpo.migration.table import answer
+from megatron_grpo.patches import megatron_core
+from megatron_grpo.patches.replacement import check_all
 from megatron_grpo.training.early_checks import check_early
 from megatron_grpo.utils.arguments import hyphens
 from megatron_grpo.utils.batch_sizes import trainer_ranks
@@ -171,7 +173,9 @@ def _check(argv: Sequence[str]) -> None:
     table = json.loads(TABLE.read_text())
     parser = parser_from_table(table)
     try:
-        if plugin_files(words) or _core_version() != table["megatron-core"]:
+        version = _core_version()
+        check_all(megatron_core.ENTRIES)
+        if plugin_files(words) or version != table["megatron-core"]:
             return
         args = parse_words(parser, words)
         for row in table["flags"]:

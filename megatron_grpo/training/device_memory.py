@@ -14,7 +14,7 @@ from megatron_grpo.estimate.savings import savings
 from megatron_grpo.models.fp8_weight import stored
 from megatron_grpo.models.layer_graphs import layer_graphs
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError, is_out_of_memory
 
 # The phases of Timers and of setup.py, as an error message names them.

@@ -4,6 +4,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron_grpo.models.arguments import check_model
+from megatron_grpo.patches import vllm
+from megatron_grpo.patches.replacement import check_all
 from megatron_grpo.rewards.registry import check_package, get_rewards, known_rewards
 from megatron_grpo.rewards.reward_models.arguments import reward_models
 from megatron_grpo.training.run_rules import check_run
@@ -14,9 +16,10 @@ from megatron_grpo.utils.rules import flag
 
 
 def check_packages(args: Namespace) -> None:
-    """Raise GrpoError if a package is missing that engine and built-in rewards need."""
+    """Raise GrpoError if a package is missing that engine and built-in rewards need, or another vLLM than ours."""
     if (args.rollout_engine, args.vllm_mode) == ("vllm", "colocate") and not (args.replay_rollouts or args.train_only):
         require("--rollout-engine vllm", "vllm", instead="give --rollout-engine megatron, or servers")
+        check_all(vllm.ENTRIES)
     for name in args.reward_funcs:
         check_package(name)
 

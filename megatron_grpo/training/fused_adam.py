@@ -9,6 +9,8 @@ its state as apex does and runs torch's fused kernels.
 
 import torch
 
+from megatron_grpo.patches import megatron_core as core
+
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam (arXiv:1412.6980), with decoupled weight decay (arXiv:1711.05101) unless ``adam_w_mode`` is False.
@@ -71,10 +73,24 @@ def in_parts(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return Transformer Engine's Adam ``adam`` with steps of at most `PART` parameters, or of one larger tensor.
 
     Its step makes float32 copies of all moments of a group that are stored in another dtype (--exp-avg-dtype,
-    --exp-avg-sq-dtype, --main-params-dtype), 8 bytes for each parameter: more than these dtypes save.
+    --exp-avg-sq-dtype, --main-params-dtype), 8 bytes for each parameter: more than these dtypes save. Its state
+    dict and a load copy all moments at once; a distributed optimizer needs neither (``state_is_in_place``).
     """
 
     class AdamInParts(adam):
+        state_is_in_place = False  # whether state dicts pass the state's own tensors, and a load keeps them
+
+        def state_dict(self):
+            return torch.optim.Optimizer.state_dict(self) if self.state_is_in_place else super().state_dict()
+
+        def load_state_dict(self, state_dict):
+            if not self.state_is_in_place:
+                return super().load_state_dict(state_dict)
+            state = self.state
+            groups = {"state": {}, "param_groups": state_dict["param_groups"]}
+            torch.optim.Optimizer.load_state_dict(self, groups)
+            self.state = state
+
         def initialize_state(self, param, store_param_remainders=None):
             if store_param_remainders is None:  # megatron-core does not pass it, Transformer Engine requires it
                 store_param_remainders = self.store_param_remainders and param.dtype == torch.bfloat16
@@ -114,16 +130,15 @@ def _parts(params: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 def install() -> None:
     """Register `FusedAdam` in megatron-core if it found neither Transformer Engine nor apex, else `in_parts`.
 
-    Two modules of megatron-core hold the class as an attribute and its kind as flags set at import. This function sets
-    the flags to apex's kind: the step count in the group, ``adam_w_mode`` as an argument.
+    megatron-core holds the class as an attribute and its kind as flags set at import. This function sets the flags to
+    apex's kind: the step count in the group, ``adam_w_mode`` as an argument.
     """
-    import megatron.core.optimizer as factory
-    from megatron.core.optimizer import distrib_optimizer
-
-    if not factory.USING_PYTORCH_OPTIMIZER:
-        if factory.Adam.__module__.startswith("transformer_engine"):  # not apex's, nor what an earlier call has set
-            factory.Adam = distrib_optimizer.Adam = in_parts(factory.Adam)
+    if not core.ADAM_IS_TORCHS.original():
+        adam = core.ADAM.original()
+        if adam.__module__.startswith("transformer_engine"):  # not apex's, nor what an earlier call has set
+            core.ADAM.install(in_parts(adam))
         return
-    factory.Adam = distrib_optimizer.Adam = FusedAdam
-    factory.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+    core.ADAM.install(FusedAdam)
+    core.ADAM_IS_TORCHS.install(False)
+    core.STEP_IN_GROUP.install(True)
+    core.STEP_AS_APEX.install(True)

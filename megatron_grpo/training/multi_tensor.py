@@ -9,8 +9,10 @@ apex, norm and clipping are theirs, and only the copies are replaced.
 from collections.abc import Sequence
 
 import torch
-from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+from megatron_grpo.checkpointing.optimizer_state import ShardedOptimizer
+from megatron_grpo.patches import megatron_core as core
 
 Tensors = Sequence[torch.Tensor]
 
@@ -38,31 +40,33 @@ def copy(this: Tensors, that: Tensors, overflow_buf: torch.Tensor | None = None)
         torch._foreach_copy_(that, this)
 
 
-def copy_shards(self: distrib_optimizer.DistributedOptimizer) -> None:
-    """Copy this rank's shards of the main parameters to the buffers that the parameters of the model are views of."""
-    if self.is_stub_optimizer or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-        return  # there is nothing to copy, or the optimizer copies
-    kinds = (
-        (self.shard_fp32_from_float16_groups, self.model_float16_groups),
-        (self.shard_fp32_groups, self.model_fp32_groups),
-    )
-    for main_groups, model_groups in kinds:  # a call for each, because it needs tensors of one dtype
-        mains = [main for group in main_groups for main in group]
-        copy(mains, [_shard_in_buffer(self, parameter) for group in model_groups for parameter in group])
+class DistributedOptimizer(ShardedOptimizer):
+    """Copies this rank's shards of the main parameters by a function over lists; its name is in checkpoints."""
 
+    def _copy_main_params_to_model_params(self):
+        """Copy the shards to the buffers that the parameters of the model are views of."""
+        if self.is_stub_optimizer or self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            return  # there is nothing to copy, or the optimizer copies
+        kinds = (
+            (self.shard_fp32_from_float16_groups, self.model_float16_groups),
+            (self.shard_fp32_groups, self.model_fp32_groups),
+        )
+        for main_groups, model_groups in kinds:  # a call for each, because it needs tensors of one dtype
+            mains = [main for group in main_groups for main in group]
+            copy(mains, [self._shard_in_buffer(parameter) for group in model_groups for parameter in group])
 
-def _shard_in_buffer(self: distrib_optimizer.DistributedOptimizer, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of a parameter, a view ``[n]`` of the parameter buffer."""
-    part = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-    buffer, _, bucket = self.model_param_gbuf_map[parameter]
-    return self.buffers[buffer].buckets[bucket].param_data[part.start : part.end]
+    def _shard_in_buffer(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return this rank's part of a parameter, a view ``[n]`` of the parameter buffer."""
+        part = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+        buffer, _, bucket = self.model_param_gbuf_map[parameter]
+        return self.buffers[buffer].buckets[bucket].param_data[part.start : part.end]
 
 
 def install() -> None:
-    """Replace megatron-core's loops by the functions of this module."""
-    optimizer._multi_tensor_copy_this_to_that = copy
-    distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params = copy_shards
-    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = norm
-    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
-        clip_grads.multi_tensor_scale_impl = scale
+    """Replace megatron-core's loops by the functions of this module, and its distributed optimizer."""
+    core.COPY_PARAMETERS.install(copy)
+    core.DISTRIBUTED_OPTIMIZER.install(DistributedOptimizer)
+    if core.NORM.original() is local_multi_tensor_l2_norm:
+        core.NORM.install(norm)
+    if core.SCALE.original() is local_multi_tensor_scale:
+        core.SCALE.install(scale)

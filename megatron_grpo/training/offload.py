@@ -20,7 +20,7 @@ from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.models.fp8_weight import stored
 from megatron_grpo.rollout.arguments import has_colocated_vllm
 from megatron_grpo.rollout.engine import Engine
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 
 # Size of the host's memory blocks in bytes; storages fill the blocks without gaps. torch rounds a request for

@@ -24,7 +24,7 @@ from megatron_grpo.training import fused_adam, multi_tensor
 from megatron_grpo.training.arguments import ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.utils import progress
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.kinds import is_projector
 

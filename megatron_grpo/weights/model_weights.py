@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.initialize import await_ranks
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.kinds import kind_of, tower_shapes
 from megatron_grpo.weights import families

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.models.fp8_weight import plain
 from megatron_grpo.utils import progress
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.vision.kinds import is_trained
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight

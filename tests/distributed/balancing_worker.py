@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

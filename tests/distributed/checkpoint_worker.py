@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

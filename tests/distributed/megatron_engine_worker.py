@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

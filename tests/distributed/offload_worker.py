@@ -29,7 +29,7 @@ from megatron_grpo.parallel.initialize import (
 )
 from megatron_grpo.training import offload, train_step
 from megatron_grpo.training.bad_updates import BadUpdates
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.weights import hf
 
 DISTRIBUTED = "--use-distributed-optimizer"

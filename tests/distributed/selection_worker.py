@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 import numpy as np
 import torch.distributed as dist
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 
@@ -28,7 +28,7 @@ from megatron_grpo.rollout.vllm import draft
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.rollout.vllm.compare import _loading_shapes, compare_model
 from megatron_grpo.training.entry_point import run
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.weights import hf
 from tools import made_up
 

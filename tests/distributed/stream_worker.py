@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

@@ -9,7 +9,7 @@ from ranks import run_torchrun
 from safetensors.torch import load_file
 from vision_models import check_equal, make, picture
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

@@ -23,7 +23,7 @@ from megatron_grpo.training.offload import (
     optimizer_tensors,
     weight_tensors,
 )
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 
 UPDATES = 3
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from bad_input_bench import Bench
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

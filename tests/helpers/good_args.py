@@ -1,6 +1,6 @@
 """Flags of a valid run, and their validation with further flags."""
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

@@ -29,7 +29,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
@@ -43,7 +43,7 @@ from megatron_grpo.rollout.draft_counts import draft_metrics, no_drafts
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.training.entry_point import run
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.weights import families, model_weights
 from tools import made_up
 

@@ -18,7 +18,7 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.fusions import fused_bias_dropout, fused_bias_swiglu
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -37,6 +36,7 @@ from megatron_grpo.models import attention, forward, head, norm, self_attention
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.fused_adam import FusedAdam
+from megatron_grpo.training.multi_tensor import DistributedOptimizer
 from megatron_grpo.utils import progress
 
 # Parts of the optimizer's step: (class, method, phase).

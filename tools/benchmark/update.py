@@ -34,7 +34,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.trainer import text_flops
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 
 
 def measured(flags: list[str], lengths: int | list[int], options: argparse.Namespace) -> str:

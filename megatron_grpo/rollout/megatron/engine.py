@@ -31,7 +31,7 @@ from megatron_grpo.rollout.megatron.sampling import sample
 from megatron_grpo.rollout.megatron.scheduler import Scheduler, Work
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.batch_sizes import longest_sequence
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 
 

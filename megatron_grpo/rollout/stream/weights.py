@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.utils import progress
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.weights.stream import Described
 
 Weights = Iterator[tuple[str, torch.Tensor]]

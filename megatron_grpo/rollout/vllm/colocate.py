@@ -32,6 +32,7 @@ from megatron_grpo.lora.targets import targets
 from megatron_grpo.models.config import moe_layers, params_dtype
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import await_ranks, host_group
+from megatron_grpo.patches import vllm as patches
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.rollout.draft_counts import no_drafts
 from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, generate, lost_on_failure, request_seed
@@ -42,7 +43,7 @@ from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.vllm.load_weights import load_weights
 from megatron_grpo.utils import progress
-from megatron_grpo.utils.cpu_backend import device
+from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 from megatron_grpo.vision.images import load_processor
 
@@ -416,11 +417,10 @@ def _import_vllm() -> None:
 
 def _build(args, directory: str):
     from vllm import LLM
-    from vllm.model_executor.models import registry
 
     # So that CUDA does not start in its own process, vLLM starts another one, which imports torch and vLLM, to ask the
     # model's class for its abilities: on every rank, unless the home directory remembers it. Here CUDA has started.
-    registry._run_in_subprocess = lambda function: function()
+    patches.INSPECTION.install(lambda function: function())
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # hide its warning that a CPU has no Triton
     on_a_cpu = _cpu_options(args) if not torch.cuda.is_available() else {}
@@ -472,10 +472,8 @@ def _flatten_videos() -> None:
 
     vLLM 0.32's has one dimension more when it encodes videos of different lengths together, and its runner refuses it.
     """
-    from vllm.model_executor.models.llava_onevision import LlavaOnevisionForConditionalGeneration as Model
-
-    process = Model._process_video_pixels
-    Model._process_video_pixels = lambda self, inputs: [rows.flatten(0, -2) for rows in process(self, inputs)]
+    process = patches.VIDEOS.original()
+    patches.VIDEOS.install(lambda self, inputs: [rows.flatten(0, -2) for rows in process(self, inputs)])
 
 
 def _innermost(error: Exception) -> str:
@@ -536,10 +534,8 @@ def _cpu_options(args) -> dict:
             "model with such a size, or use a GPU"
         )
     if args.vllm_speculative_config:
-        from vllm.v1.sample import rejection_sampler
-
-        rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
-        rejection_sampler.apply_top_k_top_p = _apply_top_k_top_p
+        patches.DRAFT_TEMPERATURES.install(_expand_batch_to_tokens)
+        patches.DRAFT_TRUNCATION.install(_apply_top_k_top_p)
     # vLLM rewinds the generator of a seeded request whose prompt it cuts, which torch's CPU generators cannot.
     options: dict = {"enable_chunked_prefill": False, "kv_cache_memory_bytes": _cache_bytes_on_a_cpu(args)}
     if args.vision_config:
@@ -654,12 +650,10 @@ def _private_shared_memory() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
     token = torch.tensor(int.from_bytes(os.urandom(6)))
     dist.broadcast(token, src=0, group=host_group())
-    name_of = _CPUSHMDistributed.make_group_name
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{name_of(communicator)}-{int(token):x}")
+    name_of = patches.SHARED_MEMORY.original()
+    patches.SHARED_MEMORY.install(staticmethod(lambda communicator: f"{name_of(communicator)}-{int(token):x}"))
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 """Log-probabilities and draft counts, taken from the scheduler of a vLLM in this process."""
 
-import inspect
 import itertools
 
+from megatron_grpo.patches import vllm as patches
 from megatron_grpo.rollout.draft_counts import DraftCounts
 
 
@@ -17,10 +17,7 @@ def collect_log_probs(engine) -> None:
     vLLM slices three arrays per request and step, and also records ranks and positions; with stop words it decodes
     each token once more. vLLM still records the kept tokens of truncation.
     """
-    scheduler, states = scheduler_of(engine), engine.output_processor.request_states
-    update = scheduler.update_from_output
-    if list(inspect.signature(update).parameters) != ["scheduler_output", "model_runner_output"]:
-        return  # another version of vLLM: it records the log-probabilities itself, more slowly
+    states = engine.output_processor.request_states
 
     def collecting(scheduler_output, model_runner_output):
         lists = model_runner_output.logprobs
@@ -37,17 +34,15 @@ def collect_log_probs(engine) -> None:
                 state.logprobs_processor.logprobs.logprobs += log_probs[start : start + len(output.new_token_ids)]
         return outputs
 
-    scheduler.update_from_output = collecting
+    update = patches.LOG_PROBS.install_on(scheduler_of(engine), collecting)
 
 
 def count_drafts(engine, counts: DraftCounts) -> None:
     """Add all drafts from now on to ``counts``: vLLM's scheduler forgets them without its own logging of statistics."""
-    scheduler = scheduler_of(engine)
-    make = scheduler.make_spec_decoding_stats
 
     def counting(stats, num_draft_tokens: int, num_accepted_tokens: int, num_invalid_spec_tokens, request_id: str):
         if num_draft_tokens:
             counts[:] += 1, num_draft_tokens, num_accepted_tokens
         return make(stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id)
 
-    scheduler.make_spec_decoding_stats = counting
+    make = patches.DRAFT_COUNTS.install_on(scheduler_of(engine), counting)

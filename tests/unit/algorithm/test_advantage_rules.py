@@ -4,7 +4,7 @@ import pytest
 from flag_conflicts import ADVANTAGES
 from good_args import MOE, validated
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 

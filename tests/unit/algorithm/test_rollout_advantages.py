@@ -8,7 +8,7 @@ import pytest
 import torch
 from plugins import plugins  # noqa: F401
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 

@@ -8,7 +8,7 @@ from instruct_models import NAMES, build_tokenizer, published
 from test_instruct_models import CONVERSATION, ENDS
 from transformers import AutoTokenizer
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

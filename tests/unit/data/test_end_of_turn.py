@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

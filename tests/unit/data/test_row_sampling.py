@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_prompts import Characters
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

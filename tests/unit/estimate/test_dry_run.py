@@ -11,7 +11,7 @@ import pytest
 from bad_input_runs import launch
 from dry_run_worker import COMMON, EP, EXPERTS, FAMILIES, PP, TINY, TP, UNTIED, arguments
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 

@@ -5,7 +5,7 @@ import torch
 from instruct_models import NAMES, published
 from slow import slow_except
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from server_double import VOCABULARY, Double, called, tiny_model
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 

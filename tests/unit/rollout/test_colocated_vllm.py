@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 
@@ -88,6 +88,21 @@ def test_log_probs_are_collected_from_the_installed_vllm():
     scheduler = object.__new__(Scheduler)
     collected(scheduler, {})
     assert "update_from_output" in vars(scheduler)
+
+
+@pytest.mark.vllm
+def test_runs_of_a_host_share_no_memory(one_process, monkeypatch):
+    """The names of vLLM's files in /dev/shm: equal on the ranks of a run, another in every run."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    monkeypatch.setattr(_CPUSHMDistributed, "make_group_name", staticmethod(_CPUSHMDistributed.make_group_name))
+    monkeypatch.setenv("VLLM_DIST_IDENT", "//")  # vLLM's of a process that torchrun has started
+    communicator, names = SimpleNamespace(unique_name="tp", ranks=[0, 1]), []
+    theirs = _CPUSHMDistributed.make_group_name(communicator)
+    for _ in range(2):
+        with colocate._private_shared_memory():
+            names.append(_CPUSHMDistributed.make_group_name(communicator))
+    assert names[0] != names[1] and all(name.startswith(theirs) for name in names)
 
 
 @pytest.mark.parametrize("columns", [1, 3])

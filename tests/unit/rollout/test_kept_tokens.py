@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from selection_engine import prompts
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 

@@ -17,7 +17,7 @@ from slow import slow_except
 from torch.multiprocessing import reductions
 from vision_models import picture
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 

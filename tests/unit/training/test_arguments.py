@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 import torch
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 

@@ -13,7 +13,7 @@ import pytest
 from bad_input_runs import OUR_FRAME, TRAIN, bench, files, finished, launch, model  # noqa: F401 (fixtures)
 from full_disk import files_up_to
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+import megatron.core.optimizer
+from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from megatron_grpo.training import multi_tensor
@@ -58,9 +59,10 @@ def test_norm_and_scale_of_apex_or_transformer_engine_stay(monkeypatch):
         (clip_grads, "l2_norm_impl"),
         (clip_grads, "multi_tensor_scale_impl"),
         (optimizer, "_multi_tensor_copy_this_to_that"),
-        (distrib_optimizer.DistributedOptimizer, "_copy_main_params_to_model_params"),
+        (megatron.core.optimizer, "DistributedOptimizer"),
     ):
         monkeypatch.setattr(module, name, marker)
     multi_tensor.install()
     assert clip_grads.l2_norm_impl is clip_grads.multi_tensor_scale_impl is marker
     assert optimizer._multi_tensor_copy_this_to_that is multi_tensor.copy
+    assert megatron.core.optimizer.DistributedOptimizer is multi_tensor.DistributedOptimizer

@@ -6,7 +6,7 @@ from itertools import accumulate, combinations, pairwise
 import pytest
 from good_args import MODEL, RUN, validated
 
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 REPO = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(REPO))
-from megatron_grpo.utils import cpu_backend
+from megatron_grpo.patches import cpu_backend
+from megatron_grpo.utils.device import device
 
 # ---- checks by the name of their patch; megatron.core is imported by the late ones only
 
@@ -29,11 +30,11 @@ def current_device():
 
 
 def factories():
-    for device in ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0)):
-        assert torch.empty((2, 3), dtype=torch.float64, device=device).shape == (2, 3)
-        assert torch.arange(4, device=device).tolist() == [0, 1, 2, 3]
-        assert torch.tensor([1.5], device=device, dtype=torch.bfloat16).item() == 1.5
-        assert torch.full_like(torch.zeros(2), 7.0, device=device).tolist() == [7.0, 7.0]
+    for place in ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0)):
+        assert torch.empty((2, 3), dtype=torch.float64, device=place).shape == (2, 3)
+        assert torch.arange(4, device=place).tolist() == [0, 1, 2, 3]
+        assert torch.tensor([1.5], device=place, dtype=torch.bfloat16).item() == 1.5
+        assert torch.full_like(torch.zeros(2), 7.0, device=place).tolist() == [7.0, 7.0]
     assert not torch.zeros(2, pin_memory=True).is_pinned()
 
 
@@ -155,7 +156,7 @@ def spoiled() -> list[str]:
     wrong = [f"meta became {place}" for place in places if place != "meta"]
     if torch.zeros(1).device.type != "cpu" or torch.Tensor([1.0]).tolist() != [1.0]:
         wrong.append("the CPU's own tensors")
-    if torch.cuda.is_available() or cpu_backend.device() != torch.device("cpu"):
+    if torch.cuda.is_available() or device() != torch.device("cpu"):
         wrong.append("torch.cuda.is_available()")
     return wrong
 
@@ -215,7 +216,7 @@ def test_nothing_else_changes(stages):
 
 def test_nothing_is_done_on_a_gpu(monkeypatch):
     monkeypatch.setattr(cpu_backend, "_installed", False)
-    monkeypatch.setattr(cpu_backend, "_has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cpu_backend, "EARLY", (pytest.fail,))
     monkeypatch.setattr(cpu_backend, "LATE", (pytest.fail,))
     cpu_backend.install()

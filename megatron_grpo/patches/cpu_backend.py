@@ -1,39 +1,57 @@
-"""Patches that let megatron-core run on a CPU with gloo.
+"""The CPU layer: names of torch and megatron-core that are replaced so that megatron-core runs on a CPU with gloo.
 
-megatron-core hard-codes CUDA in several places. Each patch below is one function with its reason. On a machine without
-a GPU ``install`` applies the patches before ``megatron.core`` is imported; on a GPU this module does nothing. Gloo
-supports all-to-all, bf16, coalescing and collectives over equal shards without a patch.
+megatron-core hard-codes CUDA in several places. Each patch below is one function with its reason, which returns what
+takes the place of its names. On a machine without a GPU ``install`` applies the patches before ``megatron.core`` is
+imported; on a GPU this module does nothing. Gloo supports all-to-all, bf16, coalescing and collectives over equal
+shards without a patch.
 """
 
 import contextlib
+import functools
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.utils._device
 
-CPU = torch.device("cpu")
+from megatron_grpo.patches import megatron_core as core
+from megatron_grpo.patches.replacement import Replacement
+from megatron_grpo.utils.device import CPU
+
 _FACTORIES = (
     "arange as_tensor empty empty_like empty_strided full full_like linspace ones ones_like rand randint randn tensor "
     "zeros zeros_like"
 ).split()
 
-
-def device() -> torch.device:
-    """Return the device of this process: its current GPU, or the CPU."""
-    return CPU if not _has_gpu() else torch.device("cuda", torch.cuda.current_device())
+ENTRIES: list[Replacement] = []
 
 
-def to_device(tensor: torch.Tensor, to: torch.device) -> torch.Tensor:
-    """Return a tensor of the host on the device ``to``; the host does not wait for the device's earlier work.
+def in_place_of(*names: str | Replacement) -> Callable:
+    """Return a decorator: it makes a patch of a function that gets the names' objects and returns those in their place.
 
-    A copy from memory that is not pinned may wait for it.
+    A name of torch becomes an entry; its reason is the first sentence of the function's documentation.
     """
-    return tensor.pin_memory().to(to, non_blocking=True) if to.type == "cuda" else tensor.to(to)
+
+    def patch_of(function: Callable) -> Callable[[], None]:
+        why = " ".join(function.__doc__.partition("\n\n")[0].split())
+        entries = [name if isinstance(name, Replacement) else _torch_entry(name, why) for name in names]
+        ENTRIES.extend(entries)
+
+        @functools.wraps(function)
+        def patch() -> None:
+            values = function(*(entry.original() for entry in entries))
+            for entry, value in zip(entries, values, strict=True):
+                entry.install(value)
+
+        return patch
+
+    return patch_of
 
 
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
+def _torch_entry(target: str, why: str) -> Replacement:
+    proof = "tests/unit/utils/test_cpu_backend.py::test_patch"
+    return Replacement(target, None, why, by="megatron_grpo/patches/cpu_backend.py", proof=proof, needed="a CPU")
 
 
 def _is_cuda_device(value: object) -> bool:
@@ -42,12 +60,14 @@ def _is_cuda_device(value: object) -> bool:
     )
 
 
-def patch_current_device() -> None:
+@in_place_of("torch.cuda:current_device")
+def patch_current_device(_):
     """Return the CPU from ``torch.cuda.current_device()``, on which megatron-core places buffers."""
-    torch.cuda.current_device = lambda: CPU
+    return [lambda: CPU]
 
 
-def patch_factories() -> None:
+@in_place_of(*(f"torch:{name}" for name in _FACTORIES))
+def patch_factories(*factories):
     """Create tensors on the CPU for ``torch.zeros(..., device="cuda")`` and similar functions.
 
     ``pin_memory`` is ignored, because pinning needs a GPU driver.
@@ -65,19 +85,18 @@ def patch_factories() -> None:
     # At its first use `with torch.device(...)` collects the functions that it changes. Trigger this before the patch:
     # with patched functions the context does nothing (transformers' from_pretrained then leaves buffers uninitialised).
     torch.utils._device._device_constructors()
-    for name in _FACTORIES:
-        setattr(torch, name, on_cpu(getattr(torch, name)))
+    return map(on_cpu, factories)
 
 
-def patch_tensor_cuda() -> None:
+@in_place_of("torch:Tensor.cuda", "torch.nn:Module.cuda")
+def patch_tensor_cuda(*_):
     """Make ``x.cuda()`` return x, for tensors and modules: loading an optimizer checkpoint calls it."""
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    return [lambda self, *args, **kwargs: self] * 2
 
 
-def patch_tensor_type() -> None:
+@in_place_of("torch:Tensor.type")
+def patch_tensor_type(original):
     """Return ``torch.cuda.*Tensor`` from ``x.type()``, because the optimizer compares with these strings."""
-    original = torch.Tensor.type
 
     def cuda_name(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
@@ -85,19 +104,22 @@ def patch_tensor_type() -> None:
             return result.replace("torch.", "torch.cuda.", 1)
         return result
 
-    torch.Tensor.type = cuda_name
+    return [cuda_name]
 
 
-def patch_synchronize() -> None:
+@in_place_of("torch.cuda:synchronize", "torch.cuda:empty_cache")
+def patch_synchronize(*_):
     """Make ``torch.cuda.synchronize`` and ``empty_cache`` do nothing: no CPU work is asynchronous.
 
     The pipeline schedules synchronise the device after communication.
     """
-    torch.cuda.synchronize = lambda *args, **kwargs: None
-    torch.cuda.empty_cache = lambda: None
+    return [lambda *args, **kwargs: None, lambda: None]
 
 
-def patch_streams() -> None:
+@in_place_of(
+    *(f"torch.cuda:{name}" for name in ("Stream", "Event", "current_stream", "default_stream", "stream")),
+)
+def patch_streams(*_):
     """Replace CUDA streams and events by empty classes; vLLM uses the classes in type annotations."""
 
     class Stream:
@@ -115,53 +137,61 @@ def patch_streams() -> None:
         def __hash__(self):
             return 0
 
-    torch.cuda.Stream = type("Stream", (Stream,), {})
-    torch.cuda.Event = type("Event", (Stream,), {})
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: Stream()
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    def current(*args, **kwargs):
+        return Stream()
+
+    return [
+        type("Stream", (Stream,), {}),
+        type("Event", (Stream,), {}),
+        current,
+        current,
+        lambda stream: contextlib.nullcontext(),
+    ]
 
 
-def patch_random_state() -> None:
+@in_place_of(
+    "torch.cuda:manual_seed", "torch.cuda:get_rng_state", "torch.cuda.random:get_rng_state", "torch.cuda:set_rng_state"
+)
+def patch_random_state(*_):
     """Use the CPU's random generator as the generator of the device."""
-    torch.cuda.manual_seed = torch.manual_seed
-    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+    def get(*args, **kwargs):
+        return torch.get_rng_state()
+
+    return [torch.manual_seed, get, get, lambda state, *args, **kwargs: torch.set_rng_state(state)]
 
 
-def patch_compile() -> None:
+@in_place_of("torch._dynamo.config:disable")
+def patch_compile(_):
     """Disable ``torch.compile`` (megatron-core's ``jit_fuser``): it would call a C++ compiler for a few functions."""
-    import torch._dynamo
-
-    torch._dynamo.config.disable = True
+    return [True]
 
 
-def patch_core_random() -> None:
+@in_place_of(core.GET_RANDOM_STATE, core.SET_RANDOM_STATE)
+def patch_core_random(*_):
     """Make megatron-core's RNG tracker fork the CPU's generator, and silence its warning.
 
     The tracker sets states through a CUDA-only path, which does not fork the generator on a CPU. It warns at every fork
     that the "CPU RNG state changed within GPU RNG context", because both generators are the same here.
     """
-    import megatron.core.tensor_parallel.random as core_random
-
-    core_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    core_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    logger = logging.getLogger(core_random.__name__)
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
     logger.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+    return [lambda *args, **kwargs: torch.get_rng_state(), lambda state, *args, **kwargs: torch.set_rng_state(state)]
 
 
-def patch_expert_split_sizes() -> None:
+@in_place_of(core.SPLIT_SIZES)
+def patch_expert_split_sizes(_):
     """Convert the split sizes of the all-to-all dispatcher to numbers; megatron-core does so only for GPU tensors."""
-    from megatron.core.transformer.moe import token_dispatcher
 
     def to_cpu(tensor, as_numpy=False, record_stream=False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+    return [to_cpu]
 
 
-def patch_uneven_collectives() -> None:
+@in_place_of("torch.distributed:all_gather", "torch.distributed:reduce_scatter")
+def patch_uneven_collectives(gather_equal, scatter_equal):
     """Implement all-gather and reduce-scatter of unequal shards, which gloo lacks and expert parallelism needs."""
-    gather_equal, scatter_equal = dist.all_gather, dist.reduce_scatter
 
     def even(tensors) -> bool:
         return len({tensor.shape for tensor in tensors}) == 1
@@ -183,7 +213,7 @@ def patch_uneven_collectives() -> None:
             if rank == dist.get_rank():
                 output.copy_(total)
 
-    dist.all_gather, dist.reduce_scatter = all_gather, reduce_scatter
+    return [all_gather, reduce_scatter]
 
 
 EARLY = (
@@ -204,7 +234,7 @@ _installed = False
 def install() -> None:
     """Apply every patch once if this machine has no GPU. Call it before the first import of ``megatron.core``."""
     global _installed
-    if _installed or _has_gpu():
+    if _installed or torch.cuda.is_available():
         return
     _installed = True
     for patch in EARLY:

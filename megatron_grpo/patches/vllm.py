@@ -1,0 +1,64 @@
+"""Names of vLLM that this project replaces; each file in ``by`` has what takes the place."""
+
+from megatron_grpo.patches.replacement import Replacement, entries_of
+
+INSPECTION = Replacement(
+    "vllm.model_executor.models.registry:_run_in_subprocess",
+    "fn",
+    "Inspect the model's class in this process, where CUDA has started anyway, and not in another one of each rank.",
+    by="megatron_grpo/rollout/vllm/colocate.py",
+    proof="first start of the engine on an H200 host: 28 s longer without it",
+)
+LOG_PROBS = Replacement(
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    "self, scheduler_output, model_runner_output",
+    "Take the log-probabilities of a step's sampled tokens from one list; vLLM slices three arrays for each request "
+    "and step.",
+    by="megatron_grpo/rollout/vllm/scheduler.py",
+    proof="tests/unit/rollout/test_colocated_vllm.py::test_log_probs_go_to_the_requests_of_their_rows",
+    scope="object",
+)
+DRAFT_COUNTS = Replacement(
+    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
+    "self, spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id",
+    "Count drafts and accepted tokens without vLLM's logging of statistics.",
+    by="megatron_grpo/rollout/vllm/scheduler.py",
+    proof="tests/distributed/test_speculative.py::test_drafts_are_those_of_the_model_that_drafts",
+    scope="object",
+    needed="--vllm-speculative-config",
+)
+VIDEOS = Replacement(
+    "vllm.model_executor.models.llava_onevision:LlavaOnevisionForConditionalGeneration._process_video_pixels",
+    "self, inputs",
+    "Return a matrix for each video: vLLM's has one dimension more when it encodes videos of different lengths "
+    "together, and its runner refuses it.",
+    by="megatron_grpo/rollout/vllm/colocate.py",
+    proof="tests/distributed/test_vision_environments.py::test_an_environment_with_videos_and_its_replay",
+    needed="LLaVA-OneVision with videos",
+)
+DRAFT_TEMPERATURES = Replacement(
+    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+    "x, cu_num_tokens, num_tokens, replace_from, replace_to",
+    "Divide the logits of draft tokens by their temperatures: on a CPU vLLM 0.32 writes these into a copy.",
+    by="megatron_grpo/rollout/vllm/colocate.py",
+    proof="tests/distributed/test_speculative.py::test_samples_have_the_distribution_of_the_model",
+    needed="--vllm-speculative-config on a CPU",
+)
+DRAFT_TRUNCATION = Replacement(
+    "vllm.v1.sample.rejection_sampler:apply_top_k_top_p",
+    None,
+    "Truncate the distributions of no draft tokens: on a CPU vLLM 0.32 fails with top-k in a step without drafts.",
+    by="megatron_grpo/rollout/vllm/colocate.py",
+    proof="tests/distributed/test_speculative.py::test_truncated_samples_have_their_distribution_and_kept_tokens",
+    needed="--vllm-speculative-config on a CPU",
+)
+SHARED_MEMORY = Replacement(
+    "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name",
+    "communicator",
+    "Name the files in /dev/shm by the run: under torchrun all runs of a host would share them.",
+    by="megatron_grpo/rollout/vllm/colocate.py",
+    proof="tests/unit/rollout/test_colocated_vllm.py::test_runs_of_a_host_share_no_memory",
+    needed="a CPU",
+)
+
+ENTRIES = entries_of(globals())
