@@ -10,9 +10,9 @@ for real ones, and the program's own functions decide who sends what. Numbers ar
 groups that they create, the files and the store that they ask, the messages of a weight sync, and the plan of a save,
 for which models and optimizers are built on a device without memory. A start resumes from a made-up checkpoint with a
 file a rank, and reads a made-up .jsonl: an audit hook counts what it opens and lists, wrappers of os.stat and os.lstat
-(they have no audit event) what it asks for, /proc/self/io the bytes. Only seconds follow from a formula: the bytes that the
-fullest host receives by --host-gigabytes a second, plus --message-microseconds for each message of each round; of a
-weight sync, by --weights-gigabytes a second.
+(they have no audit event) what it asks for, /proc/self/io the bytes. Only seconds follow from a formula: the bytes that
+the fullest host receives by --host-gigabytes a second, plus --message-microseconds for each message of each round; of
+a weight sync, by --weights-gigabytes a second.
 """
 
 import argparse
