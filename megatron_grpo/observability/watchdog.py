@@ -413,8 +413,11 @@ def write_stacks(hang: Hang, ranks: Sequence[int], directory: Path | None) -> di
         state = hang.states[rank]
         status, position = process_state(state.pid), state.position
         if rank in hang.silent:
-            with contextlib.suppress(OSError):  # the process has ended
-                position = Path(f"/proc/{state.pid}/fd/{state.board}").read_text().strip()
+            with (
+                contextlib.suppress(OSError),  # the process has ended
+                open(f"/proc/{state.pid}/fd/{state.board}", "rb") as board,
+            ):
+                position, _ = progress.read_board(board.fileno())
             silent[rank] = status.partition("\n")[0], position
         text = f"rank {rank}, host {state.host}, process {state.pid}, in '{position}' for {hang.seconds[rank]:.0f} s\n"
         text += f"state: {status}\n\n{stacks_of(state)}"

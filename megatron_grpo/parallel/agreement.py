@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.parallel.initialize import host_group, timeout_of_collectives
-from megatron_grpo.utils.errors import EngineLost, GrpoError, InputError, described, rebuilt
+from megatron_grpo.utils.errors import EngineLost, GrpoError, InputError, described, of_file, rebuilt
 
 DEVICE_ANSWERS = 20.0  # seconds that a device has to finish its work after the loss of an engine
 STORE_PAUSE = 5.0  # seconds between a rank's questions to the store
@@ -37,7 +37,7 @@ def on_rank_0[Result](
         try:
             result = function(*arguments)
         except (GrpoError, OSError) as error:
-            message = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)
+            message = of_file(error) if isinstance(error, OSError) else str(error)
             if problem and not isinstance(error, InputError):
                 message = f"{problem}: {message}"
     if group is not None and group.size() > 1:

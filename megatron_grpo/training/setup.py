@@ -255,9 +255,14 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
 
 
 def _join(args, world_size: int) -> None:
-    """Join the other ranks, once the flags that need no file are right."""
-    check_run(Namespace(**vars(args)), world_size)  # a copy: `validate_args` sets what follows from the flags
-    check_replicas(args, world_size)
+    """Join the other ranks, once the flags are right as far as no checkpoint gives the architecture."""
+    flags = Namespace(**vars(args))  # a copy: the checks set what follows from the flags
+    if args.load or args.pretrained_checkpoint:
+        check_run(flags, world_size)
+        check_replicas(flags, world_size)
+    else:
+        set_architecture(flags, resume=False)
+        validate_args(flags, world_size)
     raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size))
     progress.step("other ranks")
     join(args)

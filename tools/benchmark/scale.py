@@ -11,8 +11,8 @@ groups that they create, the files and the store that they ask, the messages of 
 for which models and optimizers are built on a device without memory. A start resumes from a made-up checkpoint with a
 file a rank, and reads a made-up .jsonl: an audit hook counts what it opens and lists, wrappers of os.stat and os.lstat
 (they have no audit event) what it asks for, /proc/self/io the bytes. Only seconds follow from a formula: the bytes that
-the fullest host receives by --host-gigabytes a second, plus --message-microseconds for each message of each round; of
-a weight sync, by --weights-gigabytes a second.
+the fullest host receives by --host-gigabytes a second, plus --message-microseconds for each message of each round; of a
+weight sync, by --weights-gigabytes a second.
 """
 
 import argparse
@@ -102,14 +102,14 @@ class Numbers:
     gloo_sockets: int = 0  # of a rank
     store_requests: float = 0.0  # a second, of all ranks that wait for one
     save_stats: float = 0.0  # a second, of all writers that wait for one
+    start_opens: int = 0  # files that all ranks open, and folders that they list, at a start
+    start_stats: int = 0  # questions of all ranks about files at a start
+    start_mib: float = 0.0  # that all ranks read at a start
     sync_rounds: int = 0  # buckets of weights
     sync_network_gib: float = 0.0  # of the host that receives most from others
     sync_seconds: float = 0.0
     save_gib: float = 0.0  # of a checkpoint, by the rank that writes most into its file
     save_items: int = 0  # tensors and objects in the file that has most
-    start_opens: int = 0  # files that all ranks open, and folders that they list, at a start
-    start_stats: int = 0  # questions of all ranks about files at a start
-    start_mib: float = 0.0  # that all ranks read at a start
     host_gib: float = 0.0  # host memory of a host
     device_gib: float = 0.0  # of the fullest rank in training
 
@@ -311,6 +311,104 @@ def save_stats(ranks: int) -> float:
     return asked[0] * (ranks - 1) / max(clock.now, 1.0)
 
 
+@dataclass
+class Reads:
+    """What a process reads of files."""
+
+    opens: int = 0
+    stats: int = 0
+    bytes: int = 0
+
+
+_counted: Reads | None = None
+
+
+def _on_event(event: str, _: tuple) -> None:
+    if _counted is not None and event in ("open", "os.listdir", "os.scandir"):
+        _counted.opens += 1
+
+
+@contextlib.contextmanager
+def reads() -> Iterator[Reads]:
+    """Context that counts what this process reads in it."""
+    global _counted
+
+    def asked[Result](function: Callable[..., Result]) -> Callable[..., Result]:
+        def counting(*arguments, **named) -> Result:
+            counted.stats += 1
+            return function(*arguments, **named)
+
+        return counting
+
+    def so_far() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    if not getattr(_on_event, "added", False):
+        sys.addaudithook(_on_event)  # for good: none can be removed
+        _on_event.added = True  # type: ignore[attr-defined]
+    counted, began = Reads(), so_far()
+    with mock.patch.object(os, "stat", asked(os.stat)), mock.patch.object(os, "lstat", asked(os.lstat)):
+        _counted = counted
+        try:
+            yield counted
+        finally:
+            _counted = None
+    counted.bytes = so_far() - began
+
+
+class Recorded:
+    """A process group of ``ranks`` whose rank 0 has been here before: the others receive what it has sent."""
+
+    def __init__(self, ranks: int):
+        self.place, self.sent, self._ranks = 0, list[torch.Tensor](), ranks
+
+    def rank(self) -> int:
+        """Return the rank that this process takes the place of."""
+        return self.place
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._ranks
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> "Recorded":
+        """Keep what rank 0 sends, or fill the tensor of another rank with it."""
+        if self.place == 0:
+            self.sent.append(tensor.clone())
+        else:
+            tensor.copy_(self.sent.pop(0))
+        return self
+
+    def wait(self) -> None:
+        """Do nothing: all is there."""
+
+
+def start_reads(args: Namespace, ranks: int, folder: Path) -> list[Reads]:
+    """Return what rank 0 and any other rank read until the model is built, in a run that resumes from ``folder``."""
+    data, save = folder / "data.jsonl", folder / "run"
+    data.write_text((json.dumps({"prompt": "x" * (START_ROW - 15)}) + "\n") * START_ROWS)
+    temporary = checkpoint_directory.start(save, args.updates_per_rollout)
+    parts = {f"__{rank}_0.distcp": [[len("made up"), ""]] for rank in range(ranks)}
+    for name in (*checkpoint_directory.CORE_FILES, *parts):
+        (temporary / name).write_text("made up")
+    (temporary / CHECKSUMS).write_text(json.dumps(parts))
+    checkpoint_directory.publish(temporary, args_to_json(args))
+    found, group = [], Recorded(ranks)
+    for group.place in 0, 1:
+        own = Namespace(**vars(args) | {"load": str(save), "save": str(save), "finetune": False, "dry_run": False})
+        own.max_prompt_length, own.curriculum, own.reward_routing = None, False, None
+        with (
+            mock.patch.dict(os.environ, {"RANK": str(group.place)}),
+            mock.patch.object(setup, "launch_group", lambda: group),
+            contextlib.redirect_stdout(None),
+            reads() as counted,
+        ):
+            assert setup._read_origin(own) == args.updates_per_rollout
+            assert len(setup._read_data([str(data)], Bytes(), own)) == START_ROWS
+        found.append(counted)
+    assert not group.sent, "other ranks have received less than rank 0 has sent"
+    return found
+
+
 def _cuda_type(tensor: torch.Tensor, *given: Any, _type=torch.Tensor.type, **named: Any) -> Any:
     """Return what ``tensor.type`` returns, for a tensor on the meta device as if it were on a GPU."""
     result = _type(tensor, *given, **named)
@@ -426,104 +524,6 @@ def fill_weights(numbers: Numbers, options: Namespace) -> None:
     network = into_hosts(sent, groups, numbers.ranks).max()
     numbers.sync_network_gib = network / GIB
     numbers.sync_seconds = network / (options.weights_gigabytes * 1e9)
-
-
-@dataclass
-class Reads:
-    """What a process reads of files."""
-
-    opens: int = 0
-    stats: int = 0
-    bytes: int = 0
-
-
-_counted: Reads | None = None
-
-
-def _on_event(event: str, _: tuple) -> None:
-    if _counted is not None and event in ("open", "os.listdir", "os.scandir"):
-        _counted.opens += 1
-
-
-@contextlib.contextmanager
-def reads() -> Iterator[Reads]:
-    """Context that counts what this process reads in it."""
-    global _counted
-
-    def asked[Result](function: Callable[..., Result]) -> Callable[..., Result]:
-        def counting(*arguments, **named) -> Result:
-            counted.stats += 1
-            return function(*arguments, **named)
-
-        return counting
-
-    def so_far() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])
-
-    if not getattr(_on_event, "added", False):
-        sys.addaudithook(_on_event)  # for good: none can be removed
-        _on_event.added = True  # type: ignore[attr-defined]
-    counted, began = Reads(), so_far()
-    with mock.patch.object(os, "stat", asked(os.stat)), mock.patch.object(os, "lstat", asked(os.lstat)):
-        _counted = counted
-        try:
-            yield counted
-        finally:
-            _counted = None
-    counted.bytes = so_far() - began
-
-
-class Recorded:
-    """A process group of ``ranks`` whose rank 0 has been here before: the others receive what it has sent."""
-
-    def __init__(self, ranks: int):
-        self.place, self.sent, self._ranks = 0, list[torch.Tensor](), ranks
-
-    def rank(self) -> int:
-        """Return the rank that this process takes the place of."""
-        return self.place
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._ranks
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> "Recorded":
-        """Keep what rank 0 sends, or fill the tensor of another rank with it."""
-        if self.place == 0:
-            self.sent.append(tensor.clone())
-        else:
-            tensor.copy_(self.sent.pop(0))
-        return self
-
-    def wait(self) -> None:
-        """Do nothing: all is there."""
-
-
-def start_reads(args: Namespace, ranks: int, folder: Path) -> list[Reads]:
-    """Return what rank 0 and any other rank read until the model is built, in a run that resumes from ``folder``."""
-    data, save = folder / "data.jsonl", folder / "run"
-    data.write_text((json.dumps({"prompt": "x" * (START_ROW - 15)}) + "\n") * START_ROWS)
-    temporary = checkpoint_directory.start(save, args.updates_per_rollout)
-    parts = {f"__{rank}_0.distcp": [[len("made up"), ""]] for rank in range(ranks)}
-    for name in (*checkpoint_directory.CORE_FILES, *parts):
-        (temporary / name).write_text("made up")
-    (temporary / CHECKSUMS).write_text(json.dumps(parts))
-    checkpoint_directory.publish(temporary, args_to_json(args))
-    found, group = [], Recorded(ranks)
-    for group.place in 0, 1:
-        own = Namespace(**vars(args) | {"load": str(save), "save": str(save), "finetune": False, "dry_run": False})
-        own.max_prompt_length, own.curriculum, own.reward_routing = None, False, None
-        with (
-            mock.patch.dict(os.environ, {"RANK": str(group.place)}),
-            mock.patch.object(setup, "launch_group", lambda: group),
-            contextlib.redirect_stdout(None),
-            reads() as counted,
-        ):
-            assert setup._read_origin(own) == args.updates_per_rollout
-            assert len(setup._read_data([str(data)], Bytes(), own)) == START_ROWS
-        found.append(counted)
-    assert not group.sent, "other ranks have received less than rank 0 has sent"
-    return found
 
 
 def numbers_of(model: str, ranks: int, options: Namespace) -> Numbers | None:

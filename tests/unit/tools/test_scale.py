@@ -24,14 +24,14 @@ GROWTH = {
     "gloo_sockets": 1,  # a mesh of all ranks
     "store_requests": 1,
     "save_stats": 0,
+    "start_opens": 1,
+    "start_stats": 1,
+    "start_mib": 1,
     "sync_rounds": 0,
     "sync_network_gib": 0,
     "sync_seconds": 0,
     "save_gib": 0,
     "save_items": 0,
-    "start_opens": 1,
-    "start_stats": 1,
-    "start_mib": 1,
     "host_gib": 0,
     "device_gib": 0,
 }
