@@ -41,7 +41,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
-from torch.distributed._shard import sharded_tensor, sharding_spec
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimizer_state
@@ -67,7 +66,6 @@ CONTENT_METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 
-_OVERLAPS = "validate_non_overlapping_shards_metadata"  # torch's name
 TOKEN_SECONDS = 70.0  # until a file of another host has appeared
 REFERENCE = "reference"  # subfolder of a checkpoint with the weights of an updated reference model (--sync-ref-model)
 
@@ -393,18 +391,13 @@ def _own_readers() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _no_pairs_of_shards() -> Iterator[None]:
-    """Context in which torch does not look for overlaps between the shards of a tensor.
+def _no_pairs_of_shards() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which torch does not look for overlaps between the shards of a tensor.
 
     megatron-core stores the experts of all layers as one tensor, and torch compares each pair of its shards on every
     rank that saves or loads experts. megatron-core checks the same in time that is proportional to the shards.
     """
-    with contextlib.ExitStack() as stack:
-        for module in (sharding_spec.api, sharded_tensor.api, sharded_tensor.utils):
-            stack.callback(setattr, module, _OVERLAPS, getattr(module, _OVERLAPS))
-            setattr(module, _OVERLAPS, lambda shards: None)
-        yield
+    return core.OVERLAPS.replaced(lambda shards, sharded_dims: None)
 
 
 def _check_presence(request: dict, directory: Path) -> None:
