@@ -3,6 +3,8 @@
 import logging
 import warnings
 
+__version__ = "0.1.0"  # the top version of CHANGELOG.md, whose tag is v0.1.0
+
 # What is absent is said once, in the banner, not by ten modules of megatron-core on every rank.
 warnings.filterwarnings("ignore", message="(?i).*(apex|transformer ?engine).*not installed.*")
 warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")  # about kernels' order on a GPU

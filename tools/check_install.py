@@ -29,7 +29,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_grpo.utils.descriptors import needed
+from megatron_grpo.utils.descriptors import CURE, needed
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.seen_versions import SEEN, public
 
@@ -190,10 +190,7 @@ def check_open_files(args: argparse.Namespace) -> str:
     if hard == resource.RLIM_INFINITY:
         return "ulimit -Hn is unlimited"
     if hard < needed(RANKS):
-        raise GrpoError(
-            f"ulimit -Hn is {hard}, and a run of {RANKS} ranks needs {needed(RANKS)}: raise it (containers: --ulimit "
-            "nofile=1048576; hosts: nofile in /etc/security/limits.conf; services: LimitNOFILE)"
-        )
+        raise GrpoError(f"ulimit -Hn is {hard}, and a run of {RANKS} ranks needs {needed(RANKS)}: {CURE}")
     return f"ulimit -Hn is {hard}, enough for {(hard - needed(0)) // (needed(1) - needed(0)):,} ranks"
 
 

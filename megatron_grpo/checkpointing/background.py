@@ -30,9 +30,8 @@ from torch.futures import Future
 
 from megatron_grpo.checkpointing import checkpoint_directory, data_files
 from megatron_grpo.checkpointing.background_writer import LENGTH, Item, Job, Part, pauses, report_failure
-from megatron_grpo.utils import progress
+from megatron_grpo.utils import page_locked, progress
 
-_ALIGNMENT = 64  # bytes
 _LOOK = 5.0  # seconds between two looks at the files that are being written
 _SETTLE = 60.0  # seconds that a run which ends with an error waits for its last save
 
@@ -46,13 +45,11 @@ class _Buffer:
         os.ftruncate(self.descriptor, self.size)
         self._memory = mmap.mmap(self.descriptor, self.size)
         self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._pinned = False
-        if torch.cuda.is_available():  # a copy from the device is then several times as fast
-            self._pinned = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.size, 0)) == 0
+        self._pinned = page_locked.register(self.bytes)  # a copy from the device is then several times as fast
 
     def close(self) -> None:
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            page_locked.unregister(self.bytes.data_ptr())
         del self.bytes
         self._memory.close()
         os.close(self.descriptor)
@@ -100,10 +97,7 @@ class BackgroundSaves:
             len(d.getbuffer()) if isinstance(d, io.BytesIO) else d.numel() * dtype.itemsize
             for d, dtype in zip(data, dtypes, strict=True)
         ]
-        starts, end = [], 0
-        for size in sizes:
-            starts.append(end)
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        starts, end = page_locked.starts(sizes)
         buffer = self._buffer(len(self.job.parts), end)
         part = Part(file, [])
         for item, value, dtype, start, size in zip(items, data, dtypes, starts, sizes, strict=True):
@@ -158,8 +152,6 @@ class BackgroundSaves:
         if job is None:
             return
         if error := self.written(timeout):
-            if job.args is not None:  # rank 0: the processes of the other ranks wait until it is gone
-                checkpoint_directory.discard(job.temporary)
             print(f"checkpoint {job.temporary} was not written: {error}", flush=True)
             return
         if self.job is not None:
@@ -176,9 +168,10 @@ class BackgroundSaves:
     def written(self, timeout: float = math.inf) -> str | None:
         """Wait until this rank's part is written, and on rank 0 until the save is published; return why it failed.
 
-        After ``timeout`` seconds return None and keep ``job``.
+        Rank 0 discards a failed save. After ``timeout`` seconds return None and keep ``job``.
         """
-        if self.job is None:
+        job = self.job
+        if job is None:
             return None
         deadline, size = time.monotonic() + timeout, -1
         error = None
@@ -204,6 +197,8 @@ class BackgroundSaves:
         finally:
             self._socket.settimeout(None)
         self._answer, self.job = b"", None
+        if error and job.args is not None:  # rank 0: the processes of the other ranks wait until it is gone
+            checkpoint_directory.discard(job.temporary)
         return error
 
     def _bytes_on_disk(self) -> int:

@@ -47,6 +47,7 @@ from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimi
 from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWriter
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
+from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.parallel.initialize import host_group, print_rank_0, set_random_seed
 from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.arguments import args_to_json
@@ -55,7 +56,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 __all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
 __all__ += ["read_weights", "save_checkpoint", "save_weights", "subfolder"]
-__all__ += ["on_rank_0", "start_background_saves", "wait_for_background", "write_state"]
+__all__ += ["start_background_saves", "wait_for_background", "write_state"]
 
 # How megatron-core stores the tensors. Its defaults cannot be loaded with another parallel configuration; these can.
 CONTENT_METADATA = {
@@ -291,8 +292,6 @@ def wait_for_background() -> None:
     if _background is None:
         return
     job, error = _background.job, _background.written()
-    if error and job is not None and dist.get_rank() == 0:
-        checkpoint_directory.discard(job.temporary)
     errors: list = [None] * dist.get_world_size()
     # Rank 0's process ends last: it publishes the checkpoint.
     dist.all_gather_object(errors, error and f"rank {dist.get_rank()}: {error}", group=host_group())
@@ -300,20 +299,6 @@ def wait_for_background() -> None:
         _background.note_published()
     for text in filter(None, errors):
         raise GrpoError(f"checkpoint {job and job.temporary} was not written: {text}")
-
-
-def on_rank_0(function: Callable, *arguments):
-    """Call a function on rank 0 only; return its result on all ranks, or raise its GrpoError or OSError there."""
-    outcome: list = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function(*arguments)
-        except (GrpoError, OSError) as error:
-            outcome[1] = str(error) if isinstance(error, GrpoError) else f"checkpoint files: {error}"
-    dist.broadcast_object_list(outcome, src=0, group=host_group())
-    if outcome[1] is not None:
-        raise GrpoError(outcome[1])
-    return outcome[0]
 
 
 def _on_each_rank(function: Callable[[Path], None] | None, directory: Path) -> None:

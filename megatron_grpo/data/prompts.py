@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from megatron_grpo.data.answer_column import AnswerCounts
 from megatron_grpo.data.routing import check_source, reward_routes
-from megatron_grpo.data.row_files import RowFiles
+from megatron_grpo.data.row_files import Index, RowFiles, index_of
 from megatron_grpo.data.row_prompt import (
     check_media,
     longest_text,
@@ -28,6 +28,7 @@ from megatron_grpo.data.row_prompt import (
 from megatron_grpo.data.row_sampling import row_sampling, with_row
 from megatron_grpo.data.sampler import WINDOW_BYTES, BlendedSampler, PromptSampler, read_blend
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader, RowImages, without_bytes
 
@@ -67,6 +68,19 @@ class LeftOut(Exception):
         self.reason = reason
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What one process has found in the files of a `PromptDataset`; ``numbers`` are None for streamed rows."""
+
+    indices: list[Index]
+    numbers: np.ndarray | None
+    pass_rates: np.ndarray | None
+    engine_decodes: bool
+    has_videos: bool
+    counts: Counter[str]
+    bad: list[str]
+
+
 class PromptDataset:
     """The prompts of the concatenated files, by number; None for a skipped row.
 
@@ -76,6 +90,7 @@ class PromptDataset:
     ``training``, outside --min-pass-rate and --max-pass-rate. ``tools`` returns the tools of a row that names
     none, those of its environment. ``images`` reads the images of rows; without it they are invalid. ``check_gold``
     raises GrpoError for a row that the reward functions cannot score. GrpoError lists invalid rows by file and line.
+    ``read_by_rank_0``: its `reading`; this process then indexes and checks nothing itself.
     """
 
     def __init__(
@@ -88,11 +103,13 @@ class PromptDataset:
         tools: Callable[[Mapping[str, Any]], list[Any] | None] = lambda row: None,
         images: ImageReader | None = None,
         check_gold: Callable[[dict[str, Any]], None] = lambda row: None,
+        read_by_rank_0: Reading | None = None,
     ):
         self._args, self._tokenizer, self._tools, self.images = args, tokenizer, tools, images
         self._check_gold = check_gold
         words, self._weights = read_blend([str(path) for path in paths])
-        self._files = RowFiles(words, WINDOW_BYTES * (len(words) if self._weights else 1))
+        indices = read_by_rank_0.indices if read_by_rank_0 else None
+        self._files = RowFiles(words, WINDOW_BYTES * (len(words) if self._weights else 1), indices)
         if not len(self._files):
             raise GrpoError(f"no prompts: {', '.join(words)} has no rows")
         self._routes = reward_routes(args.reward_routing, args.reward_funcs or [])
@@ -107,20 +124,35 @@ class PromptDataset:
         self.pass_rates: np.ndarray | None = None
         size = int(self._files.blocks.bytes.sum())
         self.streamed = streamed or (size > CHECKED_BYTES and not curriculum)
-        if self.streamed:
+        if not self.streamed:
+            self._files.held_bytes = size
+        if read_by_rank_0 is not None:
+            self._take(read_by_rank_0)
+        elif self.streamed:
             # A row that is not read yet may set stop words or a constraint.
             self.engine_decodes = args.tokenizer_type == "HuggingFaceTokenizer"
             self.has_videos = images is not None
             print_rank_0(f"{', '.join(words)}: {len(self._files):,} rows, each checked when it is read")
             self._print_first_answer()
         else:
-            self._files.held_bytes = size
             self._numbers, rates = self._check_all(words)
             self.pass_rates = rates if curriculum else None
+        if self._numbers is not None:
             self._bounds = np.searchsorted(self._numbers, self._bounds)
         unused = np.flatnonzero(np.diff(self._bounds) == 0)
         if self._weights and len(unused):
             raise GrpoError(f"{words[unused[0]]} has a weight in --train-data-path but no prompts: leave it out")
+
+    def reading(self) -> Reading:
+        """Return what this process has found in the files, for the others."""
+        indices = [index_of(file) for file in self._files.files]
+        found = self._numbers, self.pass_rates, self.engine_decodes, self.has_videos, self._counts, self._bad
+        return Reading(indices, *found)
+
+    def _take(self, reading: Reading) -> None:
+        self._numbers, self.pass_rates = reading.numbers, reading.pass_rates
+        self.engine_decodes, self.has_videos = reading.engine_decodes, reading.has_videos
+        self._counts, self._bad = reading.counts, reading.bad
 
     def _check_all(self, words: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the valid rows and their pass rates (1 if no flag needs pass rates)."""
@@ -128,6 +160,7 @@ class PromptDataset:
         self.has_videos = False
         answers, in_json, with_start = AnswerCounts(), 0, 0
         for number in tqdm(range(total), "checking prompts", disable=not is_rank_0() or total < _PROGRESS_FROM):
+            progress.advance()
             try:
                 prompt = self.read(number, decode=True)
             except LeftOut as left:

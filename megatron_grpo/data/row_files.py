@@ -2,10 +2,15 @@
 
 The index of a file divides its rows into blocks of some MiB: a number of lines, or a slice of a Parquet row group. To
 return a row, its block is read. The sampler orders rows so that each block is read once in an epoch (sampler.py).
+
+One process indexes the files. The others take its `Index`, and read only the rows that they need: the index of a
+JSON-lines file is found by reading all of it.
 """
 
+import hashlib
 import json
 import os
+import socket
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +25,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from megatron_grpo.data.saved_datasets import PREFIX, cached_files, saved_files
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
 
 Int64 = npt.NDArray[np.int64]
@@ -29,6 +35,7 @@ BLOCK_BYTES = 8 * 2**20
 MIN_ROW_BYTES = 1024
 _SCAN_BYTES = 2**24
 _OPEN_ROW_GROUPS = 8
+_SAMPLE_BYTES = 4096  # at the start, in the middle and at the end of a file
 _MAX_DEPTH = 200  # levels of JSON in a row: pickle, which sends rows to the reward workers, fails for deeper ones
 
 
@@ -48,17 +55,34 @@ class Blocks:
         return Blocks(self.rows[begin:end], self.bytes[begin:end], self.groups[begin:end])
 
 
+Lines = tuple[Int64, Int64]  # offsets of non-blank lines; for each blank line the number of non-blank ones before it
+
+
+@dataclass(frozen=True)
+class Index:
+    """What one process has found in a file: its host, sizes and samples of the bytes, and lines of JSON-lines."""
+
+    host: str
+    bytes: int
+    samples: str
+    lines: Lines | None
+
+
 class JsonLines:
-    """The lines of a JSON-lines file, except blank ones; the index takes 8 bytes for each line."""
+    """The lines of a JSON-lines file, except blank ones; the index takes 8 bytes for each line.
+
+    ``lines``: those that another process has found [read the whole file].
+    """
 
     merges_shapes = False
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, lines: Lines | None = None):
+        self.path, self.parts = path, [path]
         try:
             self._file = path.open("rb")
             self._size = os.fstat(self._file.fileno()).st_size
-            self._starts, self._blanks = self._scan()
+            self.lines: Lines | None = lines or self._scan()
+            self._starts, self._blanks = self.lines
         except OSError as error:
             raise GrpoError(f"{path}: cannot be read: {error.strerror}") from error
         size = np.maximum(np.diff(self._starts, append=self._size), MIN_ROW_BYTES)
@@ -67,8 +91,7 @@ class JsonLines:
         sums = np.add.reduceat(size, self._firsts) if len(rows) else rows
         self.blocks = Blocks(rows, sums, np.arange(len(rows)))
 
-    def _scan(self) -> tuple[Int64, Int64]:
-        """Return the offsets of non-blank lines, and for each blank line the number of non-blank lines before it."""
+    def _scan(self) -> Lines:
         starts, blanks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         offset, count, at_start = 0, 0, True
         while chunk := self._file.read(_SCAN_BYTES):
@@ -83,6 +106,7 @@ class JsonLines:
             starts.append(begins[~blank] + offset)
             blanks.append(count + np.cumsum(~blank)[blank])
             count, offset = count + int((~blank).sum()), offset + len(chunk)
+            progress.advance()
         return np.concatenate(starts), np.concatenate(blanks)
 
     def _is_blank(self, start: int) -> bool:
@@ -119,9 +143,10 @@ class ParquetRows:
     merges_shapes = (
         True  # an object has the keys of all objects of its column, with null for those that are not its own
     )
+    lines = None
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.parts = path, [path]
         try:
             # read_table would interpret directories such as "split=train" as columns. The buffer avoids loading a whole
             # row group, which can be of any size.
@@ -195,10 +220,11 @@ class ArrowRows:
     """The rows of the Arrow files of one data set of the library datasets, mapped into memory and not read at once."""
 
     merges_shapes = True
+    lines = None
 
     def __init__(self, path: Path, files: Sequence[Path]):
         """``path`` is the name of the data set in messages; GrpoError for an unreadable file."""
-        self.path = path
+        self.path, self.parts = path, files
         tables = [_map_arrow(file) for file in files]
         if any(table.schema.names != tables[0].schema.names for table in tables):
             raise GrpoError(f"{path}: its Arrow files have different columns: give the files apart")
@@ -246,11 +272,17 @@ AnyRows = JsonLines | ParquetRows | ArrowRows
 
 
 class RowFiles:
-    """The rows of the concatenated files, by number, with a cache of recently read blocks of ``held_bytes``."""
+    """The rows of the concatenated files, by number, with a cache of recently read blocks of ``held_bytes``.
 
-    def __init__(self, paths: Sequence[str | Path], held_bytes: int):
+    ``indices``: those of another process, for each file [index the files].
+    """
+
+    def __init__(self, paths: Sequence[str | Path], held_bytes: int, indices: Sequence[Index] | None = None):
         self.held_bytes = held_bytes  # limit of the cache, in addition to the largest block
-        self.files = [open_rows(Path(path)) for path in paths]
+        if indices is None:
+            self.files = [open_rows(Path(path)) for path in paths]
+        else:
+            self.files = [_open_indexed(Path(path), index) for path, index in zip(paths, indices, strict=True)]
         blocks = [file.blocks for file in self.files]
         groups = np.cumsum([0] + [int(b.groups[-1]) + 1 if len(b.groups) else 0 for b in blocks])
         self.blocks = Blocks(
@@ -286,9 +318,47 @@ class RowFiles:
         return file, self._cached_blocks[block], number - int(self._first_rows[block]), where
 
 
-def open_rows(path: Path) -> AnyRows:
+def index_of(file: AnyRows) -> Index:
+    """Return the index of a file for other processes; GrpoError if it cannot be read."""
+    size, digest = 0, hashlib.blake2b(digest_size=16)
+    try:
+        for part in file.parts:
+            with open(part, "rb") as stream:
+                length = os.fstat(stream.fileno()).st_size
+                digest.update(str(length).encode())
+                for start in (0, length // 2, max(0, length - _SAMPLE_BYTES)):
+                    digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, start))
+            size += length
+    except OSError as error:
+        raise GrpoError(f"{part}: cannot be read: {error.strerror}") from error
+    return Index(socket.gethostname(), size, digest.hexdigest(), file.lines)
+
+
+def _open_indexed(path: Path, index: Index) -> AnyRows:
+    """Open a file with the index of another process; GrpoError if it is not the same file on this host.
+
+    Equal sizes and samples are enough: what differs between them is found when a row is read, or not at all.
+    """
+    cure = f"give the file of host {index.host} to all hosts, or put it where all see it, such as on NFS or Lustre"
+    try:
+        file = open_rows(path, index.lines)
+        own = index_of(file)
+    except GrpoError as error:
+        raise GrpoError(f"host {socket.gethostname()}: {error}; {cure}") from error
+    if own.bytes != index.bytes:
+        raise GrpoError(
+            f"{path} has {own.bytes:,} bytes on host {own.host} and {index.bytes:,} on host {index.host}: {cure}"
+        )
+    if own.samples != index.samples:
+        raise GrpoError(f"{path} has another content on host {own.host} than on host {index.host}: {cure}")
+    return file
+
+
+def open_rows(path: Path, lines: Lines | None = None) -> AnyRows:
     """Open a .jsonl, .json (one object per line), .parquet or .arrow file, a directory of the library datasets, or a
     data set in its cache (hf:NAME); raise GrpoError for any other path.
+
+    ``lines`` of a JSON-lines file: see `JsonLines`.
     """
     if str(path).startswith(PREFIX):
         return ArrowRows(path, cached_files(str(path)))
@@ -302,7 +372,7 @@ def open_rows(path: Path) -> AnyRows:
         raise GrpoError(f"{path}: no such file")
     if path.suffix == ".arrow":
         return ArrowRows(path, [path])
-    return ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path)
+    return ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path, lines)
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

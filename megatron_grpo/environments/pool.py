@@ -3,6 +3,9 @@
 Faults are not failures: a step that raises, times out or loses its process is repeated, from the newest snapshot or by
 a new episode to which the earlier turns are repeated. An episode whose retries are used up is reported with its error;
 it is never scored.
+
+Earlier turns that are repeated may get other answers, with a clock or a counter of the world outside. Within a run the
+first answers and rewards stand: the policy has read these tokens, and has sampled what follows them.
 """
 
 import contextlib
@@ -20,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.environments.environment import Turn
-from megatron_grpo.environments.threads import DEFAULT_SIZES, Sizes
+from megatron_grpo.environments.threads import DEFAULT_SIZES, GRACE, Sizes
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.process_tree import end_supervised, start_supervised
 
 _START_LIMIT = 120.0  # s, for imports on a slow disk
-_GRACE = 10.0  # s beyond the time limit of a call, after which a process that answers nothing is stuck
 _SILENCE = 1.0  # s without a report, after which a process is to answer
 _MAX_STUCK = 8  # threads of a process that time out and do not end
-_MAX_TRIALS = 8  # processes that repeat suspects: each level of halves of 256 has one whose calls may be slow
+# Processes that repeat suspects at the same time: to halve 256 calls takes 8 levels, and each can have a slow call.
+_MAX_TRIALS = 8
 _MAX_REPORT = 2**28  # bytes
 
 
@@ -43,6 +46,7 @@ class Answer:
     done: bool = False
     error: str | None = None
     differs: bool = False  # a resumed episode cannot go on: its earlier turns got other answers than before
+    changed: bool = False  # so did those of an episode of this run, which goes on: the first answers stay
 
 
 @dataclass(eq=False)
@@ -54,7 +58,8 @@ class _Worker:
     asked: float | None = None  # when it was to answer; None after a report
     episodes: set[int] = field(default_factory=set)
     calls: dict[int, None] = field(default_factory=dict)  # episodes with a call under way, in order
-    running: dict[int, None] = field(default_factory=dict)  # those of them whose call runs
+    running: dict[int, None] = field(default_factory=dict)  # a subset of `calls`: a thread or the event loop runs them
+    suspects: set[int] = field(default_factory=set)  # episodes that are tried here and have not answered yet
     unread: bytes = b""
     unsent: bytearray = field(default_factory=bytearray)
 
@@ -71,6 +76,7 @@ class _Episode:
     call: int = 0  # number of the call under way; replies to others are late
     repeats: bool = False  # the call is a "begin" before a repeated step: its reply is no answer
     lost: bool = False  # its process has ended: the next step begins it again
+    changed: bool = False  # see `Answer`
     tries: int = 0
 
 
@@ -101,7 +107,7 @@ class EnvironmentPool:
         self._answers: list[Answer] = []
         self._failed_starts = self._next = self._calls = 0
         self._groups: deque[list[int]] = deque()  # of suspects, to be repeated
-        self._trials: list[_Worker] = []  # the processes for that
+        self._trials: list[_Worker] = []  # processes that repeat them; an episode without snapshots stays there
         self._processes: list[_Worker] = []  # all
         # Called at exit at the latest.
         self.close = weakref.finalize(self, end_supervised, self._processes, os.getpid())
@@ -190,11 +196,15 @@ class EnvironmentPool:
                 if now - worker.started > _START_LIMIT:
                     self._replace(worker, f"did not start within {_START_LIMIT:g} s")
             elif worker.asked is not None:
-                if now - worker.asked > self._timeout + _GRACE:
+                if now - worker.asked > self._timeout + GRACE:
                     self._replace(worker, f"took longer than {self._timeout:g} s (--environment-timeout)")
             elif worker.calls and now - worker.heard > _SILENCE:
                 worker.asked = now
                 self._send(worker, ["answer"])
+            elif len(self._trials) > _MAX_TRIALS and worker in self._trials and not worker.episodes:
+                end_supervised([worker])
+                self._processes.remove(worker)
+                self._trials.remove(worker)
         answers, self._answers = self._answers, []
         return answers
 
@@ -271,11 +281,14 @@ class EnvironmentPool:
 
     def _reply(self, key: int, reply: dict[str, Any]) -> None:
         episode = self._episodes[key]
-        episode.worker.calls.pop(key)
-        episode.worker.running.pop(key, None)
+        worker = episode.worker
+        worker.calls.pop(key)
+        worker.running.pop(key, None)
         episode.snapshot = reply["snapshot"]
-        again = reply.get("answers", [])
-        if episode.resumes and json.dumps(again) != json.dumps(episode.answers[: len(again)]):
+        again = reply.get("answers", [])[: len(episode.answers)]
+        differs = json.dumps(again) != json.dumps(episode.answers[: len(again)])
+        episode.changed |= differs
+        if differs and episode.resumes:  # its world may have changed since the checkpoint: the caller begins again
             self._answers.append(Answer(key, differs=True))
         elif episode.repeats:
             episode.resumes = False
@@ -285,10 +298,14 @@ class EnvironmentPool:
             if not episode.resumes:
                 episode.answers.append({name: reply[name] for name in ("messages", "reward", "done")})
             episode.resumes = False
-            self._answers.append(Answer(key, **episode.answers[-1]))
-        if episode.worker in self._trials:  # it is cleared: no later call of it is among suspects
-            self._leave(key, episode)
-            self._enter(key, episode, self._next_worker())
+            self._answers.append(Answer(key, changed=episode.changed, **episode.answers[-1]))
+            episode.changed = False
+        if key in worker.suspects:  # it is cleared
+            worker.suspects.remove(key)
+            # Without a snapshot a move would repeat its turns, and their effects, once more.
+            if episode.snapshot is not None:
+                self._leave(key, episode)
+                self._enter(key, episode, self._next_worker())
             self._repeat_suspects()
 
     def _failed(self, key: int, reason: str) -> None:
@@ -322,13 +339,14 @@ class EnvironmentPool:
         worker.episodes.discard(key)
         worker.calls.pop(key, None)
         worker.running.pop(key, None)
+        worker.suspects.discard(key)
         self._send(worker, ["end", key, 0])
 
     def _repeat_suspects(self) -> None:
         """Repeat the next groups of suspects, each in a process in which nothing else runs."""
         while self._groups:
-            worker = next((worker for worker in self._trials if not worker.calls), None)
-            if worker is None and len(self._trials) == _MAX_TRIALS:
+            worker = next((worker for worker in self._trials if not worker.episodes), None)
+            if worker is None and sum(bool(worker.suspects) for worker in self._trials) == _MAX_TRIALS:
                 return
             group = [key for key in self._groups.popleft() if key in self._episodes]
             if group and worker is None:
@@ -338,6 +356,7 @@ class EnvironmentPool:
                 episode = self._episodes[key]
                 self._leave(key, episode)
                 self._enter(key, episode, worker)
+                worker.suspects.add(key)
                 self._send_turn(key, episode)
 
     def _replace(self, worker: _Worker, reason: str, blame: bool = True) -> None:
@@ -345,7 +364,6 @@ class EnvironmentPool:
         progress.advance()  # the search for the call at fault goes on; its halves and tries are few
         end_supervised([worker])
         self._processes.remove(worker)
-        is_trial = worker in self._trials
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts == 3:
@@ -354,16 +372,16 @@ class EnvironmentPool:
         # Without a report of one that runs, the process has ended before it could write it.
         suspects = list(worker.running or worker.calls) if blame and worker.ready else []
         others = [key for key in worker.calls if key not in suspects]
-        if is_trial:
+        if worker in self._trials:
             self._trials.remove(worker)
+            new = None
         else:
             new = self._workers[self._workers.index(worker)] = self._start()
         for key in worker.episodes:
-            self._enter(key, self._episodes[key], self._next_worker() if is_trial else new)
-        if is_trial:
-            self._groups.append(others)  # suspects of an earlier end
-        else:
-            for key in others:
+            self._enter(key, self._episodes[key], new or self._next_worker())
+        self._groups.append([key for key in others if key in worker.suspects])  # of an earlier end
+        for key in others:
+            if key not in worker.suspects:
                 self._send_turn(key, self._episodes[key])
         if len(suspects) == 1:
             self._failed(suspects[0], reason)

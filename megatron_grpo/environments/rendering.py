@@ -109,9 +109,13 @@ class TurnRenderer:
         return None if new is None else [*so_far[:tokens], *new], marks
 
     def _mark(self, ids: list[int], text: str, tokens: int, characters: int) -> list[Mark]:
-        """Return the mark before the last special token of ``ids``, whose text begins at ``characters`` of ``text``."""
+        """Return the mark before the last special token of ``ids``; none if ``text`` does not show it there.
+
+        The text of ``ids`` begins at the character ``characters`` of ``text``; ``tokens`` are before ``ids``.
+        """
         places = (place for place in range(len(ids) - 1, 0, -1) if ids[place] in self._special)
-        for place in itertools.islice(places, 3):  # the end that was sampled may be another one than the template's
+        # The policy may have sampled another end of turn than the template renders: the special token before it fits.
+        for place in itertools.islice(places, 3):
             before, special = self._decoded(ids[:place]), self._decoded([ids[place]])
             if text.startswith(before + special, characters):
                 begin = characters + len(before)

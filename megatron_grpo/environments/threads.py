@@ -1,7 +1,7 @@
-"""Threads of an environment worker, and the clocks of its calls, which stand while a call waits for a thread.
+"""Threads of an environment worker, and clocks that measure how long its calls run.
 
-A call's time is what it runs. Waiting for a place is the fault of nobody: with 512 calls of a program of 0.3 s at once,
-the last ones begin long after the first.
+A call has a time limit. The clock stands while the call waits for a thread, because others cause this wait: of 512
+simultaneous calls of a program of 0.3 s, the last ones begin minutes after the first.
 """
 
 import asyncio
@@ -20,6 +20,8 @@ class Sizes(NamedTuple):
     sandboxes: int = 1
 
 
+# Seconds that a process has to answer after the time limit of a call: without an answer the call blocks the process.
+GRACE = 10.0
 DEFAULT_SIZES = Sizes()
 sizes = DEFAULT_SIZES  # of this process; a worker sets it when it starts
 _clock: contextvars.ContextVar["Clock | None"] = contextvars.ContextVar("clock", default=None)
@@ -37,7 +39,7 @@ def current_clock() -> "Clock | None":
 
 
 class Clock:
-    """The time of one call, in its task; it stands while the call waits for threads and has none.
+    """Clock of one call, made in the call's task. It stands while the call waits for threads and runs in none.
 
     ``report`` gets True when the call begins to run, and False when it waits.
     """
@@ -119,7 +121,10 @@ class Clock:
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads whose queue takes no time of the calls in it. `asyncio.to_thread` uses them as the loop's executor."""
+    """Thread pool that stops the clock of a call while the call is in its queue.
+
+    As the executor of the event loop it also serves `asyncio.to_thread`.
+    """
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future:
         clock = _clock.get()

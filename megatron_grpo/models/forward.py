@@ -257,12 +257,6 @@ def parameters_complete(args, model: Model) -> Iterator[None]:
                 chunk.enable_forward_pre_hook()
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy ``tensor`` to host memory, pinned if there is a GPU, so that transfers overlap with computation."""
-    copy = tensor.detach().to("cpu", copy=True)
-    return copy.pin_memory() if torch.cuda.is_available() else copy
-
-
 def weight_tensors(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield parameters and buffers; the expert bias of a router is a buffer."""
     yield from chunk.parameters()

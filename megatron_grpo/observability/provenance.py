@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_grpo import __version__
 from megatron_grpo.rollout.arguments import server_urls
 from megatron_grpo.utils.arguments import SECRET, args_to_json, hyphens
 from megatron_grpo.utils.launch import launch_id
@@ -39,13 +40,14 @@ def write_run_record(args: Namespace, iteration: int) -> None:
 
 
 def environment(args: Namespace, iteration: int) -> dict[str, Any]:
-    """Return the content of environment.json: time, command, given flags, commit, device, package versions."""
+    """Return the content of environment.json: time, command, given flags, version, commit, device, packages."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "start_iteration": iteration,
         "launch": launch_id(),
         "command": shlex.join(without_secrets(sys.argv)),
         "given": sorted(args.explicit - set(SECRET)),
+        "version": __version__,
         "commit": commit(Path(__file__).parent),
         "device": device_name(),
         "layout": parallel_configuration(args),
@@ -121,8 +123,8 @@ def banner(args) -> str:
     )
     warnings = "".join(f"\n  {sentence}" for sentence in untested(core, torch.__version__, used))
     return (
-        f"megatron-grpo on {device_name()}: torch {torch.__version__}, megatron-core {core}, vLLM {shown}, "
-        f"transformers {package_version('transformers')}\n"
+        f"megatron-grpo {__version__} on {device_name()}: torch {torch.__version__}, megatron-core {core}, "
+        f"vLLM {shown}, transformers {package_version('transformers')}\n"
         f"  TransformerEngine {package_version('transformer-engine')}, apex {apex}; layers: {args.transformer_impl}\n"
         f"  {parallel_configuration(args)}{trusted}{warnings}"
     )

@@ -85,6 +85,7 @@ class State:
     board: int = -1  # descriptor of the file with the present position
     neighbour: int = -1  # another rank of the host, or -1
     neighbour_position: str = ""  # on its board
+    neighbour_first: bool = False  # `progress.Position.first`, on its board
     ended: bool = False
 
 
@@ -126,9 +127,13 @@ def find_hang(states: Sequence[State], unheard: Sequence[float], patience: float
     return Hang(causes, silent, seconds, list(states))
 
 
-def limit_of(names: Sequence[str], limits: Mapping[str, float]) -> float:
-    """Return the time limit in a position, given by the names of its phases and its step: the longest of theirs."""
-    return max((limits[name] for name in names if name in limits), default=limits[""])
+def limit_of(names: Sequence[str], first: bool, limits: Mapping[str, float]) -> float:
+    """Return the time limit in a position, given by the names of its phases and its step: the longest of theirs.
+
+    ``first``: its innermost phase has not ended before, and may compile, as the start may.
+    """
+    longest = max((limits[name] for name in names if name in limits), default=limits[""])
+    return max(longest, limits["start"]) if first else longest
 
 
 def with_boards(
@@ -142,7 +147,7 @@ def with_boards(
     for state, seconds in zip(states, unheard, strict=True):
         if state.neighbour >= 0 and seconds <= patience < unheard[state.neighbour]:
             position = state.neighbour_position
-            limit = limit_of(position.split(": "), limits)
+            limit = limit_of(position.split(": "), state.neighbour_first, limits)
             updated[state.neighbour] = replace(states[state.neighbour], position=position, limit=limit)
     return updated
 
@@ -294,6 +299,7 @@ class Watchdog:
     def _publish(self) -> None:
         position, now = progress.position, time.monotonic()
         board = self.neighbour_board
+        neighbour, neighbour_first = ("", False) if board is None else progress.read_board(board)
         frame = sys._current_frames().get(self.main)
         self.state = replace(
             self.state,
@@ -301,10 +307,11 @@ class Watchdog:
             position=str(position),
             entered=position.entered,
             seconds=now - max(progress.moved, self.awake),
-            limit=max(limit_of((*position.phases, position.step), self.limits), self.limits["start"] * position.first),
+            limit=limit_of((*position.phases, position.step), position.first, self.limits),
             waits=waits_for_others(frame),
             place=place_of(frame),
-            neighbour_position="" if board is None else os.pread(board, progress.BOARD_BYTES, 0).decode().strip(),
+            neighbour_position=neighbour,
+            neighbour_first=neighbour_first,
         )
         self.store.set(str(self.rank), json.dumps(asdict(self.state)))
 
@@ -406,8 +413,11 @@ def write_stacks(hang: Hang, ranks: Sequence[int], directory: Path | None) -> di
         state = hang.states[rank]
         status, position = process_state(state.pid), state.position
         if rank in hang.silent:
-            with contextlib.suppress(OSError):  # the process has ended
-                position = Path(f"/proc/{state.pid}/fd/{state.board}").read_text().strip()
+            with (
+                contextlib.suppress(OSError),  # the process has ended
+                open(f"/proc/{state.pid}/fd/{state.board}", "rb") as board,
+            ):
+                position, _ = progress.read_board(board.fileno())
             silent[rank] = status.partition("\n")[0], position
         text = f"rank {rank}, host {state.host}, process {state.pid}, in '{position}' for {hang.seconds[rank]:.0f} s\n"
         text += f"state: {status}\n\n{stacks_of(state)}"

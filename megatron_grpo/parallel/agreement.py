@@ -1,10 +1,11 @@
-"""Agreement of ranks: about a lost engine, in bounded time (some may never answer), and about what a lead rank says."""
+"""Agreement of ranks: what rank 0 finds, what a lead rank says, and a lost engine (in bounded time: not all answer)."""
 
 import contextlib
 import json
+import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,51 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.parallel.initialize import host_group, timeout_of_collectives
-from megatron_grpo.utils.errors import EngineLost, described, rebuilt
+from megatron_grpo.utils.errors import EngineLost, GrpoError, InputError, described, of_file, rebuilt
 
 DEVICE_ANSWERS = 20.0  # seconds that a device has to finish its work after the loss of an engine
 STORE_PAUSE = 5.0  # seconds between a rank's questions to the store
 RANKS_ANSWER = 120.0  # seconds that all ranks have then to take their tensors back
 
 _contexts = 0  # equal on all ranks
+
+
+def on_rank_0[Result](
+    function: Callable[..., Result], *arguments: Any, problem: str = "", group: dist.ProcessGroup | None = None
+) -> Result:
+    """Call a function on rank 0 alone; return its result on all ranks, or raise its GrpoError or OSError there.
+
+    Collective. ``problem`` begins the message of the error, unless a file that was read is at fault (`InputError`).
+    ``group``: [`host_group`]. A process without process groups is alone.
+    """
+    if group is None and dist.is_initialized():
+        group = host_group()
+    result, message = None, ""
+    if group is None or group.rank() == 0:
+        try:
+            result = function(*arguments)
+        except (GrpoError, OSError) as error:
+            message = of_file(error) if isinstance(error, OSError) else str(error)
+            if problem and not isinstance(error, InputError):
+                message = f"{problem}: {message}"
+    if group is not None and group.size() > 1:
+        result, message = _broadcast((result, message), group)
+    if message:
+        raise GrpoError(message)
+    return result  # type: ignore[return-value]
+
+
+def _broadcast[Value](value: Value, group: dist.ProcessGroup) -> Value:
+    """Return the object of the group's rank 0 on all its ranks. Collective."""
+    sends = group.rank() == 0
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if sends else torch.empty(0)
+    size = torch.tensor(len(data))
+    # The method of the group: that of all roles is not registered, as torch's function expects.
+    group.broadcast(size, 0).wait()
+    if not sends:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    group.broadcast(data, 0).wait()
+    return value if sends else pickle.loads(data.numpy())
 
 
 @contextlib.contextmanager

@@ -25,12 +25,12 @@ _joint: Joint | None = None  # with --rollout-ranks
 _led = 0  # number of led_by_rank_0 contexts so far, for unique keys in the store
 
 
-def initialize_distributed(args) -> None:
-    """Join torchrun's process group and create megatron-core's; a single process needs no torchrun.
+def join(args) -> None:
+    """Join torchrun's process group, unless this process has; a single process needs no torchrun.
 
-    With --rollout-ranks the process group is that of this rank's role, and ranks of engines have none of megatron-core.
+    With --rollout-ranks the process group is that of this rank's role.
     """
-    global _host_group, _model_group, _timeout
+    global _host_group, _timeout
     _timeout = timeout = datetime.timedelta(minutes=args.distributed_timeout_minutes)
     if not dist.is_initialized():
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
@@ -47,6 +47,12 @@ def initialize_distributed(args) -> None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=timeout, **_rendezvous(args, timeout))
         _host_group = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def initialize_distributed(args) -> None:
+    """Join torchrun's process group and create megatron-core's; ranks of engines have none of these."""
+    global _model_group
+    join(args)
     if _joint is not None and _joint.role.replica is not None:
         return
     initialize_model_parallel(args)
@@ -56,7 +62,7 @@ def initialize_distributed(args) -> None:
         dist.all_gather(replicas, replica, group=_host_group)
         for number in range(parallel_state.get_data_parallel_world_size()):
             ranks = [rank for rank, other in enumerate(replicas) if other == number]
-            group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+            group = dist.new_group(ranks, timeout=_timeout, backend="gloo")
             if number == replica:
                 _model_group = group
 
@@ -142,19 +148,32 @@ def host_group() -> dist.ProcessGroup:
     """Return the gloo process group of all ranks, for tensors in host memory, and for what takes ranks unequal time.
 
     A rank that has finished a rollout, a file or a request waits here for the others, who may need hours more. In a run
-    with a watchdog such a wait has no time-out (`wait_without_time_out`); elsewhere, at the start and in collectives of
-    the model's groups it is --distributed-timeout-minutes.
+    with a watchdog, and while rank 0 reads the data, such a wait has no time-out (`wait_without_time_out`); elsewhere
+    and in collectives of the model's groups it is --distributed-timeout-minutes.
     """
-    assert _host_group is not None, "initialize_distributed comes first"
+    assert _host_group is not None, "join comes first"
     return _host_group
 
 
+def launch_group() -> dist.ProcessGroup:
+    """Return the gloo process group of all ranks of the launch: with --rollout-ranks, of trainers and engines."""
+    return host_group() if _joint is None else _joint.group
+
+
 def wait_without_time_out() -> None:
-    """Take the time-out from `host_group` and from the group of all roles, once a watchdog judges what hangs."""
-    forever = datetime.timedelta(days=365)
-    dist.distributed_c10d._set_pg_timeout(forever, host_group())
+    """Take the time-out from `host_group` and `launch_group`."""
+    _set_time_out(datetime.timedelta(days=365))
+
+
+def wait_with_time_out() -> None:
+    """Give `host_group` and `launch_group` the time-out --distributed-timeout-minutes again."""
+    _set_time_out(_timeout)
+
+
+def _set_time_out(timeout: datetime.timedelta) -> None:
+    dist.distributed_c10d._set_pg_timeout(timeout, host_group())
     if _joint is not None:
-        _joint.group._set_default_timeout(forever)
+        _joint.group._set_default_timeout(timeout)
 
 
 def await_ranks() -> None:

@@ -129,8 +129,8 @@ class Replacement:
         which = f"in {root}" if root else _version(package)
         return GrpoError(
             f"{package} {which}: this project replaces {self.name}, {problem}. Reason for the replacement: {self.why} "
-            f"Install the version of {package} that requirements*.txt names, or mend the entry in megatron_grpo/patches "
-            f"and {self.by}"
+            f"Install the version of {package} that requirements*.txt names, or mend the entry in "
+            f"megatron_grpo/patches and {self.by}"
         )
 
 

@@ -11,7 +11,7 @@ updates would round to nothing; a pass rounds it to the model's dtype.
 import contextlib
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.parallel.rank_groups import RankGroups
 from megatron_grpo.utils.device import device
+from megatron_grpo.utils.page_locked import host_copies
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.stream import stream_hf
 
@@ -44,8 +45,8 @@ class ReferenceModel:
                 load(self.model)
         tensors = self._tensors()
         self.dtypes = [tensor.dtype for tensor in tensors]  # on the device
-        for tensor in tensors:
-            tensor.data = _stored(tensor, args.sync_ref_model)
+        for tensor, copy in zip(tensors, _stored(tensors, args.sync_ref_model), strict=True):
+            tensor.data = copy
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for chunk in self.model for tensor in forward.weight_tensors(chunk)]
@@ -170,7 +171,7 @@ class BaseReference:
     def __init__(self, args: Namespace, model: forward.Model):
         """Copy what the policy will train, except adapters that will be switched off."""
         self.args = args
-        self.copies = [(place, forward.to_host(tensor)) for place, tensor in self._swapped(model)]
+        self.copies = _stored([tensor for _, tensor in self._swapped(model)], averaged=False)
 
     def _swapped(self, model: forward.Model) -> Iterator[tuple[int, torch.nn.Parameter]]:
         """Yield (number, parameter) of the trained parameters that the reference has in another version."""
@@ -184,7 +185,7 @@ class BaseReference:
             if not self.args.reference_adapter:
                 stack.enter_context(switched_off(policy))
             present = [(tensor, tensor.detach().clone()) for _, tensor in self._swapped(policy)]
-            for (tensor, _), (_, copy) in zip(present, self.copies, strict=True):
+            for (tensor, _), copy in zip(present, self.copies, strict=True):
                 tensor.data.copy_(copy)
             try:
                 yield Namespace(args=self.args, model=policy)
@@ -224,9 +225,10 @@ def mix(own: Tensor, theirs: Tensor, share: float) -> None:
         own.copy_(theirs)
 
 
-def _stored(tensor: Tensor, averaged: bool) -> Tensor:
-    """Return a copy in host memory; of a weight that is averaged (--sync-ref-model) in float32."""
-    return forward.to_host(tensor.float() if averaged and tensor.is_floating_point() else tensor)
+def _stored(tensors: Sequence[Tensor], averaged: bool) -> list[Tensor]:
+    """Return copies in host memory; of weights that are averaged (--sync-ref-model) in float32."""
+    dtypes = [torch.float32 if averaged and tensor.is_floating_point() else tensor.dtype for tensor in tensors]
+    return host_copies(tensors, dtypes)
 
 
 class HostWeights:
@@ -234,7 +236,17 @@ class HostWeights:
 
     def __init__(self, model: forward.Model, averaged: bool = False):
         """Copy the model's present weights; ``averaged``: in float32."""
-        self.weights = [[_stored(tensor, averaged) for tensor in forward.weight_tensors(chunk)] for chunk in model]
+        chunks = [[*forward.weight_tensors(chunk)] for chunk in model]
+        copies = iter(_stored([tensor for chunk in chunks for tensor in chunk], averaged))
+        self.weights = [[next(copies) for _ in chunk] for chunk in chunks]
+        self._policy: HostWeights | None = None  # of `in_place_of`, whose memory stays page-locked
+
+    @torch.no_grad()
+    def copy_from(self, model: forward.Model) -> None:
+        """Copy the model's present weights."""
+        for chunk, weights in zip(model, self.weights, strict=True):
+            for tensor, weight in zip(forward.weight_tensors(chunk), weights, strict=True):
+                weight.copy_(tensor, non_blocking=True)
 
     @torch.no_grad()
     def copy_to(self, model: forward.Model) -> None:
@@ -246,12 +258,15 @@ class HostWeights:
     @contextlib.contextmanager
     def in_place_of(self, model: forward.Model) -> Iterator[None]:
         """Context in which the model holds these weights; the policy's weights are restored bit for bit afterwards."""
-        policy = HostWeights(model)
+        if self._policy is None:
+            self._policy = HostWeights(model)
+        else:
+            self._policy.copy_from(model)
         self.copy_to(model)
         try:
             yield
         finally:
-            policy.copy_to(model)
+            self._policy.copy_to(model)
 
     @contextlib.contextmanager
     def held_by(self, model: forward.Model) -> Iterator[None]:

@@ -338,11 +338,8 @@ def check_rollout(args: Namespace, world_size: int) -> None:
     _check_megatron_engine(args)
     if args.top_k != -1 and args.top_k < 1:
         raise GrpoError(f"--top-k ({args.top_k}) must be at least 1, or -1 for all tokens")
-    width = args.vllm_tensor_parallel_size
-    ranks, what = (args.rollout_ranks, "--rollout-ranks") if args.rollout_ranks else (world_size, "world_size")
-    if ranks % width:
-        raise GrpoError(f"{what} ({ranks}) must be divisible by --vllm-tensor-parallel-size ({width})")
-    check_heads(args, width, "--vllm-tensor-parallel-size")
+    check_replicas(args, world_size)
+    check_heads(args, args.vllm_tensor_parallel_size, "--vllm-tensor-parallel-size")
     if args.vllm_enable_expert_parallel and not args.num_experts:
         raise GrpoError("--vllm-enable-expert-parallel needs a mixture of experts: leave it out")
     of_experts = args.vllm_enable_expert_parallel or (args.vllm_engine_kwargs or {}).get("enable_expert_parallel")
@@ -371,6 +368,14 @@ def check_rollout(args: Namespace, world_size: int) -> None:
         raise GrpoError("--stop-token-ids cannot go with --ignore-eos, which ends completions by length: leave one out")
     if args.stop_words and args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError("--stop-words needs a HuggingFaceTokenizer: the engine finds them in the text that it decodes")
+
+
+def check_replicas(args: Namespace, world_size: int) -> None:
+    """Raise GrpoError if the ranks are no whole number of engine replicas."""
+    width = args.vllm_tensor_parallel_size
+    ranks, what = (args.rollout_ranks, "--rollout-ranks") if args.rollout_ranks else (world_size, "world_size")
+    if ranks % width:
+        raise GrpoError(f"{what} ({ranks}) must be divisible by --vllm-tensor-parallel-size ({width})")
 
 
 def check_lora_weight_sync(args: Namespace) -> None:

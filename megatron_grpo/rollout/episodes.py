@@ -175,7 +175,7 @@ class Conversing:
         return raw, self._parser.parse(raw, ids=ids, before=end_of_prompt, **given)
 
     def failures(self) -> list[str]:
-        """Return one line for each reason for which programs have failed since the last call, on the lead rank."""
+        """Return what went wrong since the last call, one line for each reason, on the lead rank."""
         return self._failures.lines(self.program)
 
 
@@ -195,15 +195,23 @@ class Episodes(Conversing):
         self._by_key: dict[int, _Episode] = {}  # those in the pool
         self._arrived: dict[int, Answer] = {}  # by the episode's key
         self._restarts = 0  # resumed episodes that started again, since the last report
+        self._changed = 0  # episodes that went on although repeated turns got other answers, since the last report
 
     def failures(self) -> list[str]:
-        """Return what went wrong since the last call, a line for each reason, on the lead rank."""
+        """See `Conversing.failures`."""
         lines, restarts, self._restarts = super().failures(), self._restarts, 0
         if restarts:
             lines.append(
                 f"{restarts} interrupted episode{'s' * (restarts > 1)} of the checkpoint started again from the row: "
                 "the environment has changed, or answered the earlier turns otherwise than before; with snapshot() and "
                 "restore() it goes on from its state"
+            )
+        changed, self._changed = self._changed, 0
+        if changed:
+            lines.append(
+                f"the environment answered repeated turns otherwise than the first time in {changed} "
+                f"episode{'s' * (changed > 1)}, after a call failed or its process ended: the first answers stay, "
+                "because the policy has read them; with snapshot() and restore() no turn is repeated"
             )
         return lines
 
@@ -429,6 +437,7 @@ class Episodes(Conversing):
 
     def _said(self, number: int, answer: Answer) -> _Said:
         episode = self._episodes[number]
+        self._changed += answer.changed
         if answer.differs:
             self._restarts += 1
             return number, _RESTARTS, None, [], []

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import peer_has_ended
 from megatron_grpo.parallel.initialize import host_group, joint, print_rank_0
-from megatron_grpo.utils.errors import GrpoError, Preempted, prints_for_host, record_for_torchrun
+from megatron_grpo.utils.errors import GrpoError, Preempted, of_file, prints_for_host, record_for_torchrun
 from megatron_grpo.utils.process_tree import end_with_launcher
 
 _last_steps: list[Callable[[], None]] = []
@@ -75,7 +75,7 @@ def run(main) -> None:
 def _in_words(error: Exception) -> str | None:
     """Return the message of an error that the user can correct; None for another error, which needs its traceback."""
     if isinstance(error, PermissionError) and error.filename is not None:
-        return f"{error.filename}: permission denied: correct the mode of it and of its folders, or give another"
+        return of_file(error)
     return str(error) if isinstance(error, GrpoError) else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.rollout.arguments import recorded_in
 from megatron_grpo.rollout.engine import Engine
@@ -97,13 +97,13 @@ def read_ledger(args: Namespace, iteration: int) -> Content:
     """
     if not args.ledger:
         return Content()
-    found = checkpoint.on_rank_0(content.read, Path(args.ledger))
+    found = on_rank_0(content.read, Path(args.ledger))
     if found.run is None:
         return found
     changed = changed_flags(found.run, run_flags(args), ORIGIN if iteration else ())
     if not changed:
         return found
-    folder = checkpoint.on_rank_0(set_aside, Path(args.ledger))
+    folder = on_rank_0(set_aside, Path(args.ledger))
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     print_rank_0(f"the ledger is of a run with other flags ({changed[0]}{more}): moved to {folder}, not used")
     return Content()
@@ -120,7 +120,7 @@ def open_ledger(args: Namespace, batch: int, engine: Engine) -> tuple[Ledger | N
     producer = dist.get_rank() if engine.is_lead else None
     leads, stop = dist.get_rank() == 0, args.on_save_error == "stop"
     ledger = Ledger(Path(args.ledger), found, next_batch, run_flags(args), producer, leads, stop)
-    checkpoint.on_rank_0(ledger.begin)
+    on_rank_0(ledger.begin)
     if next_batch > batch:
         print_rank_0(f"{next_batch - batch} batches after this position are in the ledger {args.ledger}: used again")
     return ledger, Replay(ledger.content)
@@ -142,7 +142,7 @@ def open_replay(args: Namespace, batch: int) -> Replay:
     name = flag("replay_rollouts" if args.replay_rollouts else "train_only")
     directory = Path(recorded_in(args) or "")
     directory = directory / FOLDER if (directory / FOLDER).is_dir() else directory
-    found = checkpoint.on_rank_0(content.read, directory)
+    found = on_rank_0(content.read, directory)
     if found.run is None or not found.batches:
         raise GrpoError(f"{name} {directory}: no batches of a ledger there; give the directory of --ledger")
     now = run_flags(args)

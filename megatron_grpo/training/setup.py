@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
-from megatron_grpo.data.prompts import PromptDataset
+from megatron_grpo.data.prompts import PromptDataset, Reading
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from megatron_grpo.environments.pool import EnvironmentPool
@@ -35,12 +36,16 @@ from megatron_grpo.observability.metrics import MetricsLogger, Timers, terminal_
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import banner, write_run_record
 from megatron_grpo.observability.watchdog import Watchdog, phase_limits
+from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.parallel.arguments import recompute_note
 from megatron_grpo.parallel.initialize import (
     initialize_distributed,
+    join,
     joint,
+    launch_group,
     print_rank_0,
     set_random_seed,
+    wait_with_time_out,
     wait_without_time_out,
 )
 from megatron_grpo.parallel.rank_groups import replica_group
@@ -57,6 +62,7 @@ from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.agents.agents import Agents
 from megatron_grpo.rollout.arguments import (
+    check_replicas,
     has_colocated_vllm,
     has_servers,
     lora_note,
@@ -82,7 +88,7 @@ from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
-from megatron_grpo.training.run_rules import check_warmup
+from megatron_grpo.training.run_rules import check_run, check_warmup
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils import launch, progress
@@ -107,22 +113,31 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
 def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
     world_size = trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1")))
-    _resume_own_launch(args)
-    resume = bool(args.load) and not args.finetune and checkpoint.latest_iteration(args.load) is not None
-    set_architecture(args, resume)
+    if not args.dry_run:
+        _join(args, world_size)
+    found = _read_origin(args)
+    resume = found is not None
     validate_args(args, world_size)
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
     if not args.dry_run:
         check_packages(args)
-    _check_save_directory(args, resume)
-    if resume:
-        _check_position(args)
+    if found is not None:
+        _check_position(args, found)
     if args.dry_run:
         print_rank_0(dry_run_report(args, world_size))
         return None
     set_log_level(args.log_level)
+    roles = joint()
+    trains = roles is None or roles.role.replica is None
+    watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout and trains else None
+    if watchdog is not None:
+        before_exit(watchdog.close)
+    progress.step("data")
+    wait_without_time_out()  # for rank 0, which reads all data
     inputs = _read_inputs(args, teach_args)
+    if not args.watchdog_timeout:
+        wait_with_time_out()
     if args.train_iters is None:
         _set_train_iters(args, len(inputs.train))
     _check_destinations(args)
@@ -132,18 +147,10 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     lock = _lock_save_directory(args, resume)
 
     progress.step("process groups")
-    raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size))
     initialize_distributed(args)
-    roles = joint()
     if roles is not None and roles.role.replica is not None:
-        if args.watchdog_timeout:  # of the trainers
-            wait_without_time_out()
         _produce(args, roles, inputs)
         return None
-    watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout else None
-    if watchdog is not None:
-        before_exit(watchdog.close)
-        wait_without_time_out()
     if args.save:
         checkpoint.check_shared(args.save)
     set_random_seed(args.seed)
@@ -247,9 +254,43 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     )
 
 
+def _join(args, world_size: int) -> None:
+    """Join the other ranks, once the flags are right as far as no checkpoint gives the architecture."""
+    flags = Namespace(**vars(args))  # a copy: the checks set what follows from the flags
+    if args.load or args.pretrained_checkpoint:
+        check_run(flags, world_size)
+        check_replicas(flags, world_size)
+    else:
+        set_architecture(flags, resume=False)
+        validate_args(flags, world_size)
+    raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size))
+    progress.step("other ranks")
+    join(args)
+
+
+def _read_origin(args) -> int | None:
+    """Return the iteration of the checkpoint that this run resumes from, or None; set what follows from its origin.
+
+    Collective: rank 0 verifies the checkpoints and reads config.json, and other ranks take the arguments that it sets.
+    They agree, even if a file server shows them different files for some seconds.
+    """
+    before = dict(vars(args))
+
+    def read() -> tuple[int | None, dict[str, Any]]:
+        _resume_own_launch(args)
+        found = checkpoint.latest_iteration(args.load) if args.load and not args.finetune else None
+        set_architecture(args, found is not None)
+        _check_save_directory(args, found is not None)
+        return found, {dest: value for dest, value in vars(args).items() if value is not before.get(dest, before)}
+
+    found, changed = on_rank_0(read, group=None if args.dry_run else launch_group())
+    vars(args).update(changed)
+    return found
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """Tokenizer, data and rewards of a run, which are read and checked before any process group exists."""
+    """Tokenizer, data and rewards of a run, which are read and checked before the model is built."""
 
     tokenizer: Tokenizer
     images: ImageReader | None  # of a vision-language model
@@ -275,19 +316,31 @@ def _read_inputs(args, teach_args) -> Inputs:
     check_draft_tokenizer(args, tokenizer)
     tools = partial(tools_of, default=args.environment)
     parts = {"tools": tools, "images": images, "check_gold": gold_check(names, vars(args))}
-    train = PromptDataset(args.train_data_path, tokenizer, args, **parts)
+    train = _read_data(args.train_data_path, tokenizer, args, **parts)
     valid = None
     if args.valid_data_path:
-        valid = PromptDataset(args.valid_data_path, tokenizer, args, training=False, **parts)
+        valid = _read_data(args.valid_data_path, tokenizer, args, training=False, **parts)
     datasets = [data for data in (train, valid) if data]
-    for data in datasets:
-        data.first(1)  # a file whose rows are checked when they are read fails here if its first row is bad
     args.engine_decodes |= args.agent is not None  # its calls can have stop words
     args.engine_decodes |= any(data.engine_decodes for data in datasets)
     args.engine_sees_videos = any(data.has_videos for data in datasets) or (
         images is not None and args.environment is not None and videos_are_shown()
     )
     return Inputs(tokenizer, images, train, valid, models, isolation)
+
+
+def _read_data(*arguments, **settings) -> PromptDataset:
+    """Return a data set that rank 0 has read and checked; the arguments are those of `PromptDataset`. Collective."""
+    mine: list[PromptDataset] = []
+
+    def read() -> Reading | None:
+        data = PromptDataset(*arguments, **settings)
+        data.first(1)  # a file whose rows are checked when they are read fails here if its first row is bad
+        mine.append(data)
+        return data.reading() if launch_group().size() > 1 else None
+
+    reading = on_rank_0(read, group=launch_group())
+    return mine[0] if mine else PromptDataset(*arguments, **settings, read_by_rank_0=reading)
 
 
 def _set_train_iters(args, num_prompts: int) -> None:
@@ -415,21 +468,28 @@ def _check_save_directory(args, resume: bool) -> None:
 
 
 def _lock_save_directory(args, resume: bool) -> RunLock | None:
-    """Return rank 0's lock on --save until the end of this process; GrpoError if another run writes there."""
-    if not args.save or os.environ.get("RANK", "0") != "0":
-        return None
-    lock = RunLock(args.save)
-    before_exit(lock.release)
-    _check_save_directory(args, resume)  # again: a run that has just ended may have written its first checkpoint
-    return lock
+    """Return rank 0's lock on --save until the end of this process; GrpoError if another run writes there.
+
+    Collective.
+    """
+    mine: list[RunLock] = []
+
+    def lock() -> None:
+        mine.append(RunLock(args.save))
+        before_exit(mine[0].release)
+        _check_save_directory(args, resume)  # again: a run that has just ended may have written its first checkpoint
+
+    if args.save:
+        on_rank_0(lock, group=launch_group())
+    return mine[0] if mine else None
 
 
-def _check_position(args) -> None:
-    """Raise GrpoError if the checkpoint is not at the start of a rollout.
+def _check_position(args, iteration: int) -> None:
+    """Raise GrpoError if the checkpoint of an iteration is not at the start of a rollout.
 
     From such a position, saves, evaluations and the end of the run would never be due.
     """
-    iteration, per_rollout = checkpoint.latest_iteration(args.load), args.updates_per_rollout
+    per_rollout = args.updates_per_rollout
     if iteration % per_rollout:
         raise GrpoError(
             f"{args.load} holds a checkpoint of iteration {iteration}, which is not a multiple of the updates per "
@@ -472,13 +532,17 @@ def set_architecture(args, resume: bool) -> None:
 
     Also set the shape of an adapter, and the base of a resumed one.
     """
+    stored: dict[str, Any] | None = None
     if resume:
-        base.merge_stored(args, checkpoint.read_checkpoint_args(args.load))
+        stored = checkpoint.read_checkpoint_args(args.load)
+        base.merge_stored(args, stored)
     elif args.load_adapter:
         merge_config(args, args.load_adapter)
     source = args.load if resume or args.finetune else args.pretrained_checkpoint
-    if source and (resume or args.use_checkpoint_args):
-        merge_architecture(args, checkpoint.read_checkpoint_args(source), f"the checkpoint {source}")
+    if source and args.use_checkpoint_args and stored is None:
+        stored = checkpoint.read_checkpoint_args(source)
+    if stored is not None:
+        merge_architecture(args, stored, f"the checkpoint {source}")
     elif args.load_hf:
         config = hf.read_config(args.load_hf)
         merge_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{args.load_hf}/config.json")
@@ -501,7 +565,7 @@ def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_
     if args.lora_rank:
         args.lora_base = base.describe(args, model, start or args.load_hf)
         if resume:
-            base.check(args, checkpoint.read_checkpoint_args(args.load))
+            base.check(args, on_rank_0(checkpoint.read_checkpoint_args, args.load))
         attach(args, model)
         if args.load_adapter and not resume:
             load_adapter(args, model, args.load_adapter)

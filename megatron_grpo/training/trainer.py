@@ -36,7 +36,7 @@ from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import write_run_record
 from megatron_grpo.observability.watchdog import Watchdog
-from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers
+from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers, on_rank_0
 from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
@@ -665,7 +665,7 @@ class Trainer:
         If it cannot be written, the run goes on, unless --on-save-error is stop or the save is the ``last``. With
         --async-save the last save is complete at the return, others later.
         """
-        checkpoint.on_rank_0(self._check_save_directory)
+        on_rank_0(self._check_save_directory)
         self.logger.flush()
         position, save_unfinished = position or self._position(), None
         if self.partial is not None:
@@ -683,7 +683,7 @@ class Trainer:
                 # With these files a checkpoint can be resumed and exported without the original model directory.
                 assets = Path(self.args.save, hf.ASSETS_DIR)
                 template, bounds = self.args.chat_template, hf.image_bounds(self.args)
-                checkpoint.on_rank_0(hf.copy_assets, self.args.tokenizer_model, assets, template, bounds)
+                on_rank_0(hf.copy_assets, self.args.tokenizer_model, assets, template, bounds)
                 # A reference model that was never updated can be loaded from its origin again.
                 updated = self.reference is not None and self.reference.updated
                 checkpoint.save_checkpoint(

@@ -12,6 +12,9 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.process_tree import LAUNCHED, launcher_process
 
 OF_A_PROCESS = 512  # files, pipes, devices and libraries of a rank with vLLM
+CURE = (
+    "raise it (containers: --ulimit nofile=1048576; hosts: nofile in /etc/security/limits.conf; services: LimitNOFILE)"
+)
 ENOUGH = 2**20  # where the hard limit is higher: some programs walk over all numbers
 
 
@@ -39,8 +42,7 @@ def raise_limit(ranks: int, streams: int = 0) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed(ranks, streams):
         raise GrpoError(
             f"a process of this run needs {needed(ranks, streams)} open files ({OF_A_PROCESS}, 2 for each of {ranks} "
-            f"ranks, {streams} streams from servers), and the hard limit is {hard} (ulimit -Hn): raise it (containers: "
-            "--ulimit nofile=1048576; hosts: nofile in /etc/security/limits.conf; services: LimitNOFILE)"
+            f"ranks, {streams} streams from servers), and the hard limit is {hard} (ulimit -Hn): {CURE}"
         )
     for process in (0, *launcher()):
         with contextlib.suppress(OSError):  # of another user, or ended

@@ -27,6 +27,15 @@ class Preempted(EngineLost):
     """The end of a rollout by a signal, raised on every rank; the run saves as after a loss and exits with code 0."""
 
 
+def of_file(error: OSError) -> str:
+    """Return the message of an error of a file, with its name."""
+    if error.filename is None:
+        return str(error)
+    if isinstance(error, PermissionError):
+        return f"{error.filename}: permission denied: correct the mode of it and of its folders, or give another"
+    return f"{error.filename}: {error.strerror}"
+
+
 def rebuilt(text: str) -> "GrpoError":
     """Return the error of another rank, which that rank has written by `described`."""
     kind, _, message = text.partition("\n")

@@ -9,6 +9,7 @@ A phase begins thousands of times in a run, and a sign of progress comes with ev
 
 import contextlib
 import mmap
+import os
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -35,7 +36,7 @@ BOARD_BYTES = 256
 
 
 def show_on(descriptor: int | None) -> None:
-    """Write the names of phase and step to a file, too, from where another process reads them if this one is stopped.
+    """Write the position to a file, too, from where another process reads it if this one is stopped (`read_board`).
 
     None: no longer.
     """
@@ -49,7 +50,13 @@ def _begin(new: Position) -> None:
     position = new
     advance()
     if _board is not None:
-        _board[:] = str(new).encode()[:BOARD_BYTES].ljust(BOARD_BYTES)
+        _board[:] = f"{new.first:d}{new}".encode()[:BOARD_BYTES].ljust(BOARD_BYTES)
+
+
+def read_board(descriptor: int) -> tuple[str, bool]:
+    """Return (position as text, `Position.first`) from the file of another process's `show_on`."""
+    text = os.pread(descriptor, BOARD_BYTES, 0).decode().strip()
+    return text[1:], text[:1] == "1"
 
 
 @contextlib.contextmanager

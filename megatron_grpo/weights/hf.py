@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
+from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.parallel.initialize import host_group, print_rank_0
 from megatron_grpo.utils.errors import GrpoError, InputError
 from megatron_grpo.utils.json_files import read_config, read_json_object
@@ -155,10 +156,19 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
     local = model_weights.local_weights(model_chunks, weights)
     model_weights.owning_stages(weights, {weight.name for weight, _ in local})
     source = open_weights(hf_dir)
-    weights = check_tensors(source, weights)
+    there = on_rank_0(_numbers_of_stored, source, weights)  # it opens all files; other ranks those that they read
+    weights = [weights[number] for number in there]
     check_copies(source, weights, {weight.name: model_weights.tensor_parallel(weight) for weight, _ in local})
     for weight, tensor in local:
         weight.fill(tensor, *model_weights.tensor_parallel(weight), source.read)
+
+
+def _numbers_of_stored(source: Safetensors, weights: Sequence[Weight]) -> list[int]:
+    """Return the places in the table of the weights that the files contain, after all checks of the files."""
+    stored = check_tensors(source, weights)
+    check_tied(source, stored)
+    kept = {id(weight) for weight in stored}
+    return [number for number, weight in enumerate(weights) if id(weight) in kept]
 
 
 def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight]:
@@ -172,7 +182,7 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight
     weights = [weight for weight in weights if originals[weight.name] is weight or found.intersection(weight.hf)]
     expected = {name: (shape, weight) for weight in weights for name, shape in weight.hf.items()}
     if "lm_head.weight" not in expected:
-        found.discard("lm_head.weight")  # tied; check_copies compares it with the embedding
+        found.discard("lm_head.weight")  # tied; check_tied compares it with the embedding
     for name, (shape, weight) in expected.items():
         if name not in found:
             # transformers omits these layers when it saves a model, but config.json still counts them
@@ -189,7 +199,10 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight
     return weights
 
 
-def _check_tied(source: Safetensors) -> None:
+def check_tied(source: Safetensors, weights: Sequence[Weight]) -> None:
+    """Raise GrpoError when the files hold an output layer of their own, and the table of the model none."""
+    if "lm_head.weight" not in source.names() or any("lm_head.weight" in weight.hf for weight in weights):
+        return
     name = "model.embed_tokens.weight"
     if source.shape("lm_head.weight") != source.shape(name) or not torch.equal(
         source.read("lm_head.weight"), source.read(name)
@@ -205,8 +218,6 @@ def check_copies(source: Safetensors, weights: Sequence[Weight], held: Mapping[s
 
     `held`: name of each parameter of this rank -> (rank, size) of the tensor parallelism that shards it.
     """
-    if "lm_head.weight" in source.names() and not any("lm_head.weight" in weight.hf for weight in weights):
-        _check_tied(source)
     first: dict[str, Weight] = {}
     for weight in weights:
         original = first.setdefault(weight.name, weight)
@@ -310,12 +321,13 @@ def write_export(
         _replace(writer.directory, out_dir)
         writer.release()
 
+    problem = f"{out_dir} cannot be written"
     try:
-        on_rank_0(start, out_dir)
-        for found in on_all_ranks(add, out_dir):
+        on_rank_0(start, problem=problem)
+        for found in on_all_ranks(add, problem):
             for name, parts in found.items():
                 checksums.setdefault(name, {}).update(parts)
-        on_rank_0(finish, out_dir)
+        on_rank_0(finish, problem=problem)
     except BaseException:
         writer.discard()
         raise
@@ -331,12 +343,10 @@ def check_space(target: Path, size: int) -> None:
         )
 
 
-def on_all_ranks[Result](
-    step: Callable[[], Result], directory: Path, problem: str = "cannot be written"
-) -> list[Result]:
+def on_all_ranks[Result](step: Callable[[], Result], problem: str) -> list[Result]:
     """Call `step` and return the results of all ranks; raise GrpoError on all ranks if one fails. Collective.
 
-    The message names `directory` and `problem`, unless a file that was read is at fault.
+    The message begins with `problem`, unless a file that was read is at fault.
     """
     mine: tuple = (None, None)
     try:
@@ -344,21 +354,13 @@ def on_all_ranks[Result](
     except InputError as error:
         mine = None, str(error)
     except (OSError, GrpoError) as error:
-        mine = None, f"{directory} {problem}: {error}"
+        mine = None, f"{problem}: {error}"
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine, group=host_group())
     for _, error in everyone:
         if error is not None:
             raise GrpoError(error)
     return [result for result, _ in everyone]
-
-
-def on_rank_0[Result](step: Callable[[], Result], directory: Path, problem: str = "cannot be written") -> Result | None:
-    """Call `step` on rank 0 only and return its result, also to other ranks; raise GrpoError on all ranks if it fails.
-
-    Collective.
-    """
-    return on_all_ranks(lambda: step() if dist.get_rank() == 0 else None, directory, problem)[0]
 
 
 def check_replaceable(flag: str, out_dir: str | Path, inputs: Iterable[str | Path | None] = ()) -> None:

@@ -14,6 +14,9 @@ MODEL = """--model-family qwen3 --num-layers 4 --hidden-size 512 --ffn-hidden-si
     --group-query-attention --num-query-groups 2 --kv-channels 64 --qk-layernorm --normalization RMSNorm --swiglu
     --disable-bias-linear --vocab-size 4096 --max-position-embeddings 512 --bf16 --max-prompt-length 64
     --max-completion-length 256""".split()
+# Losses that are equal for all packs and layouts.
+BALANCING = """--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.2
+    --moe-router-dtype fp32""".split()
 EXPERTS = "--model-family qwen3_moe --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256".split()
 WITH_TE = "--transformer-impl transformer_engine"
 
@@ -100,6 +103,16 @@ def test_two_gpus_with_transformer_engine():
 def test_experts_on_two_gpus():
     allgather = "--moe-token-dispatcher-type allgather"
     check("TP1", f"TP1: {allgather}", "EP2", f"EP2: {allgather}", "TP2 SP EP2 ETP1", flags=EXPERTS)
+
+
+def test_balancing_losses():
+    """Per sequence of a pack, and over the whole update."""
+    check("TP1", "TP1: --max-tokens-per-microbatch 512", flags=[*EXPERTS, *BALANCING])
+
+
+@pytest.mark.gpus(2)
+def test_balancing_losses_on_two_gpus():
+    check("TP1", "EP2", "TP2 SP EP2 ETP1", "CP2", flags=[*EXPERTS, *BALANCING])
 
 
 @TE

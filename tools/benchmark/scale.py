@@ -7,20 +7,23 @@
 The launch scripts of docs/model_sizes.md give the flags. A larger world has more data-parallel ranks, and as many more
 completions, up to 8,192. This process takes the place of one rank after the other: torch's fake process groups stand
 for real ones, and the program's own functions decide who sends what. Numbers are what these functions return or do: the
-groups that they create, the files and the store that they ask. Only seconds follow from a formula: the bytes that the
+groups that they create, the files and the store that they ask. A start resumes from a made-up checkpoint with a file
+a rank, and reads a made-up .jsonl: an audit hook counts what it opens and lists, wrappers of os.stat and os.lstat (they
+have no audit event) what it asks for, /proc/self/io the bytes. Only seconds follow from a formula: the bytes that the
 fullest host receives by --host-gigabytes a second, plus --message-microseconds for each message of each round.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import tempfile
 import time
 import tracemalloc
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +41,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_grpo.checkpointing import background_writer
+from megatron_grpo.checkpointing import background_writer, checkpoint_directory
+from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.data.batch import FIELDS, FinishReason, RolloutBatch
 from megatron_grpo.data.row_files import Blocks
 from megatron_grpo.data.sampler import PromptSampler
@@ -47,7 +51,10 @@ from megatron_grpo.estimate.memory import GIB, Plan
 from megatron_grpo.models import forward
 from megatron_grpo.parallel import exchange, initialize
 from megatron_grpo.rollout.dispatcher import PromptDispatcher
+from megatron_grpo.training import setup
+from megatron_grpo.utils.arguments import args_to_json
 from tools import generate_model_sizes_doc as published
+from tools.data.common import Bytes
 
 MODELS = {"8B": "Qwen3-8B", "70B": "Llama-3.1-70B", "30B-A3B": "Qwen3-30B-A3B"}
 MODELS |= {"235B-A22B": "Qwen3-235B-A22B", "671B": "DeepSeek-V3, 671B"}
@@ -55,6 +62,7 @@ HOST = 8  # ranks
 MOST_COMPLETIONS = 8192
 SLOWEST = 60.0  # seconds that one rank is behind the others
 DATA_BYTES, ROWS_OF_BLOCK, BLOCK_BYTES = 10 * 2**30, 1000, 4 * 2**20  # of the training data
+START_ROWS, START_ROW = 4096, 1024  # of the data that a start reads, and bytes of a row
 MIB = 2**20
 
 
@@ -85,6 +93,9 @@ class Numbers:
     gloo_sockets: int = 0  # of a rank
     store_requests: float = 0.0  # a second, of all ranks that wait for one
     save_stats: float = 0.0  # a second, of all writers that wait for one
+    start_opens: int = 0  # files that all ranks open, and folders that they list, at a start
+    start_stats: int = 0  # questions of all ranks about files at a start
+    start_mib: float = 0.0  # that all ranks read at a start
     host_gib: float = 0.0  # host memory of a host
     device_gib: float = 0.0  # of the fullest rank in training
 
@@ -286,6 +297,104 @@ def save_stats(ranks: int) -> float:
     return asked[0] * (ranks - 1) / max(clock.now, 1.0)
 
 
+@dataclass
+class Reads:
+    """What a process reads of files."""
+
+    opens: int = 0
+    stats: int = 0
+    bytes: int = 0
+
+
+_counted: Reads | None = None
+
+
+def _on_event(event: str, _: tuple) -> None:
+    if _counted is not None and event in ("open", "os.listdir", "os.scandir"):
+        _counted.opens += 1
+
+
+@contextlib.contextmanager
+def reads() -> Iterator[Reads]:
+    """Context that counts what this process reads in it."""
+    global _counted
+
+    def asked[Result](function: Callable[..., Result]) -> Callable[..., Result]:
+        def counting(*arguments, **named) -> Result:
+            counted.stats += 1
+            return function(*arguments, **named)
+
+        return counting
+
+    def so_far() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    if not getattr(_on_event, "added", False):
+        sys.addaudithook(_on_event)  # for good: none can be removed
+        _on_event.added = True  # type: ignore[attr-defined]
+    counted, began = Reads(), so_far()
+    with mock.patch.object(os, "stat", asked(os.stat)), mock.patch.object(os, "lstat", asked(os.lstat)):
+        _counted = counted
+        try:
+            yield counted
+        finally:
+            _counted = None
+    counted.bytes = so_far() - began
+
+
+class Recorded:
+    """A process group of ``ranks`` whose rank 0 has been here before: the others receive what it has sent."""
+
+    def __init__(self, ranks: int):
+        self.place, self.sent, self._ranks = 0, list[torch.Tensor](), ranks
+
+    def rank(self) -> int:
+        """Return the rank that this process takes the place of."""
+        return self.place
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return self._ranks
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> "Recorded":
+        """Keep what rank 0 sends, or fill the tensor of another rank with it."""
+        if self.place == 0:
+            self.sent.append(tensor.clone())
+        else:
+            tensor.copy_(self.sent.pop(0))
+        return self
+
+    def wait(self) -> None:
+        """Do nothing: all is there."""
+
+
+def start_reads(args: Namespace, ranks: int, folder: Path) -> list[Reads]:
+    """Return what rank 0 and any other rank read until the model is built, in a run that resumes from ``folder``."""
+    data, save = folder / "data.jsonl", folder / "run"
+    data.write_text((json.dumps({"prompt": "x" * (START_ROW - 15)}) + "\n") * START_ROWS)
+    temporary = checkpoint_directory.start(save, args.updates_per_rollout)
+    parts = {f"__{rank}_0.distcp": [[len("made up"), ""]] for rank in range(ranks)}
+    for name in (*checkpoint_directory.CORE_FILES, *parts):
+        (temporary / name).write_text("made up")
+    (temporary / CHECKSUMS).write_text(json.dumps(parts))
+    checkpoint_directory.publish(temporary, args_to_json(args))
+    found, group = [], Recorded(ranks)
+    for group.place in 0, 1:
+        own = Namespace(**vars(args) | {"load": str(save), "save": str(save), "finetune": False, "dry_run": False})
+        own.max_prompt_length, own.curriculum, own.reward_routing = None, False, None
+        with (
+            mock.patch.dict(os.environ, {"RANK": str(group.place)}),
+            mock.patch.object(setup, "launch_group", lambda: group),
+            contextlib.redirect_stdout(None),
+            reads() as counted,
+        ):
+            assert setup._read_origin(own) == args.updates_per_rollout
+            assert len(setup._read_data([str(data)], Bytes(), own)) == START_ROWS
+        found.append(counted)
+    assert not group.sent, "other ranks have received less than rank 0 has sent"
+    return found
+
+
 def numbers_of(model: str, ranks: int, options: Namespace) -> Numbers | None:
     """Return the numbers of a model in a world of ``ranks``; None if it is too small for the model."""
     args = arguments(model, ranks, options.completions, options.flags)
@@ -312,6 +421,10 @@ def numbers_of(model: str, ranks: int, options: Namespace) -> Numbers | None:
     numbers.planner_mib = peak[0] + table.nbytes / MIB
     fill_exchange(numbers, hops, sizes, options)
     numbers.save_stats = save_stats(ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        first, other = start_reads(args, ranks, Path(folder))
+    whole = Reads(*(getattr(first, f.name) + (ranks - 1) * getattr(other, f.name) for f in fields(Reads)))
+    numbers.start_opens, numbers.start_stats, numbers.start_mib = whole.opens, whole.stats, whole.bytes / MIB
     with measured() as peak:
         count = DATA_BYTES // BLOCK_BYTES
         blocks = Blocks(np.full(count, ROWS_OF_BLOCK), np.full(count, BLOCK_BYTES), np.arange(count))

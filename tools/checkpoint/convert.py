@@ -58,6 +58,7 @@ from megatron_grpo.lora.merge import Merge
 from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.arguments import padded_vocab_size
+from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
@@ -183,7 +184,7 @@ def verify(
     written = torch_dist.Checkpoint(checkpoint)
     count = conversion.verify(args, weights, written, source, dtype)
     print_rank_0(f"verified: {count} tensors are equal bit by bit")
-    if checked := hf.on_rank_0(lambda: check_checksums(source), source.dir, "is damaged"):
+    if checked := on_rank_0(check_checksums, source, problem=f"{source.dir} is damaged"):
         print_rank_0(f"checksums: {checked} tensors in {source.dir} have the checksums of their writer")
     print_rank_0(conversion.compare_logits(args, weights, written, source, dtype))
 
@@ -202,6 +203,7 @@ def hf_to_megatron(options: argparse.Namespace) -> int:
     root = Path(options.save)
     if checkpoint_directory.latest_iteration(root):
         raise GrpoError(f"{root} holds a training run's checkpoints: give another --save")
+    hf.check_tied(source, weights)
     hf.check_copies(source, weights, {weight.name: (0, 1) for weight in weights})
     start()
     conversion.hf_to_megatron(args, weights, source, root, dtype)

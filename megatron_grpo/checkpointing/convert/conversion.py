@@ -27,11 +27,12 @@ from megatron_grpo.checkpointing.convert import torch_dist_writer
 from megatron_grpo.checkpointing.convert.torch_dist import Checkpoint
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
+from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.parallel.initialize import set_random_seed
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf, model_weights
-from megatron_grpo.weights.hf import on_all_ranks, on_rank_0
+from megatron_grpo.weights.hf import on_all_ranks
 from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import Safetensors, SafetensorsWriter
 
@@ -88,12 +89,13 @@ def hf_to_megatron(
             hf.copy_assets(source.dir, root / hf.ASSETS_DIR)
             checkpoint_directory.publish(temporary, args_to_json(args))
 
-        temporary: Path = on_rank_0(start, root)
+        problem = f"{root} cannot be written"
+        temporary = on_rank_0(start, problem=problem)
         try:
             mine = share(distinct_weights, dtype, dist.get_rank(), dist.get_world_size())
             with _progress("writing", size_of(distinct_weights, dtype)) as bar:
                 torch_dist_writer.write(temporary, args, distinct_weights, mine, source.read, dtype, bar.update)
-            on_rank_0(finish, root)
+            on_rank_0(finish, problem=problem)
         except BaseException:
             if dist.get_rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -173,7 +175,7 @@ def verify(
                 bar.update(size_of([weight], dtype))
         return names
 
-    return len(set().union(*on_all_ranks(compare, source.dir, "is not the checkpoint's model")))
+    return len(set().union(*on_all_ranks(compare, f"{source.dir} is not the checkpoint's model")))
 
 
 def _hf_parts(weight: Weight, tensor: Tensor) -> list[Part]:
@@ -191,7 +193,9 @@ def compare_logits(
     text, or the reason why there is none: both models must fit into the available memory. Raises GrpoError when the
     logits differ by more than LOGITS_TOLERANCE.
     """
-    return on_rank_0(lambda: _compare_logits(args, weights, checkpoint, source, dtype), source.dir, "is another model")
+    return on_rank_0(
+        _compare_logits, args, weights, checkpoint, source, dtype, problem=f"{source.dir} is another model"
+    )
 
 
 @torch.no_grad()

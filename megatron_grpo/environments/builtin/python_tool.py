@@ -28,7 +28,7 @@ async def python(code: str) -> str:
 
 @functools.cache
 def _sandboxes() -> threads.Threads:
-    """Return the threads of which each has a sandbox: one runs one program at a time (--environment-sandboxes)."""
+    """Return the threads that run programs, each in a sandbox of its own (--environment-sandboxes)."""
     kind = sandbox(strict=True).kind
     return threads.Threads(threads.sizes.sandboxes, initializer=lambda: setattr(_of_thread, "box", Sandbox(kind)))
 

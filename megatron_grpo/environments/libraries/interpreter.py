@@ -14,7 +14,6 @@ from megatron_grpo.utils.errors import GrpoError
 
 _PROCESS = Path(__file__).with_name("process.py")
 _LONGEST = 2**28  # bytes of a reply
-_GRACE = 10.0  # s for the process to read that a run is cancelled, after which a program blocks all others
 
 
 class _Run(NamedTuple):
@@ -59,7 +58,7 @@ class Interpreter:
             return await run.done
         except asyncio.CancelledError:
             self._cancelled.add(number)
-            asyncio.get_running_loop().call_later(_GRACE, self._end_blocked, process, number)
+            asyncio.get_running_loop().call_later(threads.GRACE, self._end_blocked, process, number)
             await self._send(process, ["cancel", number])
             raise
         finally:

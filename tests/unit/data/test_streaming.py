@@ -1,6 +1,7 @@
 """Files that are streamed (small blocks stand for large ones): order, memory, resume, blends, rows left out."""
 
 import json
+import pickle
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
@@ -329,3 +330,28 @@ def test_a_streamed_run_that_was_stopped_goes_on_with_the_same_prompts(tmp_path,
     assert [used for used, _ in counts] == [4, 8, 12, 16, 20, 24] and counts[-1][1] > 0
     assert len({row for _, row in logged}) == 24
     assert sum(row >= 60 for row in {row for _, row in logged}) == 7  # 0.3 * 24, to within one
+
+
+@pytest.mark.parametrize("count", [4, 30])  # checked at the start, and streamed
+@pytest.mark.parametrize("flags", ["", "--curriculum", "--bad-rows skip --min-pass-rate 0.2", "--no-shuffle"])
+@pytest.mark.parametrize("write", [jsonl, parquet])
+def test_other_ranks_have_the_data_of_rank_0_without_its_work(tmp_path, monkeypatch, write, flags, count):
+    lines = [row | {"pass_rate": number / count} for number, row in enumerate(rows(count))]
+    lines[3]["prompt"] = "" if "skip" in flags else "3"
+    words = ["0.7", str(write(tmp_path / "a", lines)), "0.3", str(write(tmp_path / "b", lines))]
+    for place in (1, 3):
+        suffix = ".jsonl" if write is jsonl else ".parquet"
+        words[place] = str((tmp_path / words[place]).rename(words[place] + suffix))
+    first = dataset(*words, flags=flags)
+    first.first(1)
+    reading = pickle.loads(pickle.dumps(first.reading()))
+    monkeypatch.setattr(row_files.JsonLines, "_scan", lambda self: pytest.fail("the file is read again"))
+    tokenizer, encode, encoded = Characters(), Characters.encode, []
+    monkeypatch.setattr(Characters, "encode", lambda self, text: encoded.append(text) or encode(self, text))
+    other = PromptDataset(words, tokenizer, parse_args(flags.split()), read_by_rank_0=reading)
+    assert not encoded and other.streamed == first.streamed == (count == 30 and "curriculum" not in flags)
+    assert (len(other), other.engine_decodes, other.summary()) == (len(first), first.engine_decodes, first.summary())
+    ours, theirs = first.sampler(), other.sampler()
+    for _ in range(3):
+        assert answers(draw(other, theirs, 7)) == answers(draw(first, ours, 7))
+    assert theirs.state_dict() == ours.state_dict()

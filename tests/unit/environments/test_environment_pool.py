@@ -1,5 +1,6 @@
 """Processes of environments that end while hundreds of calls run in them; what a poll of the pool looks at."""
 
+import random
 import time
 from pathlib import Path
 
@@ -57,6 +58,28 @@ class Held(Base):
         if kind == "block":
             time.sleep(10_000)
         return [{"role": "user", "content": kind}]
+
+@register_environment("traced")
+class Traced(Environment):
+    """Without snapshots. It writes each step into a file, with the process; "end" waits for so many that are held."""
+
+    def reset(self, row):
+        self.file, self.says_process = Path(row["file"]), row["says_process"]
+
+    async def step(self, turn):
+        kind, go, held = turn.text.split()
+        with self.file.open("a") as file:
+            file.write(f"{os.getpid()} {turn.number}\\n")
+        if kind == "held":
+            Path(f"{go}.{self.file.name}").touch()
+            while not Path(go).exists():
+                await asyncio.sleep(0.01)
+        if kind == "end":
+            while len(list(self.file.parent.glob(f"{Path(go).name}.*"))) < int(held):
+                await asyncio.sleep(0.01)
+            (self.file.parent / f"{os.getpid()}.ended").touch()
+            os._exit(3)
+        return [{"role": "user", "content": f"{kind} {os.getpid()}" if self.says_process else kind}]
 
 @register_environment("threads")
 class Threads(Base):
@@ -159,8 +182,87 @@ def test_the_call_that_ends_its_process_is_found_and_all_others_go_on(make, tmp_
     assert not any(worker.episodes for worker in pool._trials)
 
 
+class Traced:
+    """Episodes of the environment "traced"; those with odd numbers say their process."""
+
+    def __init__(self, pool, folder, count):
+        self.pool, self.folder, self.alive, self.turn, self.changed = pool, folder, list(range(count)), 0, []
+        for key in self.alive:
+            pool.begin(key, "traced", {"file": str(folder / f"{key}"), "says_process": bool(key % 2)})
+        answers(pool, count)
+
+    def round(self, held, quick, killer=None):
+        """Make a step of these episodes; the killer's ends its process when all that are held have begun."""
+        self.turn += 1
+        go = self.folder / f"go{self.turn}"
+        for kind, keys in (("held", held), ("quick", quick), ("end", [killer] if killer is not None else [])):
+            for key in keys:
+                number = 1 + sum(turn for _, turn in self.steps(key)[-1:])
+                self.pool.step(key, Turn(f"{kind} {go} {len(held)}", number=number))
+        found = answers(self.pool, 1) if killer is not None else {}
+        while killer is not None and killer not in found:
+            found |= answers(self.pool, 1)
+        go.touch()
+        found |= answers(self.pool, len(held) + len(quick) + (killer is not None) - len(found))
+        assert [key for key, answer in found.items() if answer.error] == ([killer] if killer is not None else [])
+        self.changed += [key for key, answer in found.items() if answer.changed]
+        if killer is not None:
+            self.pool.end(killer)
+            self.alive.remove(killer)
+
+    def steps(self, key):
+        """Return [(process, number of the turn)] of all steps that an episode has made."""
+        file = self.folder / f"{key}"
+        return [tuple(map(int, line.split())) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_an_episode_without_snapshots_stays_where_its_call_was_repeated(make, tmp_path):
+    """Its effects happen twice: in the process that ended, and in the one that cleared it. Episode 2 shares a half with
+    the one at fault.
+    """
+    traced = Traced(make(["traced"], workers=1), tmp_path, 4)
+    traced.round([], [0, 1, 2, 3])
+    traced.round([0, 1, 2], [], killer=3)
+    traced.round([], [0, 1, 2])
+    for key in (0, 1):
+        assert sorted(number for _, number in traced.steps(key)) == [1, 1, 2, 2, 3]
+    assert traced.changed == [1]  # its answers name the process
+    assert traced.pool._episodes[1].answers[1]["messages"][0]["content"].split()[1] == str(traced.steps(1)[0][0])
+    for key in (0, 1, 2):
+        traced.pool.end(key)
+    assert not any(worker.episodes or worker.suspects for worker in traced.pool._trials)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_episode_without_snapshots_leaves_a_process_only_when_it_has_ended(make, tmp_path, monkeypatch, seed):
+    """Three calls end their processes, beside random ones. Every process has seen an episode's turns in order."""
+    monkeypatch.setattr(module, "_MAX_TRIALS", 5)  # 10 calls are halved 4 times
+    chance, pool = random.Random(seed), make(["traced"], workers=2)
+    traced = Traced(pool, tmp_path, 10)
+    traced.round([], traced.alive)
+    for _ in range(3):
+        killer, *others = chance.sample(traced.alive, len(traced.alive) - 1)
+        middle = chance.randrange(len(others))
+        traced.round(others[:middle], others[middle:], killer)
+        traced.round([], traced.alive)
+    ended = {int(path.stem) for path in tmp_path.glob("*.ended")}
+    for key in range(10):
+        by_process = {}
+        for process, number in traced.steps(key):
+            by_process.setdefault(process, []).append(number)
+        assert all(numbers == list(range(1, len(numbers) + 1)) for numbers in by_process.values())
+        assert set([*by_process][:-1]) <= ended
+        if key in traced.alive:
+            assert (key in traced.changed) == (key % 2 == 1 and len(by_process) > 1)
+    for key in traced.alive:
+        pool.end(key)
+    while len(pool._trials) > 5:
+        pool.poll()
+    assert not pool._groups and len(pool._processes) == 2 + len(pool._trials)
+
+
 def test_a_call_that_blocks_its_process_is_found(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_GRACE", 0.5)
+    monkeypatch.setattr(module, "GRACE", 0.5)
     monkeypatch.setattr(module, "_SILENCE", 0.1)
     pool = make(["held"], workers=1, timeout=0.5)
     (tmp_path / "go").touch()

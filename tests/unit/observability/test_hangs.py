@@ -79,6 +79,8 @@ def test_the_limit_of_a_silent_rank_is_that_of_the_phase_on_its_board():
     assert with_boards(states, unheard, 5.0, limits) == states
     starting = [replace(reader, neighbour_position="start: engine"), *states[1:]]
     assert with_boards(starting, [0.0, 11.5, 0.0, 0.0], 5.0, limits)[1].limit == 60.0
+    compiles = [replace(reader, neighbour_first=True), *states[1:]]  # and holds the interpreter's lock
+    assert with_boards(compiles, [0.0, 11.5, 0.0, 0.0], 5.0, limits)[1].limit == 60.0
 
 
 def test_ranks_that_have_ended_take_no_part():
@@ -119,12 +121,12 @@ def test_positions_nest_and_are_on_the_board():
     progress.show_on(descriptor)
 
     def shown():
-        return os.pread(descriptor, progress.BOARD_BYTES, 0).decode().strip()
+        return progress.read_board(descriptor)[0]
 
     with progress.phase("compiles"):
-        assert progress.position.first
+        assert progress.position.first and progress.read_board(descriptor) == ("compiles", True)
     with progress.phase("compiles"):
-        assert not progress.position.first
+        assert not progress.position.first and progress.read_board(descriptor) == ("compiles", False)
     entered = progress.position.entered
     with progress.phase("eval"), progress.phase("rollout"):
         progress.step("prefill")

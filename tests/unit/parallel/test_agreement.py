@@ -1,4 +1,4 @@
-"""What all ranks learn of a lost engine, and how long they wait for one another."""
+"""What all ranks learn of rank 0 and of a lost engine, and how long they wait for one another."""
 
 import threading
 import time
@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,9 +15,15 @@ from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 
-from megatron_grpo.parallel import agreement
-from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers, peer_has_ended, raised_on_every_rank
-from megatron_grpo.utils.errors import EngineLost, GrpoError
+from megatron_grpo.parallel import agreement, initialize
+from megatron_grpo.parallel.agreement import (
+    all_ranks_agree,
+    device_answers,
+    on_rank_0,
+    peer_has_ended,
+    raised_on_every_rank,
+)
+from megatron_grpo.utils.errors import EngineLost, GrpoError, InputError
 
 
 def test_the_rank_that_lost_the_engine_raises_what_it_raised(one_process):
@@ -125,3 +132,91 @@ def test_a_rank_that_does_not_vote_is_not_waited_for(monkeypatch):
 def test_the_end_of_another_rank_is_told_apart():
     assert peer_has_ended(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:1234"))
     assert not peer_has_ended(RuntimeError("CUDA out of memory")) and not peer_has_ended(OSError("Connection refused"))
+
+
+def of_two_ranks(function, timeout=timedelta(seconds=60)):
+    """Call a function with the group of each of two ranks, in threads; return the results, or the errors."""
+    store, results = dist.HashStore(), [None, None]
+
+    def rank(number: int) -> None:
+        group = dist.ProcessGroupGloo(store, number, 2, timeout)
+        try:
+            results[number] = function(group)
+        except (GrpoError, RuntimeError) as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_what_rank_0_finds_is_everyones():
+    calls = []
+    found = {"rows": np.arange(1000), "files": ["a.jsonl"]}
+    first, second = of_two_ranks(lambda group: on_rank_0(lambda: calls.append(0) or found, group=group))
+    assert calls == [0] and first is found
+    assert second["files"] == ["a.jsonl"] and (second["rows"] == found["rows"]).all()
+    assert on_rank_0(lambda value: value, 5) == 5  # without process groups
+
+
+@pytest.mark.parametrize(
+    "error, problem, message",
+    [
+        (GrpoError("row 7 is bad"), "", "row 7 is bad"),
+        (GrpoError("no room"), "out cannot be written", "out cannot be written: no room"),
+        (InputError("a.safetensors is damaged"), "out cannot be written", "a.safetensors is damaged"),
+        (FileNotFoundError(2, "No such file or directory", "a"), "", "a: No such file or directory"),
+        (OSError("disk"), "out cannot be written", "out cannot be written: disk"),
+    ],
+)
+def test_an_error_of_rank_0_is_everyones(error, problem, message):
+    def fail():
+        raise error
+
+    errors = of_two_ranks(lambda group: on_rank_0(fail, problem=problem, group=group))
+    assert [type(one) for one in errors] == [GrpoError, GrpoError] and [str(one) for one in errors] == [message] * 2
+    with pytest.raises(GrpoError) as alone:
+        on_rank_0(fail, problem=problem)
+    assert str(alone.value) == message
+
+
+def test_rank_0_may_read_for_longer_than_the_time_out(monkeypatch):
+    """Rank 0 reads until the wait of another pair of ranks, which begins later, has timed out."""
+    short, reading, over = timedelta(milliseconds=200), threading.Event(), threading.Event()
+
+    def read():
+        reading.set()
+        assert over.wait(60)
+        return "rows"
+
+    def patient(group):
+        joint = SimpleNamespace(group=group)
+        monkeypatch.setattr(initialize, "_joint", joint)
+        initialize.wait_without_time_out()
+        return on_rank_0(read, group=group)
+
+    def impatient(group):
+        reading.wait(60)
+        return on_rank_0(over.wait, 60, group=group) if group.rank() == 0 else on_rank_0(None, group=group)
+
+    def first_pair():
+        results.append(of_two_ranks(patient, short))
+
+    monkeypatch.setattr(initialize, "host_group", lambda: None)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", lambda *_: None)
+    results = []
+    thread = threading.Thread(target=first_pair)
+    thread.start()
+
+    def waits(group):
+        try:
+            return impatient(group)
+        finally:
+            over.set()
+
+    _, timed_out = of_two_ranks(waits, short)
+    thread.join()
+    assert isinstance(timed_out, RuntimeError) and results == [["rows", "rows"]]

@@ -64,12 +64,12 @@ def train(model, generator: torch.Generator) -> None:
     """Change every weight by about a hundredth of the mean size."""
     for chunk in model:
         for tensor in chunk.parameters():
-            step = torch.randn(tensor.shape, generator=generator) * tensor.float().abs().mean() * 1e-2
-            tensor.copy_(tensor.float() + step)
+            step = torch.randn(tensor.shape, generator=generator) * tensor.float().abs().mean().cpu() * 1e-2
+            tensor.copy_(tensor.float().cpu() + step)
 
 
 def weights(args, model) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in stream_hf(model, args)}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in stream_hf(model, args)}
 
 
 def used(reference, policy) -> dict[str, torch.Tensor]:

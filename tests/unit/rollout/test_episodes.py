@@ -182,6 +182,14 @@ def test_others_generate_while_one_waits():
     assert ["failed in 1 episode: no connection" in line for line in episodes.failures()] == [True]
 
 
+def test_changed_answers_to_repeated_turns_are_named_once():
+    turns, more = {number: [[5, END]] * 2 for number in range(3)}, MORE | {"changed": True}
+    done, _, episodes = run(turns, {0: [RESET, more, DONE], 1: [RESET, MORE, DONE], 2: [RESET, more, DONE]})
+    lines = episodes.failures()
+    assert len(lines) == 1 and "otherwise than the first time in 2 episodes" in lines[0]
+    assert episodes.failures() == [] and {c.environment_reward for c in done.values()} == {1.5}
+
+
 def test_a_rewritten_history_begins_another_sample():
     """The second answer is appended, the third one follows a prompt of its own; the limits are those of the episode."""
     turns, answers = {4: [[5, END], [6, END], [7, 8, END], [5, END]]}, {4: [RESET, MORE, MORE, MORE, DONE]}

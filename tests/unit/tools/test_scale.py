@@ -24,6 +24,9 @@ GROWTH = {
     "gloo_sockets": 1,  # a mesh of all ranks
     "store_requests": 1,
     "save_stats": 0,
+    "start_opens": 1,
+    "start_stats": 1,
+    "start_mib": 1,
     "host_gib": 0,
     "device_gib": 0,
 }
@@ -57,6 +60,25 @@ def test_deepseek_v3_is_exchanged_in_as_many_rounds_as_its_fullest_rank_needs():
     numbers = scale.numbers_of("671B", 1024, scale.build_parser().parse_args(words))
     assert numbers.rounds <= numbers.sent_mib * scale.MIB / scale.exchange.ROUND + 2
     assert numbers.sent_mib < 2 * numbers.received_mib  # no rank sends a copy to each of 64 others
+
+
+def test_one_rank_reads_the_checkpoint_and_the_data(worlds, tmp_path):
+    """A checkpoint of 200 files and 4 MiB of rows: rank 0 asks for each file, and reads each byte twice."""
+    options = scale.build_parser().parse_args([])
+    args = scale.arguments("30B-A3B", 32, options.completions)
+    first, other = scale.start_reads(args, 200, tmp_path)
+    size = scale.START_ROWS * scale.START_ROW
+    assert first.stats >= 200 and 2 * size <= first.bytes <= 2.1 * size
+    assert other.stats < 20 and other.opens < 20 and other.bytes < 0.02 * size
+
+
+def test_reads_are_those_that_happened(tmp_path):
+    (tmp_path / "a").write_bytes(b"x" * 100_000)
+    with scale.reads() as counted:
+        assert (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+        (tmp_path / "a").read_bytes()
+        list(tmp_path.iterdir())
+    assert (counted.opens, counted.stats) == (2, 2) and 100_000 <= counted.bytes < 101_000
 
 
 @pytest.mark.parametrize("ranks", [2, 5])

@@ -28,10 +28,12 @@ from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_grpo.parallel import agreement
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf, model_weights, safetensors_files
 from megatron_grpo.weights.safetensors_files import Safetensors
 from megatron_grpo.weights.stream import stream_hf
+from tools.benchmark.scale import Recorded
 
 LLAMA3, YARN = SHAPES["llama"]["rope_scaling"], {"factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {
@@ -519,3 +521,27 @@ def test_config_that_is_none(tmp_path, content, message):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(GrpoError, match=rf"config\.json .*{message}"):
         hf.read_config(tmp_path)
+
+
+def test_other_ranks_open_the_files_of_their_own_weights(world, tmp_path, monkeypatch):
+    """A rank that holds the embedding alone: rank 0 has read the headers of all files."""
+    make(tmp_path, "llama", tied=False).save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    args, group = toy_args(tmp_path), Recorded(2)
+    chunks, held, load = build(args), model_weights.local_weights, Safetensors._load
+    opened: list[str] = []
+    monkeypatch.setattr(agreement, "host_group", lambda: group)
+    monkeypatch.setattr(Safetensors, "_load", lambda self, path: opened.append(path.name) or load(self, path))
+    hf.load_hf(chunks, args, tmp_path)
+    assert sorted(opened) == sorted(set(files.values())) and len(opened) > 3
+    opened.clear()
+    group.place = 1
+
+    def embedding(*arguments):
+        return [row for row in held(*arguments) if "model.embed_tokens.weight" in row[0].hf]
+
+    monkeypatch.setattr(model_weights, "local_weights", embedding)
+    monkeypatch.setattr(model_weights, "owning_stages", lambda *_: None)
+    hf.load_hf(chunks, args, tmp_path)
+    assert opened == [files["model.embed_tokens.weight"]] and not group.sent
