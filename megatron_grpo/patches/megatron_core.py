@@ -173,9 +173,10 @@ READER = Replacement(
 COMMON_STATE = Replacement(
     "megatron.core.dist_checkpointing.serialization:load_common_state_dict",
     "checkpoint_dir",
-    "Read no common state as a pickle that runs code.",
+    "Merge a request with the values of this run's arrangement only; megatron-core would read the stored ones again, "
+    "as a pickle that can run code.",
     by="megatron_grpo/checkpointing/checkpoint.py",
-    proof="tests/unit/checkpointing/test_convert.py::test_a_common_state_that_runs_code_is_refused",
+    proof="tests/unit/checkpointing/test_convert.py::test_written_as_a_built_model_saves",
     scope="context",
 )
 COLLECTOR = Replacement(
@@ -215,7 +216,7 @@ SET_RANDOM_STATE = Replacement(
 )
 SPLIT_SIZES = Replacement(
     "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
-    None,
+    "tensor, as_numpy, record_stream",
     "Convert the split sizes of the all-to-all dispatcher to numbers; megatron-core does so only for GPU tensors.",
     by="megatron_grpo/patches/cpu_backend.py",
     proof="tests/unit/utils/test_cpu_backend.py::test_patch",

@@ -128,8 +128,8 @@ class Replacement:
         package = self.package
         which = f"in {root}" if root else _version(package)
         return GrpoError(
-            f"{package} {which}: this project replaces {self.name}, {problem}. It would {self.why[0].lower()}"
-            f"{self.why[1:]} Install the version of {package} that requirements*.txt names, or mend the entry in "
+            f"{package} {which}: this project replaces {self.name}, {problem}. Reason for the replacement: {self.why} "
+            f"Install the version of {package} that requirements*.txt names, or mend the entry in "
             f"megatron_grpo/patches and {self.by}"
         )
 
@@ -157,7 +157,8 @@ def _version(package: str) -> str:
 def _bindings(module: str, root: Path | None) -> dict[str, Any]:
     """Return what a module's source binds; LookupError if there is no such module.
 
-    A function's name has its parameters, a class's name the bindings of its body, any other name None.
+    A function's name has its parameters, a class's name the bindings of its body, an imported name its target, any
+    other name None.
     """
     package, *path = module.split(".")
     if root is None:
@@ -169,11 +170,16 @@ def _bindings(module: str, root: Path | None) -> dict[str, Any]:
         file = folder.joinpath(*path)
         for source in file.with_suffix(".py"), file / "__init__.py":
             if source.exists():
-                return _of_body(ast.parse(source.read_text()).body)
+                package = module if source.name == "__init__.py" else module.rpartition(".")[0]
+                return _of_body(ast.parse(source.read_text()).body, package)
     raise LookupError(module)
 
 
-def _of_body(body: list[ast.stmt]) -> dict[str, Any]:
+class _Imported(str):
+    """The target from which a module imports a name."""
+
+
+def _of_body(body: list[ast.stmt], package: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def bind(names: Iterable[str]) -> None:
@@ -186,17 +192,23 @@ def _of_body(body: list[ast.stmt]) -> dict[str, Any]:
             parameters = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
             found[statement.name] = ", ".join(parameter.arg for parameter in parameters if parameter)
         elif isinstance(statement, ast.ClassDef):
-            found[statement.name] = _of_body(statement.body)
-        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            found[statement.name] = _of_body(statement.body, package)
+        elif isinstance(statement, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - statement.level + 1] if statement.level else []
+            module = ".".join([*above, *filter(None, [statement.module])])
+            for alias in statement.names:
+                found.setdefault(alias.asname or alias.name, _Imported(f"{module}:{alias.name}"))
+        elif isinstance(statement, ast.Import):
             bind((alias.asname or alias.name).partition(".")[0] for alias in statement.names)
         elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             bind(node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
         else:  # if, try, with
             blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-            for inner in map(_of_body, [*blocks, *(handler.body for handler in getattr(statement, "handlers", []))]):
-                bind(inner)
-                found |= {name: value for name, value in inner.items() if value is not None}
+            blocks += [handler.body for handler in getattr(statement, "handlers", [])]
+            for block in blocks:
+                for name, value in _of_body(block, package).items():
+                    found[name] = found.get(name) if value is None else value
     return found
 
 
@@ -208,4 +220,9 @@ def _found(target: str, root: Path | None) -> Any:
         if not isinstance(found, dict):
             raise LookupError(target)
         found = found[name]
+    if isinstance(found, _Imported):
+        try:
+            return _found(found, root)
+        except LookupError:  # a module, or of a package that is not installed
+            return None
     return None if isinstance(found, dict) else found

@@ -43,10 +43,11 @@ DRAFT_TEMPERATURES = Replacement(
     by="megatron_grpo/rollout/vllm/colocate.py",
     proof="tests/distributed/test_speculative.py::test_samples_have_the_distribution_of_the_model",
     needed="--vllm-speculative-config on a CPU",
+    link="https://github.com/vllm-project/vllm/pull/42638",
 )
 DRAFT_TRUNCATION = Replacement(
     "vllm.v1.sample.rejection_sampler:apply_top_k_top_p",
-    None,
+    "logits, k, p",
     "Truncate the distributions of no draft tokens: on a CPU vLLM 0.32 fails with top-k in a step without drafts.",
     by="megatron_grpo/rollout/vllm/colocate.py",
     proof="tests/distributed/test_speculative.py::test_truncated_samples_have_their_distribution_and_kept_tokens",

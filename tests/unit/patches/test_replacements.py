@@ -24,6 +24,7 @@ GPU_VLLM = Path("/root/.cache/grpo-gpu-packs/vllm")  # vLLM of requirements-gpu.
 
 SOURCE = """
 import json
+from .kernels import rotate
 try:
     from nowhere import fast
 except ImportError:
@@ -40,14 +41,15 @@ class Model:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch) -> Path:
-    """A made-up package "madeup" that is installed; its only module is "layers"."""
+    """A made-up package "madeup" that is installed; its modules are "layers" and "kernels"."""
     folder = tmp_path / "madeup"
     folder.mkdir()
     (folder / "__init__.py").touch()
     (folder / "layers.py").write_text(SOURCE)
+    (folder / "kernels.py").write_text("def rotate(x, angle): ...")
     monkeypatch.syspath_prepend(tmp_path)
     yield folder
-    for name in "madeup", "madeup.layers":
+    for name in "madeup", "madeup.layers", "madeup.kernels":
         sys.modules.pop(name, None)
 
 
@@ -72,7 +74,8 @@ def test_an_entry_fits_the_vllm_for_gpus(one):
 
 @pytest.mark.parametrize(
     "target, parameters",
-    [("scale", "x, factor, where"), ("Model.forward", "self, tokens"), ("Model", None), ("fast", None), ("json", None)],
+    [("scale", "x, factor, where"), ("Model.forward", "self, tokens"), ("Model", None), ("fast", None), ("json", None)]
+    + [("rotate", "x, angle")],
 )
 def test_a_name_is_found(package, target, parameters):
     entry(target, parameters).check()
@@ -87,6 +90,7 @@ def test_a_name_is_found(package, target, parameters):
         ("scale.x", None, r"madeup\.layers\.scale\.x, which is missing there"),
         ("scale", "x, factor", r"which has the parameters \(x, factor, where\) there, and not \(x, factor\)"),
         ("fast", "x", r"which has the parameters \(None\) there"),
+        ("rotate", "x", r"which has the parameters \(x, angle\) there, and not \(x\)"),
     ],
 )
 def test_another_name_or_signature_is_refused(package, target, parameters, problem):
@@ -95,13 +99,13 @@ def test_another_name_or_signature_is_refused(package, target, parameters, probl
     for use in one.check, lambda: one.install(1), lambda: one.install_on(instance, len), one.replaced(1).__enter__:
         with pytest.raises(GrpoError, match=problem) as error:
             use()
-        assert "It would scale once. Install the version of madeup" in str(error.value)
+        assert "replacement: Scale once. Install the version of madeup" in str(error.value)
     assert vars(instance) == {"backward": len, "x": 1}
 
 
 def test_another_module_is_refused(package):
     with pytest.raises(GrpoError, match="missing there"):
-        replace(entry("scale"), target="madeup.kernels:scale").check()
+        replace(entry("scale"), target="madeup.norms:scale").check()
     with pytest.raises(GrpoError, match="missing there"):
         replace(entry("scale"), target="not_installed:scale").check()
 
