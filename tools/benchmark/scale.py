@@ -55,7 +55,7 @@ from megatron_grpo.data.row_files import Blocks
 from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.estimate import host_memory
 from megatron_grpo.estimate.memory import GIB, Plan
-from megatron_grpo.models import forward
+from megatron_grpo.models import forward, gpt
 from megatron_grpo.parallel import exchange, initialize
 from megatron_grpo.rollout.dispatcher import PromptDispatcher
 from megatron_grpo.training import setup, train_step
@@ -415,13 +415,26 @@ def _cuda_type(tensor: torch.Tensor, *given: Any, _type=torch.Tensor.type, **nam
     return result.replace("meta.", "") if isinstance(result, str) else result
 
 
+def on_host[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that makes its tensors in the host's memory."""
+
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
+        with torch.device("cpu"):
+            return function(*arguments, **named)
+
+    return call
+
+
 @contextlib.contextmanager
 def on_meta(args: Namespace) -> Iterator[forward.Model]:
     """Context with this rank's model, on a device without memory."""
     args.use_cpu_initialization, args.perform_initialization = True, False
+    # The same weights without Transformer Engine, which needs a GPU; the moments are then in float32.
+    args.transformer_impl, args.use_precision_aware_optimizer = "local", False
     with (
         META,
         mock.patch.object(forward, "device", lambda: META),
+        mock.patch.object(gpt, "frequencies", on_host(gpt.frequencies)),  # of positions: transformers copies them
         mock.patch.object(torch.cuda, "current_device", lambda: META),
         mock.patch.object(torch.Tensor, "type", _cuda_type),
     ):
