@@ -263,8 +263,10 @@ def write_state(state: dict, directory: Path, content_metadata: dict | None = No
         of_rank_0 = ShardedObject(data_files.COMMON_STATE, common, (1,), (0,), replica_id=dist.get_rank())
         sharded[data_files.COMMON_STATE] = of_rank_0
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        with _no_pairs_of_shards():
+            tensors = mcore_to_pyt_state_dict(by_key)
         torch_checkpoint.save(
-            mcore_to_pyt_state_dict(by_key),
+            tensors,
             storage_writer=(
                 StagingWriter(directory, _background)
                 if _background is not None and _background.job is not None
@@ -354,7 +356,7 @@ def _load(request: dict, common: dict, directory: Path) -> dict:
             entry.merge_fn = partial(_merged, entry.data, entry.merge_fn)
     state, problem = {}, None
     try:
-        with warnings.catch_warnings(), _own_readers():
+        with warnings.catch_warnings(), _own_readers(), _no_pairs_of_shards():
             # megatron-core uses torch's deprecated ShardedTensor, calls torch's function as a program of one process
             # does, and gives the arguments in another order than torch wants.
             warnings.simplefilter("ignore", FutureWarning)
@@ -387,6 +389,15 @@ def _own_readers() -> Iterator[None]:
     reader = core.READER.replaced(lambda directory, *_, **__: data_files.Reader(directory))
     with reader, core.COMMON_STATE.replaced(lambda _: {}):
         yield
+
+
+def _no_pairs_of_shards() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which torch does not look for overlaps between the shards of a tensor.
+
+    megatron-core stores the experts of all layers as one tensor, and torch compares each pair of its shards on every
+    rank that saves or loads experts. megatron-core checks the same in time that is proportional to the shards.
+    """
+    return core.OVERLAPS.replaced(lambda shards, sharded_dims: None)
 
 
 def _check_presence(request: dict, directory: Path) -> None:

@@ -187,6 +187,15 @@ COLLECTOR = Replacement(
     proof="CPU time of a staged save of 0.67 GB: 0.49 s, of which garbage collections took 0.26 s",
     scope="context",
 )
+# torch's, which megatron-core's checkpoints call
+OVERLAPS = Replacement(
+    "torch.distributed._shard.sharding_spec._internals:_find_nd_overlapping_shards",
+    "shards, sharded_dims",
+    "Compare no pairs of shards: megatron-core stores the experts of all layers as one tensor, and checks it itself.",
+    by="megatron_grpo/checkpointing/checkpoint.py",
+    proof="tests/unit/tools/test_scale.py::test_a_save_compares_no_pairs_of_shards",
+    scope="context",
+)
 
 # CPU: installed by patches/cpu_backend.py, with torch's names
 GET_RANDOM_STATE = Replacement(

@@ -7,23 +7,28 @@
 The launch scripts of docs/model_sizes.md give the flags. A larger world has more data-parallel ranks, and as many more
 completions, up to 8,192. This process takes the place of one rank after the other: torch's fake process groups stand
 for real ones, and the program's own functions decide who sends what. Numbers are what these functions return or do: the
-groups that they create, the files and the store that they ask. A start resumes from a made-up checkpoint with a file
-a rank, and reads a made-up .jsonl: an audit hook counts what it opens and lists, wrappers of os.stat and os.lstat (they
-have no audit event) what it asks for, /proc/self/io the bytes. Only seconds follow from a formula: the bytes that the
-fullest host receives by --host-gigabytes a second, plus --message-microseconds for each message of each round.
+groups that they create, the files and the store that they ask, the messages of a weight sync, and the plan of a save,
+for which models and optimizers are built on a device without memory. A start resumes from a made-up checkpoint with a
+file a rank, and reads a made-up .jsonl: an audit hook counts what it opens and lists, wrappers of os.stat and os.lstat
+(they have no audit event) what it asks for, /proc/self/io the bytes. Only seconds follow from a formula: the bytes that
+the fullest host receives by --host-gigabytes a second, plus --message-microseconds for each message of each round; of a
+weight sync, by --weights-gigabytes a second.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 import tempfile
 import time
 import tracemalloc
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,9 +44,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_grpo.checkpointing import background_writer, checkpoint_directory
+import pretrain_grpo
+from megatron_grpo.checkpointing import background_writer, checkpoint, checkpoint_directory, optimizer_state
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.data.batch import FIELDS, FinishReason, RolloutBatch
 from megatron_grpo.data.row_files import Blocks
@@ -51,8 +58,9 @@ from megatron_grpo.estimate.memory import GIB, Plan
 from megatron_grpo.models import forward
 from megatron_grpo.parallel import exchange, initialize
 from megatron_grpo.rollout.dispatcher import PromptDispatcher
-from megatron_grpo.training import setup
+from megatron_grpo.training import setup, train_step
 from megatron_grpo.utils.arguments import args_to_json
+from megatron_grpo.weights import stream
 from tools import generate_model_sizes_doc as published
 from tools.data.common import Bytes
 
@@ -64,6 +72,7 @@ SLOWEST = 60.0  # seconds that one rank is behind the others
 DATA_BYTES, ROWS_OF_BLOCK, BLOCK_BYTES = 10 * 2**30, 1000, 4 * 2**20  # of the training data
 START_ROWS, START_ROW = 4096, 1024  # of the data that a start reads, and bytes of a row
 MIB = 2**20
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,11 @@ class Numbers:
     start_opens: int = 0  # files that all ranks open, and folders that they list, at a start
     start_stats: int = 0  # questions of all ranks about files at a start
     start_mib: float = 0.0  # that all ranks read at a start
+    sync_rounds: int = 0  # buckets of weights
+    sync_network_gib: float = 0.0  # of the host that receives most from others
+    sync_seconds: float = 0.0
+    save_gib: float = 0.0  # of a checkpoint, by the rank that writes most into its file
+    save_items: int = 0  # tensors and objects in the file that has most
     host_gib: float = 0.0  # host memory of a host
     device_gib: float = 0.0  # of the fullest rank in training
 
@@ -395,6 +409,123 @@ def start_reads(args: Namespace, ranks: int, folder: Path) -> list[Reads]:
     return found
 
 
+def _cuda_type(tensor: torch.Tensor, *given: Any, _type=torch.Tensor.type, **named: Any) -> Any:
+    """Return what ``tensor.type`` returns, for a tensor on the meta device as if it were on a GPU."""
+    result = _type(tensor, *given, **named)
+    return result.replace("meta.", "") if isinstance(result, str) else result
+
+
+@contextlib.contextmanager
+def on_meta(args: Namespace) -> Iterator[forward.Model]:
+    """Context with this rank's model, on a device without memory."""
+    args.use_cpu_initialization, args.perform_initialization = True, False
+    with (
+        META,
+        mock.patch.object(forward, "device", lambda: META),
+        mock.patch.object(torch.cuda, "current_device", lambda: META),
+        mock.patch.object(torch.Tensor, "type", _cuda_type),
+    ):
+        yield forward.build_model(args, pretrain_grpo.model_provider)
+
+
+def save_plan(args: Namespace, model: forward.Model) -> SavePlan:
+    """Return what this rank writes of a checkpoint: the plan of `checkpoint.write_state`."""
+    wrapped, optimizer, _ = train_step.setup_optimizer(args, model)
+    metadata = checkpoint._with_group(checkpoint.CONTENT_METADATA)
+    state = checkpoint._model_state(wrapped, metadata)
+    state["optimizer"] = optimizer_state.state_to_save(optimizer, state, metadata)
+    without_others = partial(checkpoint.save_preprocess, validate_access_integrity=False)
+    with (
+        mock.patch.object(torch.distributed.checkpoint, "save") as save,
+        mock.patch.object(checkpoint, "save_preprocess", without_others),
+    ):
+        checkpoint.write_state(state, Path("made-up"))
+    planner = save.call_args.kwargs["planner"]
+    planner.set_up_planner(save.call_args.args[0], None, dist.get_rank() == 0)
+    return planner.create_local_plan()
+
+
+def stream_traffic(
+    args: Namespace, model: forward.Model, stages: dict[str, int]
+) -> tuple[int, Counter[tuple[tuple[int, ...], int | None]]]:
+    """Return (buckets, bytes) of a weight sync, in which all ranks take part.
+
+    The bytes are those of each message, by the ranks of its group and the place of the sender: None if all send.
+    """
+    sent: Counter[tuple[tuple[int, ...], int | None]] = Counter()
+    buckets = 0
+
+    def broadcast(tensor, src, group):
+        ranks = tuple(dist.get_process_group_ranks(group))
+        sent[ranks, ranks.index(src)] += tensor.nbytes
+
+    def gather(result, tensor, group):
+        if tensor.device != META:  # the coordinates of the experts' group: tensor parallelism is its inner dimension
+            size = parallel_state.get_expert_tensor_parallel_world_size()
+            places = [[rank // size, rank % size] for rank in range(dist.get_world_size(group))]
+            assert places[dist.get_rank(group)] == tensor.tolist()
+            result.copy_(torch.tensor(places, device="cpu").view(-1))
+        else:
+            sent[tuple(dist.get_process_group_ranks(group)), None] += tensor.nbytes
+
+    def counted(*given):
+        nonlocal buckets
+        for bucket in plan(*given):
+            buckets += 1
+            yield bucket
+
+    plan = stream._buckets
+    with mock.patch.object(dist, "all_gather_into_tensor", gather), torch.device("cpu"):
+        experts = stream._expert_group()
+    with (
+        mock.patch.object(stream, "_expert_group", lambda: experts),
+        mock.patch.object(stream, "_buckets", counted),
+        mock.patch.object(stream, "device", lambda: META),
+        mock.patch.object(stream.model_weights, "owning_stages", lambda *_: stages),
+        mock.patch.object(dist, "all_gather_into_tensor", gather),
+        mock.patch.object(dist, "broadcast", broadcast),
+    ):
+        for _ in stream.stream_hf(model, args):
+            pass
+    return buckets, sent
+
+
+def into_hosts(sent: Counter[tuple[tuple[int, ...], int | None]], groups: Sequence[Group], ranks: int) -> np.ndarray:
+    """Return the bytes that each host receives from others, where all ranks do what ``sent`` says of rank 0."""
+    into = np.zeros(-(-ranks // HOST))
+    for (own, place), size in sent.items():
+        name = next(group.name for group in groups if group.ranks == own)
+        for group in {group.ranks for group in groups if group.name == name}:
+            for rank in group:
+                senders = group if place is None else [group[place]]
+                into[rank // HOST] += size * sum(sender // HOST != rank // HOST for sender in senders)
+    return into
+
+
+def fill_weights(numbers: Numbers, options: Namespace) -> None:
+    """Set the numbers of a weight sync and of a checkpoint, from the models of all pipeline stages."""
+    args = arguments(numbers.model, numbers.ranks, options.completions, options.flags)
+    assert args is not None
+    with made_up_rank(args, 0, numbers.ranks) as groups:
+        pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        weights = stream.streamed(args, only_trained=False)
+    held: dict[str, int] = {}  # the first stage of each weight; of experts, by what is equal for all of a layer
+    for stage, rank in reversed([*enumerate(pipeline)]):
+        with made_up_rank(args, rank, numbers.ranks), on_meta(args) as model:
+            own = stream.local_shards(model, args)
+            held |= {stream._expert_group_key(w) or w.name: stage for w in weights if w.name in own}
+            if rank == 0:
+                stages = {w.name: held[stream._expert_group_key(w) or w.name] for w in weights}
+                numbers.sync_rounds, sent = stream_traffic(args, model, stages)
+            items = save_plan(args, model).items
+        data = [item.tensor_data for item in items if item.tensor_data is not None]
+        size = sum(math.prod(d.chunk.sizes) * d.properties.dtype.itemsize for d in data)
+        numbers.save_gib, numbers.save_items = max(numbers.save_gib, size / GIB), max(numbers.save_items, len(items))
+    network = into_hosts(sent, groups, numbers.ranks).max()
+    numbers.sync_network_gib = network / GIB
+    numbers.sync_seconds = network / (options.weights_gigabytes * 1e9)
+
+
 def numbers_of(model: str, ranks: int, options: Namespace) -> Numbers | None:
     """Return the numbers of a model in a world of ``ranks``; None if it is too small for the model."""
     args = arguments(model, ranks, options.completions, options.flags)
@@ -446,6 +577,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--replayed-layers", type=int, default=0, metavar="N", help="layers whose experts a rollout has (R3) [0]"
     )
     parser.add_argument("--host-gigabytes", type=float, default=2.5, metavar="X", help="a second, over gloo [2.5]")
+    parser.add_argument("--weights-gigabytes", type=float, default=50.0, metavar="X", help="the same, over NCCL [50]")
     parser.add_argument("--message-microseconds", type=float, default=10.0, metavar="X", help="[10]")
     return parser
 
@@ -460,6 +592,7 @@ def main() -> None:
     for model in options.models:
         for ranks in options.ranks:
             if (numbers := numbers_of(model, ranks, options)) is not None:
+                fill_weights(numbers, options)
                 cells = [f"{v:,.1f}" if isinstance(v, float) else str(v) for v in asdict(numbers).values()]
                 print("| " + " | ".join(cells) + " |", flush=True)
     print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Rewards for answers that equal the gold answer mathematically (math_value.py)."""
+"""Rewards for answers that equal the gold answer mathematically (math_reading.py, math_equal.py)."""
 
 import math
 import signal
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from math_verify.errors import TimeoutException
 
-from megatron_grpo.rewards.builtin import math_value
+from megatron_grpo.rewards.builtin import math_equal, math_reading
 from megatron_grpo.rewards.builtin.answer_text import final_answer, last_boxed
 from megatron_grpo.rewards.builtin.short_answer import gold_text
 from megatron_grpo.rewards.registry import Sample, register_reward
@@ -44,18 +44,18 @@ def _limited() -> Iterator[None]:
 @cache
 def _warm_up() -> None:
     """Parse and compare once without a limit: the first time builds the parser's tables and imports parts of sympy."""
-    math_value.equal(math_value.read("(0,1)"), math_value.read("0<x<1"))
+    math_equal.equal(math_reading.read("(0,1)"), math_reading.read("0<x<1"))
 
 
 @lru_cache(maxsize=4096)  # one gold answer serves every completion of its prompt
 def read(text: str) -> Any:
-    """Return the value of an answer's text (`math_value.read`); TimeoutError if that takes too long.
+    """Return the value of an answer's text (`math_reading.read`); TimeoutError if that takes too long.
 
     The cache does not keep time-outs, because a slow machine can cause them.
     """
     try:
         with _limited():
-            return math_value.read(text)
+            return math_reading.read(text)
     except TimeoutException as error:
         raise TimeoutError(f"{text[:200]!r} was not parsed within {_STEP_TIMEOUT} s") from error
 
@@ -64,7 +64,7 @@ def read(text: str) -> Any:
 def _gold_fault(text: str) -> str | None:
     try:
         with _limited():
-            return math_value.gold_fault(text)
+            return math_reading.gold_fault(text)
     except TimeoutException:
         return f"it was not parsed within {_STEP_TIMEOUT} s"
 
@@ -92,7 +92,7 @@ def accuracy(sample: Sample, *, answer_extraction: str = "boxed", unfinished_thi
     try:
         value = read(answer)
         with _limited():
-            return float(math_value.equal(gold, value))
+            return float(math_equal.equal(gold, value))
     # Also sympy's errors about expressions that it cannot evaluate, which are of many kinds.
     except (TimeoutException, Exception):
         return 0.0

@@ -1,4 +1,4 @@
-r"""Normal form of an answer's text, for `math_value`: LaTeX without Markdown, layout commands and Unicode signs."""
+r"""Normal form of an answer's text, for math_reading.py: LaTeX without Markdown, layout commands and Unicode signs."""
 
 import re
 import unicodedata

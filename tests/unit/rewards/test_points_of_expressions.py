@@ -1,4 +1,4 @@
-"""Two different expressions are not equal at the points where `math_value` compares them."""
+"""Two different expressions are not equal at the points where math_equal.py compares them."""
 
 import itertools
 import random
@@ -6,11 +6,11 @@ import random
 import pytest
 import sympy
 
-from megatron_grpo.rewards.builtin import math_value
+from megatron_grpo.rewards.builtin import math_equal, math_reading
 
 LETTERS = sympy.symbols("a b c d x y z")
-REAL = list(math_value._points(LETTERS, set(), 9000))
-WHOLE = list(math_value._points(LETTERS, set(LETTERS), 9000))
+REAL = list(math_equal._points(LETTERS, set(), 9000))
+WHOLE = list(math_equal._points(LETTERS, set(LETTERS), 9000))
 
 
 @pytest.mark.parametrize("points", [REAL, WHOLE], ids=["real", "whole"])
@@ -21,12 +21,12 @@ def test_no_linear_relation_holds_at_the_points(points):
         if not any(coefficients):
             continue
         values = [sum(c * point[s] for c, s in zip(coefficients, LETTERS, strict=True)) for point in points]
-        assert len(set(values)) > math_value._FEWEST_POINTS
+        assert len(set(values)) > math_equal._FEWEST_POINTS
 
 
 def test_orders_signs_sizes_and_remainders_of_the_points():
     for a, b in itertools.permutations(LETTERS, 2):
-        assert sum(bool(point[a] > point[b]) for point in WHOLE) >= math_value._FEWEST_POINTS
+        assert sum(bool(point[a] > point[b]) for point in WHOLE) >= math_equal._FEWEST_POINTS
         assert {(bool(point[a] > 0), bool(point[b] > 0)) for point in REAL} == set(
             itertools.product((True, False), repeat=2)
         )
@@ -68,10 +68,10 @@ def test_random_expressions_are_equal_only_where_their_values_are():
         if all(abs(function(*(drawn.uniform(-4, 4) for _ in LETTERS))) < 1e-9 for _ in range(40)):
             continue
         found += 1
-        gold, answer = math_value.read(a_text), math_value.read(b_text)
-        assert not math_value.equal(gold, answer), (a_text, b_text)
+        gold, answer = math_reading.read(a_text), math_reading.read(b_text)
+        assert not math_equal.equal(gold, answer), (a_text, b_text)
         assert isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr)
-        assert math_value.equal(gold, math_value.read(f"{a_text}+z-z")), a_text
+        assert math_equal.equal(gold, math_reading.read(f"{a_text}+z-z")), a_text
 
 
 # Gold answer, another expression: equal at many points that are easy to choose.
@@ -104,9 +104,9 @@ n!! ; (n!)!
 
 @pytest.mark.parametrize("pair", NEARLY_EQUAL.strip().splitlines())
 def test_nearly_equal(pair):
-    gold, answer = map(math_value.read, pair.split(" ; "))
-    assert not math_value.equal(gold, answer)
-    assert not math_value.equal(answer, gold)
+    gold, answer = map(math_reading.read, pair.split(" ; "))
+    assert not math_equal.equal(gold, answer)
+    assert not math_equal.equal(answer, gold)
 
 
 # Equal where both are real, at whole numbers, or up to a factor.
@@ -122,5 +122,5 @@ x+y>5 ; -2x-2y<-10
 
 @pytest.mark.parametrize("pair", EQUAL.strip().splitlines())
 def test_equal(pair):
-    gold, answer = map(math_value.read, pair.split(" ; "))
-    assert math_value.equal(gold, answer)
+    gold, answer = map(math_reading.read, pair.split(" ; "))
+    assert math_equal.equal(gold, answer)

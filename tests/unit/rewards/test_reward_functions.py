@@ -508,9 +508,9 @@ def test_the_time_limit_counts_the_work_and_not_the_waiting(monkeypatch):
     sample = Sample("", "\\boxed{5}", {"answer": "5"})
     assert accuracy(sample) == 1  # the first call of a process is slower
     monkeypatch.setattr(math_answer, "_STEP_TIMEOUT", 0.1)
-    monkeypatch.setattr(math_answer.math_value, "equal", lambda *_: time.sleep(0.3) is None)
+    monkeypatch.setattr(math_answer.math_equal, "equal", lambda *_: time.sleep(0.3) is None)
     assert accuracy(sample) == 1
-    monkeypatch.setattr(math_answer.math_value, "equal", lambda *_: any(number < 0 for number in itertools.count()))
+    monkeypatch.setattr(math_answer.math_equal, "equal", lambda *_: any(number < 0 for number in itertools.count()))
     assert accuracy(sample) == 0
 
 
@@ -522,7 +522,7 @@ def test_a_gold_answer_that_is_not_read_in_time_is_no_error_in_the_data(monkeypa
             raise TimeoutException
         return 7
 
-    monkeypatch.setattr(math_answer.math_value, "read", read)
+    monkeypatch.setattr(math_answer.math_reading, "read", read)
     (accuracy,) = get_rewards(["accuracy"])
     with pytest.raises(TimeoutError, match=r"'88125' was not parsed within"):
         accuracy(Sample("", "\\boxed{1}", {"answer": "88125"}))
