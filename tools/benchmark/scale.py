@@ -443,7 +443,8 @@ def on_meta(args: Namespace) -> Iterator[forward.Model]:
 
 def save_plan(args: Namespace, model: forward.Model) -> SavePlan:
     """Return what this rank writes of a checkpoint: the plan of `checkpoint.write_state`."""
-    wrapped, optimizer, _ = train_step.setup_optimizer(args, model)
+    with mock.patch.object(train_step, "_learning_rate_schedule"):  # it needs the length of the run
+        wrapped, optimizer, _ = train_step.setup_optimizer(args, model)
     metadata = checkpoint._with_group(checkpoint.CONTENT_METADATA)
     state = checkpoint._model_state(wrapped, metadata)
     state["optimizer"] = optimizer_state.state_to_save(optimizer, state, metadata)
