@@ -198,6 +198,7 @@ def test_a_checkpoint_waits_for_the_return_of_the_optimizer_state(transfer, monk
     notes: list[str] = []
     load = {"load_checkpoint": lambda *_: notes.append("checkpoint.load") or (2, {})}
     monkeypatch.setattr(trainer_module, "checkpoint", Recorder("checkpoint", notes, **load))
+    monkeypatch.setattr(trainer_module, "on_rank_0", lambda *_, **__: None)
     args = SimpleNamespace(save="runs", tokenizer_model=None, chat_template=None, overlap_param_gather=False)
     args.min_image_pixels = args.max_image_pixels = None
     parts = {"model": [], "optimizer": None, "scheduler": None, "reference": None, "partial": None, "ledger": None}
