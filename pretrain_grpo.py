@@ -182,9 +182,9 @@ def train(args, trainer: Trainer) -> None:
             continue
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
-                with router_replay.recording(args, trainer.model, batch):  # R2: the experts that the old policy chose
+                with router_replay.recording(args, trainer.model) as with_experts:  # R2: the old policy's
                     old_log_probs = trainer.log_probs(batch)
-                batch = replace(batch, old_log_probs=old_log_probs)
+                batch = with_experts(replace(batch, old_log_probs=old_log_probs))
             if trainer.reference is not None:
                 batch = replace(batch, ref_log_probs=trainer.reference_log_probs(batch))
             if trainer.teacher is not None:

@@ -10,7 +10,8 @@ forward pass. Tokens without a recorded choice, and all tokens in multi-token-pr
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -94,38 +95,51 @@ def end_of_pass(model: Sequence[torch.nn.Module]) -> None:
 
 
 @contextlib.contextmanager
-def recording(args, model: Sequence[torch.nn.Module], batch: RolloutBatch) -> Iterator[None]:
-    """Record the experts of one pass over the whole batch as ``batch.routed_experts``, with R2 only.
+def recording(args, model: Sequence[torch.nn.Module]) -> Iterator[Callable[[RolloutBatch], RolloutBatch]]:
+    """Record the experts of one pass over a whole batch, with R2 only; afterwards call what the context gives.
 
-    The ranks of a pipeline stage or a part of the tokens record these alone; all ranks that hold a token get its whole
-    row: 2 * layers * topk bytes for each token (768 with 48 layers and top 8).
+    That function takes the batch and returns it with ``routed_experts``. The ranks of a pipeline stage or a part of the
+    tokens record these alone; all ranks that hold a token get its whole row: 2 * layers * topk bytes for each token
+    (768 with 48 layers and top 8).
     """
     if args.router_replay_mode != "R2":
-        yield
+        yield lambda batch: batch
         return
     replays = [numbered for chunk in model for numbered in _router_records(chunk)]
+    recorded: list[tuple[int, list[tuple[Int64, np.ndarray]]]] = []
     for _, replay in replays:
         replay.set_router_replay_action(RouterReplayAction.RECORD)
-    yield
+    try:
+        yield lambda batch: _with_experts(args, recorded, batch)
+    finally:
+        for layer, replay in replays:
+            recorded.append((layer, replay.recorded))
+            replay.clear_router_replay_action()
+            replay.clear_indices()
+
+
+def _with_experts(
+    args, recorded: Sequence[tuple[int, list[tuple[Int64, np.ndarray]]]], batch: RolloutBatch
+) -> RolloutBatch:
+    """Return the batch with the experts that the routers of all ranks have recorded. Collective."""
     experts = np.zeros((len(batch.tokens), sum(moe_layers(args)), args.moe_router_topk), np.int16)
-    recorded = np.zeros(len(batch.tokens), bool)
-    for layer, replay in replays:
-        for source, chosen in replay.recorded:
+    is_recorded = np.zeros(len(batch.tokens), bool)
+    for layer, of_layer in recorded:
+        for source, chosen in of_layer:
             real = source >= 0
             experts[source[real], layer] = chosen[real] + 1
-            recorded[source[real]] = True
-        replay.clear_router_replay_action()
-        replay.clear_indices()
+            is_recorded[source[real]] = True
     # Which completions this data-parallel rank has computed: its ranks together, of which each one has recorded some.
     computed = np.zeros(batch.num_completions, np.uint8)
-    computed[batch.completion_of_tokens[recorded]] = 1
+    computed[batch.completion_of_tokens[is_recorded]] = 1
     dist.all_reduce(torch.from_numpy(computed), dist.ReduceOp.MAX, group=model_group())
     # One rank writes each token of a layer and all others hold 0, so a sum of bytes gathers them without a carry.
     tokens = batch.token_positions(np.flatnonzero(computed))
     rows = experts[tokens]
     dist.all_reduce(torch.from_numpy(rows.reshape(-1).view(np.uint8)), group=model_group())
     experts[tokens] = rows
-    (batch.routed_experts,) = spread(batch, [experts - np.int16(1)], computed == 1)
+    (routed_experts,) = spread(batch, [experts - np.int16(1)], computed == 1)
+    return replace(batch, routed_experts=routed_experts)
 
 
 def _router_records(chunk: torch.nn.Module) -> Iterator[tuple[int, Replay]]:

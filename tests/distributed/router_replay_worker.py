@@ -63,12 +63,14 @@ def prepare(args, trainer):
     batch = made_up.rollout(args)
     if args.router_replay_mode == "R3":
         batch.routed_experts = made_up_experts(len(batch.tokens))
-    with router_replay.recording(args, trainer.model, batch):
+    with router_replay.recording(args, trainer.model) as with_experts:
         prepared = made_up.off_policy(args, trainer, batch)
+    batch = with_experts(batch)
     if args.router_replay_mode == "R2":  # as in a run, where a rank holds the tokens that it computes
         share = replace(made_up.share(args, batch, halves(batch)), routed_experts=None)
-        with router_replay.recording(args, trainer.model, share):
+        with router_replay.recording(args, trainer.model) as with_experts:
             forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, share)
+        share = with_experts(share)
         tokens = batch.token_positions(np.flatnonzero(share.held))
         np.testing.assert_array_equal(share.routed_experts, batch.routed_experts[tokens])
     move_routers(trainer)

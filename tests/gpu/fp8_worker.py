@@ -75,8 +75,10 @@ def updated(flags: str, routed_experts=None) -> dict:
     """
     args, trainer, batch, chosen = start(flags)
     batch.routed_experts = routed_experts
-    with router_replay.recording(args, trainer.model, batch) if routed_experts is None else contextlib.nullcontext():
+    unchanged = contextlib.nullcontext(lambda batch: batch)
+    with router_replay.recording(args, trainer.model) if routed_experts is None else unchanged as with_experts:
         before = log_probs(args, trainer, batch, chosen)
+    batch = with_experts(batch)
     with products() as counts:
         metrics = pretrain_grpo.update(args, trainer, batch, chosen)
     gradient = torch.cat([tensor.flatten() for tensor in gradient_tensors(trainer.model)]).cpu()

@@ -253,14 +253,18 @@ def temporary_folder(size_mb: int, base: str):
     """Provide an empty folder for one test and remove it: in memory at ``BOX`` if ``base`` is ``BOX``, else on disk."""
     if base == BOX:
         mount("tmpfs", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, f"size={size_mb}m,nr_inodes=4k,mode=777")
-        yield BOX
-        umount(BOX)
+        try:
+            yield BOX
+        finally:
+            umount(BOX)
     else:
         folder = tempfile.mkdtemp(prefix="sandbox-", dir=base)
         os.chmod(folder, 0o777)
-        yield folder
-        with contextlib.suppress(OSError):
-            remove(folder)
+        try:
+            yield folder
+        finally:
+            with contextlib.suppress(OSError):
+                remove(folder)
 
 
 def remove(folder: str) -> None:

@@ -635,9 +635,12 @@ def _rank_of_role() -> Iterator[None]:
     """Context in which RANK of the environment, which vLLM reads, is the rank in the default process group."""
     launched = os.environ.get("RANK")
     os.environ["RANK"] = str(dist.get_rank())
-    yield
-    if launched is not None:
-        os.environ["RANK"] = launched
+    try:
+        yield
+    finally:
+        del os.environ["RANK"]
+        if launched is not None:
+            os.environ["RANK"] = launched
 
 
 @contextlib.contextmanager
