@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from tqdm import tqdm
 
 from megatron_grpo.data.answer_column import AnswerCounts
 from megatron_grpo.data.routing import check_source, reward_routes
-from megatron_grpo.data.row_files import Index, RowFiles, index_of
+from megatron_grpo.data.row_files import Index, RowFiles
 from megatron_grpo.data.row_prompt import (
     check_media,
     longest_text,
@@ -145,9 +146,8 @@ class PromptDataset:
 
     def reading(self) -> Reading:
         """Return what this process has found in the files, for the others."""
-        indices = [index_of(file) for file in self._files.files]
         found = self._numbers, self.pass_rates, self.engine_decodes, self.has_videos, self._counts, self._bad
-        return Reading(indices, *found)
+        return Reading(self._files.indices, *found)
 
     def _take(self, reading: Reading) -> None:
         self._numbers, self.pass_rates = reading.numbers, reading.pass_rates
@@ -223,7 +223,11 @@ class PromptDataset:
 
     def __getitem__(self, index: int) -> Prompt | None:
         if self._numbers is not None:
-            return replace(self.read(int(self._numbers[index])), id=index)
+            try:
+                return replace(self.read(int(self._numbers[index])), id=index)
+            except LeftOut as left:  # rank 0 has found it valid
+                host = socket.gethostname()
+                raise GrpoError(f"host {host}: {left}; rank 0's host could read it: give both the same files") from left
         before, prompt = self._counts.total(), None
         try:
             prompt = self.read(index, decode=True)

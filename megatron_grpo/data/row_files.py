@@ -7,10 +7,12 @@ One process indexes the files. The others take its `Index`, and read only the ro
 JSON-lines file is found by reading all of it.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import socket
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,42 +62,57 @@ Lines = tuple[Int64, Int64]  # offsets of non-blank lines; for each blank line t
 
 @dataclass(frozen=True)
 class Index:
-    """What one process has found in a file: its host, sizes and samples of the bytes, and lines of JSON-lines."""
+    """What one process has found in a file: its host, sizes and samples of the bytes.
+
+    Of JSON-lines also the lines, and the CRC-32 of all bytes.
+    """
 
     host: str
     bytes: int
     samples: str
     lines: Lines | None
+    checksum: int | None
 
 
 class JsonLines:
     """The lines of a JSON-lines file, except blank ones; the index takes 8 bytes for each line.
 
-    ``lines``: those that another process has found [read the whole file].
+    ``index``: that of another process [read the whole file]. Rows are those of the file as it was then: it may grow,
+    and GrpoError ends a read after another change, because ranks would train on different rows.
     """
 
     merges_shapes = False
 
-    def __init__(self, path: Path, lines: Lines | None = None):
+    def __init__(self, path: Path, index: Index | None = None):
         self.path, self.parts = path, [path]
         try:
-            self._file = path.open("rb")
-            self._size = os.fstat(self._file.fileno()).st_size
-            self.lines: Lines | None = lines or self._scan()
+            self.stream = path.open("rb")
+            self._seen = self._state()
+            if index is None or index.lines is None:
+                self.lines, self.checksum, self.size = self._scan()
+            else:
+                self.lines, self.checksum, self.size = index.lines, index.checksum, index.bytes
             self._starts, self._blanks = self.lines
         except OSError as error:
             raise GrpoError(f"{path}: cannot be read: {error.strerror}") from error
-        size = np.maximum(np.diff(self._starts, append=self._size), MIN_ROW_BYTES)
+        size = np.maximum(np.diff(self._starts, append=self.size), MIN_ROW_BYTES)
         self._firsts = np.flatnonzero(np.diff((np.cumsum(size) - size) // BLOCK_BYTES, prepend=-1))
         rows = np.diff(self._firsts, append=len(self._starts))
         sums = np.add.reduceat(size, self._firsts) if len(rows) else rows
         self.blocks = Blocks(rows, sums, np.arange(len(rows)))
 
-    def _scan(self) -> Lines:
+    def _state(self) -> tuple[int, int]:
+        """Return what a change of the file changes: its size and time."""
+        found = os.fstat(self.stream.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def _scan(self) -> tuple[Lines, int, int]:
+        """Return the lines of the file, the CRC-32 of its bytes, and their number."""
+        checksum = 0
         starts, blanks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         offset, count, at_start = 0, 0, True
-        while chunk := self._file.read(_SCAN_BYTES):
-            data = np.frombuffer(chunk, np.uint8)
+        while chunk := self.stream.read(_SCAN_BYTES):
+            data, checksum = np.frombuffer(chunk, np.uint8), zlib.crc32(chunk, checksum)
             begins = np.flatnonzero(data[:-1] == ord("\n")) + 1
             if at_start:
                 begins = np.concatenate([[0], begins])
@@ -107,10 +124,25 @@ class JsonLines:
             blanks.append(count + np.cumsum(~blank)[blank])
             count, offset = count + int((~blank).sum()), offset + len(chunk)
             progress.advance()
-        return np.concatenate(starts), np.concatenate(blanks)
+        return (np.concatenate(starts), np.concatenate(blanks)), checksum, offset
+
+    def check_unchanged(self) -> None:
+        """Raise GrpoError if the indexed bytes are others now; after a change of size or time, all are read."""
+        if (state := self._state()) == self._seen:
+            return
+        checksum = 0
+        for start in range(0, self.size, _SCAN_BYTES):
+            checksum = zlib.crc32(os.pread(self.stream.fileno(), min(_SCAN_BYTES, self.size - start), start), checksum)
+            progress.advance()
+        if checksum != self.checksum:
+            raise GrpoError(
+                f"{self.path} was changed on host {socket.gethostname()} after the start of the run, whose ranks would "
+                "train on different rows: put the new rows into another file, and start again"
+            )
+        self._seen = state
 
     def _is_blank(self, start: int) -> bool:
-        while text := os.pread(self._file.fileno(), 4096, start):
+        while text := os.pread(self.stream.fileno(), 4096, start):
             line, end, _ = text.partition(b"\n")
             if end or line.strip():
                 return not line.strip()
@@ -118,12 +150,13 @@ class JsonLines:
         return True
 
     def read(self, block: int) -> list[bytes]:
-        """Return the lines of a block."""
+        """Return the lines of a block; see `check_unchanged`."""
+        self.check_unchanged()
         first = self._firsts[block]
         bounds = self._starts[first : first + self.blocks.rows[block] + 1].tolist()
         if len(bounds) == self.blocks.rows[block]:
-            bounds.append(self._size)
-        data = os.pread(self._file.fileno(), bounds[-1] - bounds[0], bounds[0])
+            bounds.append(self.size)
+        data = os.pread(self.stream.fileno(), bounds[-1] - bounds[0], bounds[0])
         # A row ends with its line: blank lines, which may hold other characters than spaces, follow it in the data.
         return [data[a - bounds[0] : b - bounds[0]].partition(b"\n")[0] for a, b in pairwise(bounds)]
 
@@ -281,8 +314,10 @@ class RowFiles:
         self.held_bytes = held_bytes  # limit of the cache, in addition to the largest block
         if indices is None:
             self.files = [open_rows(Path(path)) for path in paths]
+            indices = [index_of(file) for file in self.files]
         else:
             self.files = [_open_indexed(Path(path), index) for path, index in zip(paths, indices, strict=True)]
+        self.indices = indices  # of the files as they were opened
         blocks = [file.blocks for file in self.files]
         groups = np.cumsum([0] + [int(b.groups[-1]) + 1 if len(b.groups) else 0 for b in blocks])
         self.blocks = Blocks(
@@ -319,19 +354,24 @@ class RowFiles:
 
 
 def index_of(file: AnyRows) -> Index:
-    """Return the index of a file for other processes; GrpoError if it cannot be read."""
+    """Return the index of a file for other processes; GrpoError if it cannot be read, or was changed meanwhile."""
     size, digest = 0, hashlib.blake2b(digest_size=16)
     try:
         for part in file.parts:
-            with open(part, "rb") as stream:
+            with contextlib.ExitStack() as stack:
+                stream = file.stream if isinstance(file, JsonLines) else stack.enter_context(open(part, "rb"))
                 length = os.fstat(stream.fileno()).st_size
+                if isinstance(file, JsonLines):
+                    length = min(length, file.size)  # what has been appended since does not count
                 digest.update(str(length).encode())
                 for start in (0, length // 2, max(0, length - _SAMPLE_BYTES)):
                     digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, start))
             size += length
     except OSError as error:
         raise GrpoError(f"{part}: cannot be read: {error.strerror}") from error
-    return Index(socket.gethostname(), size, digest.hexdigest(), file.lines)
+    if isinstance(file, JsonLines):
+        file.check_unchanged()
+    return Index(socket.gethostname(), size, digest.hexdigest(), file.lines, getattr(file, "checksum", None))
 
 
 def _open_indexed(path: Path, index: Index) -> AnyRows:
@@ -341,7 +381,7 @@ def _open_indexed(path: Path, index: Index) -> AnyRows:
     """
     cure = f"give the file of host {index.host} to all hosts, or put it where all see it, such as on NFS or Lustre"
     try:
-        file = open_rows(path, index.lines)
+        file = open_rows(path, index)
         own = index_of(file)
     except GrpoError as error:
         raise GrpoError(f"host {socket.gethostname()}: {error}; {cure}") from error
@@ -354,11 +394,11 @@ def _open_indexed(path: Path, index: Index) -> AnyRows:
     return file
 
 
-def open_rows(path: Path, lines: Lines | None = None) -> AnyRows:
+def open_rows(path: Path, index: Index | None = None) -> AnyRows:
     """Open a .jsonl, .json (one object per line), .parquet or .arrow file, a directory of the library datasets, or a
     data set in its cache (hf:NAME); raise GrpoError for any other path.
 
-    ``lines`` of a JSON-lines file: see `JsonLines`.
+    ``index`` of a JSON-lines file: see `JsonLines`.
     """
     if str(path).startswith(PREFIX):
         return ArrowRows(path, cached_files(str(path)))
@@ -372,7 +412,7 @@ def open_rows(path: Path, lines: Lines | None = None) -> AnyRows:
         raise GrpoError(f"{path}: no such file")
     if path.suffix == ".arrow":
         return ArrowRows(path, [path])
-    return ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path, lines)
+    return ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path, index)
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -44,13 +44,16 @@ def unregister(address: int) -> None:
 
 
 class _Memory(mmap.mmap):
-    """Memory of this process; a subclass, because the finalizer of a plain mmap runs after its memory is unmapped."""
+    """Memory of this process; a subclass, because the finalizer of a plain mmap runs after its memory is unmapped.
+
+    It is shared with children: after a fork, a write to private memory would move it away from what the GPU reads.
+    """
 
 
 def host_copies(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Return copies of tensors in host memory, with these dtypes; all share memory, page-locked if there is a GPU."""
     begin, size = starts([tensor.numel() * dtype.itemsize for tensor, dtype in zip(tensors, dtypes, strict=True)])
-    memory = _Memory(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _Memory(-1, max(size, mmap.PAGESIZE), flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)  # see `_Memory`
     data = torch.frombuffer(memory, dtype=torch.uint8)  # its storage, which the copies share, keeps the memory
     if register(data):
         weakref.finalize(memory, unregister, data.data_ptr()).atexit = False

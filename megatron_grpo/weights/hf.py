@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import socket
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -156,19 +158,47 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
     local = model_weights.local_weights(model_chunks, weights)
     model_weights.owning_stages(weights, {weight.name for weight, _ in local})
     source = open_weights(hf_dir)
-    there = on_rank_0(_numbers_of_stored, source, weights)  # it opens all files; other ranks those that they read
+    there, description = on_rank_0(_stored, source, weights)  # it opens all files; other ranks those that they read
+    if (own := _description(source.dir)) != description:
+        names = ", ".join(name for name in own if own[name] != description[name])
+        raise GrpoError(
+            f"{source.dir} has another {names} on host {socket.gethostname()} than on that of rank 0: give all hosts "
+            "the same files, or put them where all see them"
+        )
     weights = [weights[number] for number in there]
+    for weight, _ in local:
+        _check_shapes(source, weight)
     check_copies(source, weights, {weight.name: model_weights.tensor_parallel(weight) for weight, _ in local})
     for weight, tensor in local:
         weight.fill(tensor, *model_weights.tensor_parallel(weight), source.read)
 
 
-def _numbers_of_stored(source: Safetensors, weights: Sequence[Weight]) -> list[int]:
-    """Return the places in the table of the weights that the files contain, after all checks of the files."""
+def _stored(source: Safetensors, weights: Sequence[Weight]) -> tuple[list[int], dict[str, str]]:
+    """Return the places in the table of the weights that the files contain, and what describes the files.
+
+    All checks of the files come first.
+    """
     stored = check_tensors(source, weights)
     check_tied(source, stored)
     kept = {id(weight) for weight in stored}
-    return [number for number, weight in enumerate(weights) if id(weight) in kept]
+    return [number for number, weight in enumerate(weights) if id(weight) in kept], _description(source.dir)
+
+
+def _description(directory: Path) -> dict[str, str]:
+    """Return digests of the files that say what the others contain, "" for one that is not there."""
+    found = {}
+    for name in ("config.json", "model.safetensors.index.json"):
+        path = directory / name
+        found[name] = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() if path.is_file() else ""
+    return found
+
+
+def _check_shapes(source: Safetensors, weight: Weight) -> None:
+    for name, shape in weight.hf.items():
+        if source.shape(name) != shape:
+            raise GrpoError(
+                f"{source.dir}: tensor {name} has shape {source.shape(name)}, but the configuration says {shape}"
+            )
 
 
 def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight]:
@@ -180,18 +210,15 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight
     found = {name for name in source.names() if not _IGNORED.search(name)}
     originals = {weight.name: weight for weight in reversed(weights)}
     weights = [weight for weight in weights if originals[weight.name] is weight or found.intersection(weight.hf)]
-    expected = {name: (shape, weight) for weight in weights for name, shape in weight.hf.items()}
+    expected = {name: weight for weight in weights for name in weight.hf}
     if "lm_head.weight" not in expected:
         found.discard("lm_head.weight")  # tied; check_tied compares it with the embedding
-    for name, (shape, weight) in expected.items():
+    for name, weight in expected.items():
         if name not in found:
             # transformers omits these layers when it saves a model, but config.json still counts them
             cure = "; set num_nextn_predict_layers to 0 in config.json" if weight.name.startswith("mtp.") else ""
             raise GrpoError(f"{source.dir} lacks the tensor {name}, from which {weight.name} is built{cure}")
-        if source.shape(name) != shape:
-            raise GrpoError(
-                f"{source.dir}: tensor {name} has shape {source.shape(name)}, but the configuration says {shape}"
-            )
+        _check_shapes(source, weight)
         source.dtype(name)  # raises GrpoError for an unsupported one, and for quantized weights without their scales
     if unclaimed := sorted(found - expected.keys()):
         more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""

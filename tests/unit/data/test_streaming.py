@@ -1,6 +1,7 @@
 """Files that are streamed (small blocks stand for large ones): order, memory, resume, blends, rows left out."""
 
 import json
+import os
 import pickle
 from collections import Counter
 from itertools import pairwise
@@ -355,3 +356,33 @@ def test_other_ranks_have_the_data_of_rank_0_without_its_work(tmp_path, monkeypa
     for _ in range(3):
         assert answers(draw(other, theirs, 7)) == answers(draw(first, ours, 7))
     assert theirs.state_dict() == ours.state_dict()
+
+
+@pytest.mark.parametrize("change", ["overwritten", "appended", "touched", "renamed"])
+def test_a_file_that_changes_after_the_start_gives_all_ranks_the_same_rows_or_none(tmp_path, change):
+    """Rank 0 has read all rows; another rank reads those that it draws later."""
+    path = jsonl(tmp_path / "a", rows(4)).rename(tmp_path / "a.jsonl")
+    first = dataset(str(path))
+    other = PromptDataset([str(path)], Characters(), parse_args([]), read_by_rank_0=first.reading())
+    expected, text = answers(draw(first, first.sampler(), 4)), path.read_text()
+    if change == "renamed":
+        (tmp_path / "new").write_text(text.swapcase())
+        (tmp_path / "new").rename(path)
+    elif change != "touched":
+        path.write_text(text + text if change == "appended" else text.swapcase())
+    os.utime(path, ns=(1, 1))
+    if change == "overwritten":
+        with pytest.raises(GrpoError, match=r"was changed on host \S+ after the start"):
+            draw(other, other.sampler(), 4)
+    else:
+        assert answers(draw(other, other.sampler(), 4)) == expected
+
+
+def test_rank_0_tells_of_the_file_that_it_has_read(tmp_path):
+    """Not of one that took its name meanwhile, as long as the first."""
+    path = jsonl(tmp_path / "a", rows(4)).rename(tmp_path / "a.jsonl")
+    first = dataset(str(path))
+    (tmp_path / "new").write_text(path.read_text().swapcase())
+    (tmp_path / "new").rename(path)
+    with pytest.raises(GrpoError, match="another content on host"):
+        PromptDataset([str(path)], Characters(), parse_args([]), read_by_rank_0=first.reading())

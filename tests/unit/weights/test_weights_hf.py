@@ -545,3 +545,27 @@ def test_other_ranks_open_the_files_of_their_own_weights(world, tmp_path, monkey
     monkeypatch.setattr(model_weights, "owning_stages", lambda *_: None)
     hf.load_hf(chunks, args, tmp_path)
     assert opened == [files["model.embed_tokens.weight"]] and not group.sent
+
+
+@pytest.mark.parametrize("what", ["tensor", "config.json"])
+def test_other_files_on_another_host_are_refused(world, tmp_path, monkeypatch, what):
+    """Rank 0 has checked the files of its host; those of another host have more rows, or describe another model."""
+    make(tmp_path, "llama", tied=False)
+    args, group = toy_args(tmp_path), Recorded(2)
+    chunks = build(args)
+    monkeypatch.setattr(agreement, "host_group", lambda: group)
+    hf.load_hf(chunks, args, tmp_path)
+    group.place = 1
+    if what == "tensor":
+        name = "model.embed_tokens.weight"
+        files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+        tensors = load_file(tmp_path / files[name])
+        tensors[name] = torch.cat([tensors[name], tensors[name]])
+        save_file(tensors, tmp_path / files[name])
+    else:
+        (tmp_path / what).write_text(json.dumps({"hidden_size": 1}))
+    monkeypatch.setattr(model_weights, "owning_stages", lambda *_: None)
+    with pytest.raises(
+        GrpoError, match="embed_tokens.weight has shape" if what == "tensor" else "has another config.json"
+    ):
+        hf.load_hf(chunks, args, tmp_path)
