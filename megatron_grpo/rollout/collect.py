@@ -15,7 +15,7 @@ from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rollout.dispatcher import PromptDispatcher
-from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
+from megatron_grpo.rollout.engine import Completion, GeneratingEngine, Request, generate
 from megatron_grpo.rollout.ledger.recording import KnownFirst
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.utils.errors import GrpoError
@@ -36,7 +36,7 @@ def nothing(batch: RolloutBatch) -> Bool:
 
 
 def collect_rollout(
-    engine: Engine,
+    engine: GeneratingEngine,
     plan: RolloutPlan,
     scorer: RewardPool | None,
     tokenizer,

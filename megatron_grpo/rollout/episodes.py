@@ -179,6 +179,12 @@ class Conversing:
         return self._failures.lines(self.program)
 
 
+def print_failures(engine: Engine, where: str = "") -> None:
+    """Print what went wrong in environments or agents since the last call."""
+    for line in engine.failures() if isinstance(engine, Conversing) else []:
+        print(f"[rank {dist.get_rank()}] {where}{line}", flush=True)
+
+
 class Episodes(Conversing):
     """``engine`` with environments."""
 
@@ -218,7 +224,7 @@ class Episodes(Conversing):
     # ---- requests
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """See `Engine.submit`; a request without a row has no environment."""
+        """See `Submits.submit`; a request without a row has no environment."""
         to_generate = []
         for request in requests:
             paused = self._paused.get(request.id)

@@ -10,8 +10,9 @@ repeatable.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,60 @@ from megatron_grpo.data.share import of_completions
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rollout.collect import Needs, everything, exchange, missing_rewards, sample_to_score, to_batch
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request
+from megatron_grpo.rollout.ledger.content import BatchRecord
 from megatron_grpo.rollout.plan import RolloutPlan
-from megatron_grpo.rollout.unfinished import Group, with_completion
+from megatron_grpo.rollout.source import SourceState, Synced, WholeRollouts
+from megatron_grpo.rollout.unfinished import (
+    DIRECTORY,
+    Group,
+    PartialRollouts,
+    Unfinished,
+    prompts_of,
+    with_completion,
+)
+
+
+@dataclass(kw_only=True)
+class PartialSource(WholeRollouts):
+    """Rollouts that end when the next batch is complete; evaluations are whole rollouts."""
+
+    groups: PartialRollouts
+
+    def plan(self, count: int | None = None, partial: PartialRollouts | None = None) -> RolloutPlan:
+        """See `WholeRollouts.plan`: the prompts are those that start beside the unfinished ones."""
+        return super().plan(self.groups.prompts_to_draw(), self.groups)
+
+    def collect(
+        self, plan: RolloutPlan, needs: Needs, synced: Synced | None
+    ) -> tuple[RolloutBatch, dict[str, float], int]:
+        """See `WholeRollouts.collect`."""
+        if plan.partial is None:
+            return super().collect(plan, needs, synced)
+        assert synced is not None
+        parts = self.engine, plan, self.scorer, self.tokenizer, self.timers
+        batch, failures = collect_partial_rollout(*parts, self.watch(), needs)
+        return batch, staleness_metrics(batch, synced.version, self.args.updates_per_rollout), failures
+
+    def follow(self, record: BatchRecord) -> None:
+        """See `RolloutSource.follow`."""
+        super().follow(record)
+        assert record.started is not None
+        groups = self.replay.unfinished(record.number, self.groups.replica, prompts_of(self.dataset))
+        self.groups.state = Unfinished(groups, record.started["started"], record.started["version"])
+
+    def state(self) -> SourceState:
+        """See `RolloutSource.state`; the lead rank of each replica writes its unfinished groups."""
+        groups, unfinished = self.groups, self.groups.state
+        position = super().state().position | {"partial": groups.position(unfinished)}
+        if not self.engine.is_lead:
+            return SourceState(position)
+        return SourceState(position, lambda directory: groups.save(directory / DIRECTORY, unfinished))
+
+    def resume(self, position: Mapping[str, Any], unfinished: Callable[[], Path | None]) -> None:
+        """See `RolloutSource.resume`."""
+        super().resume(position, unfinished)
+        if saved := position.get("partial"):
+            self.groups.load(unfinished() or Path(self.args.load, DIRECTORY), saved, self.dataset)
 
 
 def collect_partial_rollout(

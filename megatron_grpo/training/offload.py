@@ -19,7 +19,7 @@ from megatron_grpo.estimate.memory import MARGIN, engine_share
 from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.models.fp8_weight import stored
 from megatron_grpo.rollout.arguments import has_colocated_vllm
-from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.engine import TrainersEngine
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -205,7 +205,7 @@ class Offloader:
         return Transfer(copied + dropped, copied, time.perf_counter() - start)
 
 
-def needed_by_engine(args, engine: Engine | None, margins: int) -> float:
+def needed_by_engine(args, engine: TrainersEngine | None, margins: int) -> float:
     """Return the bytes of the device that must be free for the engine to wake (None: to start), with so many margins.
 
     Infinite if only the engine knows its memory, and on a CPU; 0 for colocated vLLM that never sleeps.

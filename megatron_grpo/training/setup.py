@@ -4,7 +4,7 @@ import contextlib
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,13 +70,16 @@ from megatron_grpo.rollout.arguments import (
     recorded_in,
     streams_of_a_rank,
 )
-from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
+from megatron_grpo.rollout.engine import Completion, Engine, OutOfMemory
 from megatron_grpo.rollout.episodes import Conversing, Episodes
+from megatron_grpo.rollout.partial import PartialSource
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
+from megatron_grpo.rollout.source import AfterStep, RolloutSource, WholeRollouts
 from megatron_grpo.rollout.speculation import check_draft_tokenizer
 from megatron_grpo.rollout.stream.messages import wait_for_trainers
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
+from megatron_grpo.rollout.stream.source import PlacedSource
 from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
 from megatron_grpo.rollout.vllm.server import build_vllm_servers, build_vllm_stream
 from megatron_grpo.training import train_step
@@ -85,6 +88,7 @@ from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_checks import check_packages
 from megatron_grpo.training.early_exit import EarlyExit, unmark
+from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
@@ -179,8 +183,6 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     elif args.load and not args.finetune:
         print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
     sampler = inputs.train.sampler()
-    if position:
-        sampler.load_state_dict(position["sampler"])
     rollouts = position.get("rollouts", 0)
 
     bad_updates = BadUpdates(args.on_bad_update, args.bad_update_factor, args.save)
@@ -194,30 +196,35 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     kind = "none, the rollouts are recorded" if recorded_in(args) else name
     print_rank_0("the engines start on ranks of their own" if roles else f"starting the engine: {kind}")
     began = time.monotonic()
-    engine: Engine
+    engine: Engine | None = None
     if roles is not None:
         engine = memory.engine = PlacedEngines(args, roles, inputs.train, sampler, early_exit.check_wait)
         before_exit(engine.close)
         ledger, replay = open_ledger(args, rollouts, engine)
         engine.start()
-        if position:
-            _continue_groups(args, engine, position["stream"])
     else:
-        with (
-            memory.phase("the start of the engine"),
-            _free_for_colocated_engine(args, state_offloader, weight_offloader),
-        ):
-            engine = memory.engine = build_engine(args, model, inputs.tokenizer)
-            if args.environment and not recorded_in(args):
-                engine = memory.engine = build_episodes(args, engine, inputs)
+        if not recorded_in(args):
+            with (
+                memory.phase("the start of the engine"),
+                _free_for_colocated_engine(args, state_offloader, weight_offloader),
+            ):
+                engine = memory.engine = build_engine(args, model, inputs.tokenizer)
+                if args.environment:
+                    engine = memory.engine = build_episodes(args, engine, inputs)
         ledger, replay = open_ledger(args, rollouts, engine)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
-    partial_rollouts = _partial_rollouts(args, engine, inputs.train, position)
     progress.step("rewards")
-    scorer = build_scorer(args, inputs.reward_models) if engine.is_lead else None
+    scorer = build_scorer(args, inputs.reward_models) if engine is not None and engine.is_lead else None
     valid_prompts = inputs.valid.first(args.eval_max_prompts) if inputs.valid else []
     progress.step("logs")
     logger = _open_logs(args, iteration)
+    timers = Timers(memory.phase, logger.show_phase)
+    common = {"args": args, "dataset": inputs.train, "sampler": sampler, "timers": timers}
+    common |= {"ledger": ledger, "replay": replay}
+    watch = partial(_watch, engine, logger, early_exit)
+    source = _build_source(args, engine, common, scorer=scorer, tokenizer=inputs.tokenizer, watch=watch)
+    if position:
+        source.resume(position, partial(checkpoint.subfolder, args.load, DIRECTORY))
     return Trainer(
         args=args,
         model=model,
@@ -226,20 +233,13 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         scheduler=scheduler,
         reference=reference,
         teacher=teacher,
-        state_offloader=state_offloader,
-        weight_offloader=weight_offloader,
-        engine=engine,
+        source=source,
+        lifecycle=EngineLifecycle(args, model, forward_step, engine, state_offloader, weight_offloader, timers, memory),
         tokenizer=inputs.tokenizer,
-        dataset=inputs.train,
-        sampler=sampler,
         images=image_store,
-        partial=partial_rollouts,
-        ledger=ledger,
-        replay=replay,
         valid_prompts=valid_prompts,
-        scorer=scorer,
         logger=logger,
-        timers=Timers(memory.phase, logger.show_phase),
+        timers=timers,
         device_memory=memory,
         profiler=Profiler(args, dist.get_rank(), iteration),
         watchdog=watchdog,
@@ -249,7 +249,6 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         background_saves=saves,
         iteration=iteration,
         first_iteration=iteration,
-        rollouts=rollouts,
         tokens=position.get("tokens", 0),
     )
 
@@ -423,26 +422,28 @@ def _check_unfinished(args, position: dict[str, Any]) -> None:
         )
 
 
-def _continue_groups(args, engine: PlacedEngines, stream: dict[str, Any]) -> None:
-    """Continue with the groups of the checkpoint, of which ``stream`` is the position, on engine ranks."""
-    directory = checkpoint.subfolder(args.load, DIRECTORY)
-    if directory is None:
-        raise GrpoError(
-            f"{args.load} lacks the unfinished completions ({DIRECTORY}/): load only the weights with --finetune"
-        )
-    engine.restore(stream, directory)
-
-
-def _partial_rollouts(args, engine: Engine, dataset: PromptDataset, position: dict[str, Any]) -> PartialRollouts | None:
-    """Return the groups of a run with --partial-rollouts, with those of the checkpoint at ``position``."""
-    if recorded_in(args) or not args.partial_rollouts:
-        return None
+def _build_source(args, engine: Engine | None, common: dict[str, Any], **of_rollouts: Any) -> RolloutSource:
+    """Return the source of the run's batches; ``of_rollouts``: what a rollout on the training ranks needs."""
+    if engine is None:
+        return RolloutSource(**common)
+    if isinstance(engine, PlacedEngines):
+        return PlacedSource(engine=engine, **common)
+    if not args.partial_rollouts:
+        return WholeRollouts(engine=engine, **of_rollouts, **common)
     num_groups = args.generation_batch_size // args.num_generations
     groups = PartialRollouts(engine, num_groups, args.num_generations, args.max_staleness)
-    if saved := position.get("partial"):
-        directory = checkpoint.subfolder(args.load, DIRECTORY)
-        groups.load(directory or Path(args.load, DIRECTORY), saved, dataset)
-    return groups
+    return PartialSource(engine=engine, groups=groups, **of_rollouts, **common)
+
+
+def _watch(engine: Engine, logger: MetricsLogger, early_exit: EarlyExit) -> AfterStep:
+    """Return the function that a rollout calls after each of its steps: show the progress, and look for signals."""
+    show = logger.rollout_progress(engine.num_replicas)
+
+    def after_step(completions: Sequence[Completion], under_way: int) -> None:
+        show(completions, under_way)
+        early_exit.check_rollout(engine)
+
+    return after_step
 
 
 def _resume_own_launch(args) -> None:
@@ -700,8 +701,6 @@ def build_episodes(args, engine: Engine, inputs: Inputs) -> Conversing:
 
 def build_engine(args, model: forward.Model, tokenizer) -> Engine:
     """Return the engine of --rollout-engine and --vllm-mode."""
-    if recorded_in(args):
-        return NoEngine()
     match args.rollout_engine, args.vllm_mode:
         case "vllm", "colocate":
             from megatron_grpo.rollout.vllm.colocate import VllmColocate  # the import takes seconds: after all checks

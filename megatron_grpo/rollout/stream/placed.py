@@ -41,7 +41,6 @@ class PlacedEngines:
     replica: None = None  # a trainer generates nothing
     is_lead = False
     has_weights = False
-    streams = True
 
     def __init__(
         self,
@@ -153,7 +152,7 @@ class PlacedEngines:
 
     @property
     def has_base(self) -> bool:
-        """See `Engine.has_base`."""
+        """See `AdapterEngine.has_base`."""
         return self.has_weights
 
     def update_adapter(self, adapter: dict[str, torch.Tensor], version: int) -> None:
@@ -302,7 +301,7 @@ class PlacedEngines:
             place = None if directory is None else str(directory.absolute())
             sender.send({"do": "hold", "groups": groups, "directory": place})
 
-    # ---- what an engine has that sleeps
+    # ---- the trainer's device
 
     def wake_weights(self) -> None:
         """Do nothing: the engines are awake."""
