@@ -181,12 +181,14 @@ def train(args, trainer: Trainer) -> None:
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model) as with_experts:  # R2: the old policy's
-                    old_log_probs = trainer.log_probs(batch)
+                    old_log_probs = forward.log_probs(args, trainer.model, forward_step, batch)
                 batch = with_experts(replace(batch, old_log_probs=old_log_probs))
             if trainer.reference is not None:
-                batch = replace(batch, ref_log_probs=trainer.reference_log_probs(batch))
+                ref_log_probs = trainer.reference.log_probs(batch, trainer.model, forward_step)
+                batch = replace(batch, ref_log_probs=ref_log_probs)
             if trainer.teacher is not None:
-                batch = replace(batch, teacher_log_probs=trainer.teacher_log_probs(batch))
+                teacher_log_probs = trainer.teacher.log_probs(batch, trainer.model, forward_step)
+                batch = replace(batch, teacher_log_probs=teacher_log_probs)
 
         rewards = combine_rewards(batch.rewards, args.reward_weights)
         metrics = trainer.rollout_metrics(rollout, rewards)

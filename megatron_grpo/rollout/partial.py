@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.prompts import draw
 from megatron_grpo.data.share import of_completions
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rollout.collect import Needs, everything, exchange, missing_rewards, sample_to_score, to_batch
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request
 from megatron_grpo.rollout.ledger.content import BatchRecord
 from megatron_grpo.rollout.plan import RolloutPlan
-from megatron_grpo.rollout.source import SourceState, Synced, WholeRollouts
+from megatron_grpo.rollout.source import Rollout, SourceState, Synced, WholeRollouts
 from megatron_grpo.rollout.unfinished import (
     DIRECTORY,
     Group,
@@ -41,20 +42,18 @@ class PartialSource(WholeRollouts):
 
     groups: PartialRollouts
 
-    def plan(self, count: int | None = None, partial: PartialRollouts | None = None) -> RolloutPlan:
+    def plan(self) -> RolloutPlan:
         """See `WholeRollouts.plan`: the prompts are those that start beside the unfinished ones."""
-        return super().plan(self.groups.prompts_to_draw(), self.groups)
+        prompts = draw(self.dataset, self.sampler, self.groups.prompts_to_draw())
+        return self.plan_of(prompts, partial=self.groups)
 
-    def collect(
-        self, plan: RolloutPlan, needs: Needs, synced: Synced | None
-    ) -> tuple[RolloutBatch, dict[str, float], int]:
+    def collect(self, plan: RolloutPlan, needs: Needs, synced: Synced | None) -> Rollout:
         """See `WholeRollouts.collect`."""
-        if plan.partial is None:
+        if synced is None:  # an evaluation
             return super().collect(plan, needs, synced)
-        assert synced is not None
         parts = self.engine, plan, self.scorer, self.tokenizer, self.timers
         batch, failures = collect_partial_rollout(*parts, self.watch(), needs)
-        return batch, staleness_metrics(batch, synced.version, self.args.updates_per_rollout), failures
+        return Rollout(batch, staleness_metrics(batch, synced.version, self.args.updates_per_rollout), failures)
 
     def follow(self, record: BatchRecord) -> None:
         """See `RolloutSource.follow`."""

@@ -14,14 +14,14 @@ and `resume` continues from it. A new mode is a subclass with `generate_next`, a
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_grpo.data.batch import RolloutBatch
-from megatron_grpo.data.prompts import PromptDataset, draw
+from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.rewards.pool import RewardPool, print_first_failures
 from megatron_grpo.rollout.collect import Needs, check_episodes, collect_rollout, nothing
@@ -34,7 +34,6 @@ from megatron_grpo.rollout.ledger.ledger import Ledger, delete_before
 from megatron_grpo.rollout.ledger.recording import Recording
 from megatron_grpo.rollout.ledger.replay import Replay
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed, training_sampling
-from megatron_grpo.rollout.unfinished import PartialRollouts
 from megatron_grpo.rollout.weight_sync.weight_check import PROMPTS_PER_REPLICA, probe_plan
 
 AfterStep = Callable[[Sequence[Completion], int], None]  # with the finished completions and the number of running ones
@@ -174,41 +173,35 @@ class WholeRollouts(RolloutSource):
     def generate_next(self, needs: Needs, synced: Synced) -> Rollout:
         """See `RolloutSource.generate_next`. Prompts without a kept group return to the sampler."""
         plan = self.plan()
-        batch, metrics, failures = self.sample(plan, needs, synced)
-        metrics |= synced.metrics
+        rollout = self.sample(plan, needs, synced)
+        rollout = replace(rollout, metrics={**rollout.metrics, **synced.metrics})
         if plan.recording is not None:
             with self.timers("ledger"):
-                sampler, num_kept = self.sampler.state_dict(), plan.sampling.num_kept
-                plan.recording.close(sampler, metrics, failures, num_kept, plan.partial)
-        return Rollout(batch, metrics, failures)
+                results = rollout.metrics, rollout.reward_failures, plan.sampling.num_kept
+                plan.recording.close(self.sampler.state_dict(), *results, plan.partial)
+        return rollout
 
-    def plan(self, count: int | None = None, partial: PartialRollouts | None = None) -> RolloutPlan:
-        """Draw the prompts of the next rollout and return its plan, which is equal on all ranks.
-
-        ``count``: of prompts, if not all those of a batch, and what a selection may start besides.
-        """
-        args = self.args
+    def plan(self) -> RolloutPlan:
+        """Draw the prompts of the next rollout and return its plan, which is equal on all ranks."""
+        args, selection = self.args, None
         num_groups = args.generation_batch_size // args.num_generations
         ratio, resample_times = args.over_sampling_ratio, args.max_resample_times if args.dynamic_sample else 0
-        prompts = draw(
-            self.dataset, self.sampler, prompts_to_draw(num_groups, ratio, resample_times) if count is None else count
-        )
-        selection = None
+        prompts = draw(self.dataset, self.sampler, prompts_to_draw(num_groups, ratio, resample_times))
         if args.dynamic_sample or ratio > 1:
             rules = num_groups, args.num_generations, ratio, resample_times
             selection = Selection(self.engine, *rules, self.scorer, filter_weights(args))
-        recording = Recording(self.ledger, self.taken - 1) if self.ledger is not None else None
+        return self.plan_of(prompts, selection=selection)
+
+    def plan_of(self, prompts: Sequence[Prompt], **more: Any) -> RolloutPlan:
+        """Return the plan of a rollout of ``prompts``; ``more``: fields of `RolloutPlan`."""
+        args, recording = self.args, None if self.ledger is None else Recording(self.ledger, self.taken - 1)
         sampling, seed = training_sampling(args, self.taken), rollout_seed(args.seed, self.taken)
-        return RolloutPlan(prompts, args.num_generations, sampling, seed, selection, partial, recording)
+        return RolloutPlan(prompts, args.num_generations, sampling, seed, recording=recording, **more)
 
-    def sample(
-        self, plan: RolloutPlan, needs: Needs, synced: Synced | None = None
-    ) -> tuple[RolloutBatch, dict[str, float], int]:
-        """Return the batch of a plan, its metrics, and the number of missing rewards.
-
-        Print the first failure of each reward function.
-        """
-        batch, metrics, failures = self.collect(plan, needs, synced)
+    def sample(self, plan: RolloutPlan, needs: Needs, synced: Synced | None = None) -> Rollout:
+        """Return the rollout of a plan; print the first failure of each reward function."""
+        rollout = self.collect(plan, needs, synced)
+        metrics = dict(rollout.metrics)
         if plan.selection is not None:
             unused, metrics = plan.selection.close()
             self.sampler.give_back([plan.prompts[number].id for number in unused])
@@ -216,21 +209,19 @@ class WholeRollouts(RolloutSource):
         print_failures(self.engine)
         if self.scorer is not None:
             print_first_failures(self.scorer.failures, self.failed_rewards, dist.get_rank())
-        check_episodes(batch)
-        return batch, metrics, failures
+        check_episodes(rollout.batch)
+        return replace(rollout, metrics=metrics)
 
-    def collect(
-        self, plan: RolloutPlan, needs: Needs, synced: Synced | None
-    ) -> tuple[RolloutBatch, dict[str, float], int]:
-        """Generate and score the completions of a plan; the result is that of `sample`."""
+    def collect(self, plan: RolloutPlan, needs: Needs, synced: Synced | None) -> Rollout:
+        """Generate and score the completions of a plan."""
         capacity = self.args.vllm_max_num_seqs if self.args.rollout_balancing == "dynamic" else None
         parts = self.engine, plan, self.scorer, self.tokenizer, self.timers
         batch, failures = collect_rollout(*parts, capacity, self.watch(), needs)
-        return batch, {}, failures
+        return Rollout(batch, {}, failures)
 
     def evaluate(self, plan: RolloutPlan) -> RolloutBatch:
         """See `RolloutSource.evaluate`."""
-        return self.sample(plan, nothing)[0]
+        return self.sample(plan, nothing).batch
 
     def probe(self) -> RolloutBatch:
         """See `RolloutSource.probe`."""

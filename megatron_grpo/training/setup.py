@@ -228,7 +228,6 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     return Trainer(
         args=args,
         model=model,
-        forward_step=forward_step,
         optimizer=optimizer,
         scheduler=scheduler,
         reference=reference,

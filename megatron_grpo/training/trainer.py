@@ -57,7 +57,6 @@ class Trainer:
 
     args: object
     model: forward.Model
-    forward_step: Callable  # pretrain_grpo.forward_step, for forward passes
     optimizer: object
     scheduler: object
     reference: ReferenceModel | SwappedReference | BaseReference | None
@@ -84,22 +83,6 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.flops = UpdateFlops(self.args, self.images)
-
-    # ---- log-probabilities
-
-    def log_probs(self, batch: RolloutBatch) -> np.ndarray:
-        """Return the log-probabilities of a rollout's tokens under the policy's present weights, ``[total]``."""
-        return forward.log_probs(self.args, self.model, self.forward_step, batch)
-
-    def reference_log_probs(self, batch: RolloutBatch) -> np.ndarray:
-        """Return the log-probabilities of a rollout's tokens under the reference model, ``[total]``."""
-        return self.reference.log_probs(batch, self.model, self.forward_step)
-
-    def teacher_log_probs(self, batch: RolloutBatch) -> np.ndarray:
-        """Return the log-probabilities of a rollout's tokens under the teacher, ``[total]``."""
-        if isinstance(self.teacher, TeacherServer):
-            return self.teacher.log_probs(batch)
-        return self.teacher.log_probs(batch, self.model, self.forward_step)
 
     # ---- rollouts
 
@@ -141,7 +124,7 @@ class Trainer:
         for completions, max_tokens in passes:
             computes[forward.own_completions(args, batch, completions, max_tokens)] = True
         for model in (self.reference, self.teacher):
-            if model is not None and not isinstance(model, TeacherServer):
+            if model is not None:
                 computes[model.own_completions(batch)] = True
         return computes
 

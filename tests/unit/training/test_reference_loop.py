@@ -156,7 +156,6 @@ def trained(tiny_models, case, one_process):
     trainer = Trainer(
         args=args,
         model=model,
-        forward_step=pretrain_grpo.forward_step,
         optimizer=optimizer,
         scheduler=scheduler,
         reference=reference,
