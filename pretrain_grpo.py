@@ -206,7 +206,7 @@ def train(args, trainer: Trainer) -> None:
                 trainer.lifecycle.check(batch, row)
             trainer.advance(row)
             if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):  # after a rollout's last update
-                trainer.reference.ema_update(args, trainer.model, args.ref_model_mixup_alpha)
+                trainer.reference.ema_update(args, trainer.model, args.ref_model_mixup_alpha)  # type: ignore[union-attr]
             if number == len(updates) and trainer.due(args.eval_interval):
                 with trainer.logged_if_saved(row):
                     row |= evaluate(args, trainer)

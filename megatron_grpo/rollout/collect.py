@@ -86,13 +86,14 @@ def collect_rollout(
 
     with timers("rollout"), engine.rollout(plan.seed):
         source = KnownFirst(engine, known.values()) if known else engine
-        for completion in generate(source, requests(dispatcher.first), further):
+        for completion in generate(source, requests(dispatcher.first) or (), further):
             completions.append(completion)
             member = members[completion.id]
             if scorer is not None:
                 sample = sample_to_score(prompts[member.group], texts[member.group], completion, tokenizer)
-                if member.group in known:
-                    scorer.give(completion.id, sample, known[member.group].rewards[member.place])
+                rewards = known[member.group].rewards if member.group in known else None
+                if rewards is not None:
+                    scorer.give(completion.id, sample, rewards[member.place])
                 else:
                     scorer.submit(completion.id, sample, member)
             if recording is not None and member.group not in known:

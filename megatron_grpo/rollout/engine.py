@@ -241,7 +241,9 @@ class Submits(Protocol):
 class GeneratingEngine(Engine, Submits, Protocol):
     """An engine that completes requests of this rank."""
 
-    drafts: DraftCounts | None  # of this replica since the start of the newest rollout; None without drafts
+    @property
+    def drafts(self) -> DraftCounts | None:
+        """Counts of this replica since the start of the newest rollout; None without drafts."""
 
     def rollout(self, seed: int) -> AbstractContextManager[None]:
         """Context of a rollout: samples depend only on ``seed`` and requests; restores the trainer's random state."""

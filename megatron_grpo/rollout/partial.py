@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class PartialSource(WholeRollouts):
         """See `WholeRollouts.collect`."""
         if synced is None:  # an evaluation
             return super().collect(plan, needs, synced)
-        parts = self.engine, plan, self.scorer, self.tokenizer, self.timers
+        parts = cast(InterruptibleEngine, self.engine), plan, self.scorer, self.tokenizer, self.timers
         batch, failures = collect_partial_rollout(*parts, self.watch(), needs)
         return Rollout(batch, staleness_metrics(batch, synced.version, self.args.updates_per_rollout), failures)
 
@@ -106,7 +106,7 @@ def collect_partial_rollout(
     finished: list[Completion] = []
     scored: list[int] = []  # ids of completions
     with timers("rollout"), engine.rollout(plan.seed):
-        requests = _requests(groups, members, plan)
+        requests = _requests(groups, plan)
         engine.submit(requests)
         under_way = len(requests)
         taken = partial.to_take(groups)
@@ -116,7 +116,7 @@ def collect_partial_rollout(
             finished += newly
             under_way -= len(newly)
             for completion in newly:
-                number, place, _ = members[completion.id]
+                number, place = divmod(completion.id, num_generations)
                 groups[number] = with_completion(groups[number], place, completion)
                 if groups[number].complete and scorer is not None:
                     scored += _submit(scorer, groups[number], members, tokenizer)
@@ -128,7 +128,7 @@ def collect_partial_rollout(
                 taken = partial.to_take(groups)
             progress(finished, under_way)
         for completion in engine.interrupt():
-            number, place, _ = members[completion.id]
+            number, place = divmod(completion.id, num_generations)
             groups[number] = with_completion(groups[number], place, completion)
     with timers("scoring"):
         if recording is not None:
@@ -136,7 +136,7 @@ def collect_partial_rollout(
         if scorer is not None:
             rewards = scorer.finish(scored)
             for i in range(0, len(scored), num_generations):
-                number = members[scored[i]].group
+                number = scored[i] // num_generations
                 groups[number] = replace(groups[number], rewards=rewards[i : i + num_generations])
         mine = [groups[number] for number in taken] if engine.is_lead else []
         completions = [c for group in mine for c in group.completions if c is not None]
@@ -152,14 +152,15 @@ def collect_partial_rollout(
     return batch, failures
 
 
-def _requests(groups: dict[int, Group], members: dict[int, Any], plan: RolloutPlan) -> list[Request]:
+def _requests(groups: dict[int, Group], plan: RolloutPlan) -> list[Request]:
     """Return the requests of all completions that are not finished, oldest group first."""
     requests = []
-    for number, (group, place, _) in members.items():
-        prompt, begun = groups[group].prompt, groups[group].completions[place]
-        if begun is None or begun.finish_reason == "abort":
-            sampling = prompt.sampling(plan.sampling)
-            requests.append(Request(number, prompt.ids, sampling, begun, row=prompt.row, images=prompt.images))
+    for number, group in sorted(groups.items()):
+        prompt = group.prompt
+        for place, begun in enumerate(group.completions):
+            if begun is None or begun.finish_reason == "abort":
+                own, sampling = number * plan.num_generations + place, prompt.sampling(plan.sampling)
+                requests.append(Request(own, prompt.ids, sampling, begun, row=prompt.row, images=prompt.images))
     return requests
 
 

@@ -44,7 +44,7 @@ class Synced:
     """The newest sync of weights to the engine."""
 
     version: int = 0  # of the weights: the trainer's iteration
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of an adapter
+    metrics: dict[str, float] = field(default_factory=dict)  # of an adapter
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Rollout:
     """A batch of a source."""
 
     batch: RolloutBatch
-    metrics: Mapping[str, float]
+    metrics: dict[str, float]
     reward_failures: int  # missing rewards
     sampled: bool = True  # False: read from a ledger
 
@@ -174,7 +174,7 @@ class WholeRollouts(RolloutSource):
         """See `RolloutSource.generate_next`. Prompts without a kept group return to the sampler."""
         plan = self.plan()
         rollout = self.sample(plan, needs, synced)
-        rollout = replace(rollout, metrics={**rollout.metrics, **synced.metrics})
+        rollout = replace(rollout, metrics=rollout.metrics | synced.metrics)
         if plan.recording is not None:
             with self.timers("ledger"):
                 results = rollout.metrics, rollout.reward_failures, plan.sampling.num_kept
@@ -201,16 +201,16 @@ class WholeRollouts(RolloutSource):
     def sample(self, plan: RolloutPlan, needs: Needs, synced: Synced | None = None) -> Rollout:
         """Return the rollout of a plan; print the first failure of each reward function."""
         rollout = self.collect(plan, needs, synced)
-        metrics = dict(rollout.metrics)
+        metrics = rollout.metrics
         if plan.selection is not None:
             unused, metrics = plan.selection.close()
             self.sampler.give_back([plan.prompts[number].id for number in unused])
-        metrics |= metrics_of_all_ranks(self.engine.drafts if self.engine.is_lead else None)
+        drafts = metrics_of_all_ranks(self.engine.drafts if self.engine.is_lead else None)
         print_failures(self.engine)
         if self.scorer is not None:
             print_first_failures(self.scorer.failures, self.failed_rewards, dist.get_rank())
         check_episodes(rollout.batch)
-        return replace(rollout, metrics=metrics)
+        return replace(rollout, metrics=metrics | drafts)
 
     def collect(self, plan: RolloutPlan, needs: Needs, synced: Synced | None) -> Rollout:
         """Generate and score the completions of a plan."""

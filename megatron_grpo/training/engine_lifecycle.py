@@ -4,6 +4,7 @@ import contextlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from megatron_grpo.lora.stream import stream_merged
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.rollout.arguments import has_servers
-from megatron_grpo.rollout.engine import TrainersEngine
+from megatron_grpo.rollout.engine import AdapterEngine, LocalEngine, TrainersEngine
 from megatron_grpo.rollout.source import Synced
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sync_adapter
@@ -80,7 +81,7 @@ class EngineLifecycle:
         probes_adapter = self.args.lora_weight_sync == "adapter" and not self.adapter_probed
         if probes_adapter:
             with self.timers("sync"):
-                probe_adapter(engine)
+                probe_adapter(cast(AdapterEngine, engine))
             self.adapter_probed = True
         # With --max-staleness, few tokens of a batch come from the newest weights (`check`).
         stale = self.args.rollout_ranks and self.args.max_staleness > 0
@@ -106,15 +107,18 @@ class EngineLifecycle:
         """
         stream = stream_merged if self.args.lora_weight_sync == "merged" else stream_hf
         metrics: dict[str, float] = {}
+        engine = self.engine
+        assert engine is not None
         with self.timers("sync"), forward.parameters_complete(self.args, self.model):
             if self.args.lora_weight_sync == "adapter":
-                metrics = sync_adapter(self.args, self.engine, self.model, version)
+                metrics = sync_adapter(self.args, cast(AdapterEngine, engine), self.model, version)
             else:
-                weights = stream(self.model, self.args, only_trained=self.engine.has_weights)
-                self.engine.update_weights(weights, version)
+                weights = stream(self.model, self.args, only_trained=engine.has_weights)
+                engine.update_weights(weights, version)
             self.synced = Synced(version, metrics)
             if self.args.check_weight_sync:
-                weight_check.compare_tensors(self.engine, stream(self.model, self.args), version)
+                weights = stream(self.model, self.args)
+                weight_check.compare_tensors(cast(LocalEngine, engine), weights, version)
 
     def check(self, batch: RolloutBatch, row: dict[str, float]) -> None:
         """Raise GrpoError if the engine did not sample a batch with the trainer's weights.
@@ -161,6 +165,7 @@ class EngineLifecycle:
 
     def _check_probe(self, probe: RolloutBatch) -> None:
         """Compare the probe with the trainer's forward pass, which has enough device memory only after the rollout."""
+        assert self.engine is not None
         with self.timers("sync"):
             replicas = self.engine.num_replicas
             weight_check.compare_log_probs(self.args, self.model, self.forward_step, probe, replicas)

@@ -128,9 +128,9 @@ class Offloader:
             for storage, size in self._copied + self._dropped:
                 storage.resize_(size)
         except torch.OutOfMemoryError as error:
-            size = self._transfer(start).size / 2**30
+            gib = self._transfer(start).size / 2**30
             raise GrpoError(
-                f"the trainer freed {size:.2f} GiB of the GPU for the engine, and cannot allocate all of it again: end "
+                f"the trainer freed {gib:.2f} GiB of the GPU for the engine, and cannot allocate all of it again: end "
                 "the inference server or program that still holds memory there, and resume with --load"
             ) from error
         for storage, _ in self._dropped:

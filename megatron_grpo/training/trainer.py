@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.batch import Bool, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.share import with_tokens_of
+from megatron_grpo.data.tokenizer import Tokenizer
 from megatron_grpo.models import forward
 from megatron_grpo.observability.completion_log import chosen, completion_row
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
@@ -55,14 +56,14 @@ Divide = Callable[[int], list[np.ndarray]]  # from their number to the completio
 class Trainer:
     """Parts of a run and its position; ``pretrain_grpo.train`` is the algorithm that uses them."""
 
-    args: object
+    args: argparse.Namespace
     model: forward.Model
-    optimizer: object
-    scheduler: object
+    optimizer: Any
+    scheduler: Any
     reference: ReferenceModel | SwappedReference | BaseReference | None
     source: RolloutSource
     lifecycle: EngineLifecycle
-    tokenizer: object
+    tokenizer: Tokenizer
     valid_prompts: list[Prompt]
     logger: MetricsLogger
     timers: Timers
@@ -193,7 +194,7 @@ class Trainer:
     def advance(self, metrics: dict[str, float]) -> None:
         """Count one finished update and its tokens; after the last one of a rollout, do what --on-bad-update says."""
         self.iteration += 1
-        self.tokens += metrics["tokens/update"]
+        self.tokens += int(metrics["tokens/update"])
         if self.bad_updates.restore_due and self.due(self.args.updates_per_rollout):
             self._restore()
 
@@ -268,6 +269,7 @@ class Trainer:
 
     def log_completions(self, batch: RolloutBatch) -> None:
         """Write some completions of a rollout, with rewards and advantages, to ``completions.jsonl``."""
+        assert batch.advantages is not None
         picks = chosen(batch.advantages, self.args.num_completions_to_log)
         logged = np.zeros(batch.num_completions, bool)
         logged[[i for i, _ in picks]] = self.logger.active
@@ -280,7 +282,7 @@ class Trainer:
 
     def due(self, interval: int | None) -> bool:
         """Return whether the iteration is a multiple of ``interval``."""
-        return bool(interval) and self.iteration % interval == 0
+        return bool(interval and self.iteration % interval == 0)
 
     def finished(self) -> bool:
         """Return whether the run ends here, before another rollout. Collective."""
@@ -318,8 +320,10 @@ class Trainer:
                 assets = Path(self.args.save, hf.ASSETS_DIR)
                 template, bounds = self.args.chat_template, hf.image_bounds(self.args)
                 on_rank_0(hf.copy_assets, self.args.tokenizer_model, assets, template, bounds)
+                save_reference, reference = None, self.reference
                 # A reference model that was never updated can be loaded from its origin again.
-                updated = self.reference is not None and self.reference.updated
+                if isinstance(reference, ReferenceModel | SwappedReference) and reference.updated:
+                    save_reference = partial(reference.save, policy=self.model)
                 checkpoint.save_checkpoint(
                     self.args,
                     self.iteration,
@@ -327,7 +331,7 @@ class Trainer:
                     self.optimizer,
                     self.scheduler,
                     extra_state=position,
-                    save_reference=(lambda directory: self.reference.save(directory, self.model)) if updated else None,
+                    save_reference=save_reference,
                     save_on_this_rank=state.save,
                 )
                 if last:

@@ -32,7 +32,7 @@ class Recording:
 
     def take(self, completion: Completion, member: GroupMember, prompt: Prompt) -> None:
         """Take a completion that was submitted to the scorer, of a group that began in this rollout."""
-        number = int(member.group)  # type: ignore[call-overload]
+        number = member.group
         group = self._begun.get(number) or Group(prompt, self._batch, (None,) * member.size)
         completions = [*group.completions]
         completions[member.place] = completion

@@ -39,7 +39,7 @@ class MegatronEngine:
     """Engine that generates with ``model``, the trainer's chunks on this rank, without a copy of the weights."""
 
     has_weights = True
-    drafts = None
+    drafts: None = None
 
     def __init__(self, args, model: forward.Model, tokenizer):
         tp = parallel_state.get_tensor_model_parallel_world_size()

@@ -74,7 +74,8 @@ class ServerStream:
     def __init__(
         self, servers: Sequence[Server], transfer: WeightTransfer, timeout: float, max_in_flight: int, replica: int = 0
     ):
-        self.replica, self.has_weights = replica, False
+        self.replica: int | None = replica
+        self.has_weights = False
         self._transfer, self._pool = transfer, StreamPool(servers, timeout, max_in_flight)
         self._pool.check()
 

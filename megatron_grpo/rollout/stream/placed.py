@@ -38,7 +38,7 @@ class PlacedEngines:
     It has the methods of `Engine` around a rollout: the engines are never asleep, and `update_weights` publishes.
     """
 
-    replica: None = None  # a trainer generates nothing
+    replica: int | None = None  # a trainer generates nothing
     is_lead = False
     has_weights = False
 
@@ -61,7 +61,7 @@ class PlacedEngines:
         self._senders = [messages.Sender(joint.store, messages.commands(replica)) for replica in replicas]
         self._receivers = [messages.Receiver(joint.store, messages.reports(replica)) for replica in replicas]
         self._reports: list[list[Message]] = [[] for _ in replicas]  # that a command waits for
-        self._signs: list[str] = []
+        self._signs: list[Any] = []
         self._last_look = 0.0
         self._described: dict[str, list[weights.Described]] = {}  # of the weights and of the adapter
         self._version = -1  # of the newest weights
@@ -134,7 +134,7 @@ class PlacedEngines:
         failures = torch.zeros((), dtype=torch.int64)
         with led_by_rank_0(self._watch_signals):
             if self._leads:
-                message = {"do": "generate", "data": data, "rows": [prompt.id for prompt in plan.prompts]}
+                message: Message = {"do": "generate", "data": data, "rows": [prompt.id for prompt in plan.prompts]}
                 message |= {"num_generations": plan.num_generations, "sampling": asdict(plan.sampling)}
                 self._tell(message | {"seed": plan.seed, "scored": scored})
                 failures += sum(report["failures"] for report in self._reported("ready"))
@@ -177,6 +177,7 @@ class PlacedEngines:
 
     def _send(self, what: str, stream: weights.Weights) -> None:
         if self._leads:
+            assert self._joint.weights is not None
             weights.send(stream, self._described[what], self._joint.weights)
         else:
             for _ in stream:  # iterating is collective
