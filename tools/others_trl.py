@@ -118,7 +118,7 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
     yield loss("GRPO", f"{plain} grpo", loss_type="grpo")
     yield loss("GRPO, k3 to the reference", "--beta 0.1", beta=0.1)
     yield loss("GRPO in 6 micro-batches", f"{plain} grpo", micro_batches=6)
-    yield loss("clip-higher, delta", f"{plain} grpo --epsilon-high 0.28 --delta 4", epsilon_high=0.28, delta=4.0)
+    yield loss("clip-higher, delta", f"{plain} grpo --epsilon-high 0.28 --dual-clip 4", epsilon_high=0.28, delta=4.0)
     yield loss("BNPO in 6 micro-batches", f"{plain} bnpo --micro-batch-size 4", loss_type="bnpo", micro_batches=6)
     yield loss("DAPO in 6 micro-batches", f"{plain} dapo", loss_type="dapo", micro_batches=6)
     yield loss(

@@ -18,7 +18,7 @@ declare -A RECIPES=(
     [dr_grpo]="--loss-type dr_grpo --scale-rewards none --epsilon 0.2 --beta 0"
     [dapo]="--loss-type dapo --epsilon 0.2 --epsilon-high 0.28 --beta 0 --overlong-filter
         --dynamic-sample --max-resample-times 3"
-    [gspo]="--loss-type gspo --epsilon 3e-4 --epsilon-high 4e-4 --beta 0"
+    [gspo]="--loss-type gspo --beta 0"
     [cispo]="--loss-type cispo --epsilon-high 5 --beta 0"
     [sapo]="--loss-type sapo --tau-pos 1.0 --tau-neg 1.05 --beta 0"
     [gmpo]="--loss-type gmpo --epsilon 0.4 --epsilon-high 0.4 --beta 0"

@@ -165,25 +165,24 @@ def _check_ratio(args: Namespace, loss: Loss) -> None:
         args.importance_sampling_level = loss.level
     if loss.check is not None:
         call(loss.check, {}, args)
+    sequences = args.importance_sampling_level != "token" and "epsilon" in loss.parameters
+    if sequences and args.epsilon is None:  # of a geometric mean, which is close to 1: arXiv:2507.18071, section 5.1
+        args.epsilon, args.epsilon_high = 3e-4, 4e-4 if args.epsilon_high is None else args.epsilon_high
     for dest, value in {"epsilon": 0.2, **loss.defaults}.items():
         if getattr(args, dest) is None:
             setattr(args, dest, value)
     if args.epsilon_high is None:
         args.epsilon_high = args.epsilon
-    sequences = args.importance_sampling_level != "token" and "epsilon" in loss.parameters
     if sequences and args.epsilon == 0.2:
         raise GrpoError(
-            "--epsilon 0.2 never clips the ratio of a sequence, a geometric mean close to 1: give --epsilon 3e-4 "
-            "--epsilon-high 4e-4"
+            "--epsilon 0.2 never clips the ratio of a sequence, a geometric mean close to 1: leave it out (3e-4, and "
+            "4e-4 as --epsilon-high)"
         )
-    excludes(args, "delta", "dual_clip", "both set the bound of the loss for negative advantages")
-    for dest in ("delta", "dual_clip"):
-        bound = getattr(args, dest)
-        if bound is not None and bound <= 1 + args.epsilon_high:
-            raise GrpoError(
-                f"{flag(dest)} ({bound}) must be greater than 1 + --epsilon-high ({1 + args.epsilon_high:g}), the "
-                "upper clip of the ratio"
-            )
+    if args.dual_clip is not None and args.dual_clip <= 1 + args.epsilon_high:
+        raise GrpoError(
+            f"--dual-clip ({args.dual_clip}) must be greater than 1 + --epsilon-high ({1 + args.epsilon_high:g}), the "
+            "upper clip of the ratio"
+        )
 
 
 def _check_covariance(args: Namespace) -> None:

@@ -34,7 +34,7 @@ LOSSES.declare(
         "--epsilon",
         float,
         None,
-        "lower clip range of the probability ratio [0.2; gmpo 0.4]",
+        "lower clip range of the probability ratio [0.2; gmpo 0.4; ratio of a sequence 3e-4]",
         positive=True,
         within=(0, 1),
     ),
@@ -42,11 +42,10 @@ LOSSES.declare(
         "--epsilon-high",
         float,
         None,
-        "upper clip range; cispo: upper bound of the ratio itself [--epsilon]",
+        "upper clip range; cispo: upper bound of the ratio itself [--epsilon; ratio of a sequence 4e-4]",
         positive=True,
     ),
-    Flag("--delta", float, None, "upper bound of the ratio for tokens with a negative advantage", positive=True),
-    Flag("--dual-clip", float, None, "the same bound under PPO's name (dual clip)", positive=True),
+    Flag("--dual-clip", float, None, "upper bound of the ratio for tokens with a negative advantage", positive=True),
     Flag("--tau-pos", float, 1.0, "sapo: sharpness of the gate for positive advantages", positive=True),
     Flag("--tau-neg", float, 1.05, "sapo: sharpness of the gate for other advantages", positive=True),
     Flag(
@@ -96,7 +95,7 @@ def log_ratio(log_probs: Tensor, old_log_probs: Tensor, completion: Tensor, leve
 
 @register_loss("gspo", aggregation="grpo", level="sequence", example="--epsilon 0.01 --epsilon-high 0.02")
 @register_loss("dr_grpo", aggregation="dr_grpo", example="--dual-clip 1.3")
-@register_loss("dapo", aggregation="dapo", example="--epsilon-high 0.28 --delta 1.5")
+@register_loss("dapo", aggregation="dapo", example="--epsilon-high 0.28 --dual-clip 1.5")
 @register_loss("bnpo", aggregation="bnpo", example="--micro-batch-size 4")
 @register_loss("grpo", aggregation="grpo", example=None)
 def clipped_loss(
@@ -104,36 +103,34 @@ def clipped_loss(
     advantages: Tensor,
     epsilon: float,
     epsilon_high: float,
-    delta: float | None = None,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
     """Return PPO's clipped loss, which grpo, bnpo, dapo, dr_grpo, gspo and (before its weights) fipo use.
 
-        L = -min(min(rho, delta) A, clip(rho, 1 - epsilon, 1 + epsilon_high) A)
+        L = -min(min(rho, dual_clip) A, clip(rho, 1 - epsilon, 1 + epsilon_high) A)
 
     A > 0 raises the probability until rho > 1 + epsilon_high; A < 0 lowers it until rho < 1 - epsilon. A clipped token
     has no gradient. The minimum makes the bound one-sided: a token whose ratio moved in the *wrong* direction is not
-    clipped, so later updates can correct it. For such a token with A < 0, ``delta`` (above 1 + epsilon_high) bounds the
-    loss, L <= -delta A: PPO's dual clip.
+    clipped, so later updates can correct it. For such a token with A < 0, ``dual_clip`` (above 1 + epsilon_high) bounds
+    the loss, L <= -dual_clip A.
 
     Args:
         log_ratio: [t], of `log_ratio`; carries the gradient. At 0 in value the gradient is REINFORCE's, -A d log_probs.
         advantages: [t], A of the completion that each token belongs to.
         epsilon: lower clip range.
         epsilon_high: upper clip range; equal to epsilon in PPO and GRPO, larger in DAPO ("clip-higher").
-        delta, dual_clip: bound of the unclipped branch, under either name, or None.
+        dual_clip: bound of the unclipped branch, or None.
 
     Returns:
-        PolicyLoss; a token is clipped if the minimum is the clipped branch (not if delta bounds the other branch).
+        PolicyLoss; a token is clipped if the minimum is the clipped branch (not if dual_clip bounds the other branch).
 
     Source: PPO (Schulman et al. 2017, arXiv:1707.06347, eq. 7); GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 3); two
-    bounds: DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1); delta: INTELLECT-2 (2025, arXiv:2505.07291); dual
-    clip: Ye et al. 2020, arXiv:1912.09729.
+    bounds: DAPO (Yu et al. 2025, arXiv:2503.14476, section 3.1); dual clip:
+    Ye et al. 2020, arXiv:1912.09729; INTELLECT-2 (2025, arXiv:2505.07291) calls it delta.
     """
     ratio = _exp(log_ratio)
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon_high)
-    bound = delta or dual_clip
-    unclipped = ratio if bound is None else ratio.clamp(max=bound)
+    unclipped = ratio if dual_clip is None else ratio.clamp(max=dual_clip)
     loss = -torch.minimum(unclipped * advantages, clipped * advantages)
     low = (ratio < 1 - epsilon) & (advantages < 0)
     high = (ratio > 1 + epsilon_high) & (advantages > 0)
@@ -279,14 +276,14 @@ def fipo_weights(
     half_life: float,
     clip_range: float,
     safety_threshold: float,
-    delta: float | None = None,
+    dual_clip: float | None = None,
 ) -> Tensor:
     """Return FIPO's weight of the clipped loss of each token, from the log-ratios of the later tokens.
 
         f_t = exp(sum over k >= t of gamma^(k - t) d_k),  gamma = 2^(-1 / half_life), over the completion's tokens
               clamped to [1, 1 + clip_range]; where A < 0 and rho_t > safety_threshold, to [1 - clip_range, 1]
 
-    Tokens with rho > delta leave the sum. The distance k - t counts tokens in the loss.
+    Tokens with rho > dual_clip leave the sum. The distance k - t counts tokens in the loss.
 
     Args:
         log_ratio: [t], d of each token.
@@ -295,7 +292,7 @@ def fipo_weights(
         half_life: distance in tokens that halves the influence of a later token.
         clip_range: width of the clamp.
         safety_threshold: ratio above which the weight of a token with A < 0 is at most 1.
-        delta: see above; None keeps all tokens.
+        dual_clip: see above; None keeps all tokens.
 
     Returns:
         [t], without gradient.
@@ -304,7 +301,7 @@ def fipo_weights(
     """
     moved = log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = moved.exp()
-    future = moved if delta is None else moved.where(ratio <= delta, 0.0)
+    future = moved if dual_clip is None else moved.where(ratio <= dual_clip, 0.0)
     # Doubling windows: sum over [t, t + 2s) = sum over [t, t + s) + gamma^s sum over [t + s, t + 2s).
     step, gamma = 1, 2.0 ** (-1.0 / half_life)
     while step < len(future) and gamma**step > NEGLIGIBLE:
@@ -324,16 +321,15 @@ def fipo_loss(
     completion: Tensor,
     epsilon: float,
     epsilon_high: float,
-    delta: float | None,
     dual_clip: float | None,
     fipo_decay_rate: float,
     fipo_clip_range: float,
     fipo_safety_threshold: float,
 ) -> PolicyLoss:
     """Return FIPO's loss: `clipped_loss` times `fipo_weights`, which document arguments and source."""
-    clipped = clipped_loss(log_ratio, advantages, epsilon, epsilon_high, delta, dual_clip)
+    clipped = clipped_loss(log_ratio, advantages, epsilon, epsilon_high, dual_clip)
     limits = fipo_decay_rate, fipo_clip_range, fipo_safety_threshold
-    weights = fipo_weights(log_ratio, advantages, completion, *limits, delta or dual_clip)
+    weights = fipo_weights(log_ratio, advantages, completion, *limits, dual_clip)
     return clipped._replace(loss=weights * clipped.loss)
 
 

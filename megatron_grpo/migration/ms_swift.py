@@ -334,7 +334,7 @@ ALGORITHM = (
     Row("--loss_type", "--loss-type"),
     Row("--epsilon", "--epsilon"),
     Row("--epsilon_high", "--epsilon-high"),
-    Row("--delta", "--delta"),
+    Row("--delta", "--dual-clip"),
     Row("--importance_sampling_level", "--importance-sampling-level"),
     Row("--advantage_estimator", "--advantage-estimator"),
     Row(

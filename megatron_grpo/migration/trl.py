@@ -250,7 +250,7 @@ ALGORITHM = (
     Row("loss_type", "--loss-type", choice(LOSSES, "docs/algorithms.md lists the losses"), "dapo by default there"),
     Row("epsilon", "--epsilon"),
     Row("epsilon_high", "--epsilon-high", None, "with cispo the bound of the ratio itself, as there"),
-    Row("delta", "--delta"),
+    Row("delta", "--dual-clip"),
     Row("sapo_temperature_pos", "--tau-pos"),
     Row("sapo_temperature_neg", "--tau-neg"),
     Row("importance_sampling_level", "--importance-sampling-level"),

@@ -186,7 +186,7 @@ REMEDIES = {
     "rollout: the samples were truncated and their kept tokens are not replayed, see log_probabilities.md.",
     "ratio/min": "Near 0: as ratio/max, for tokens that became unlikely.",
     "ratio/max": "Far above 1 in the first update of a rollout: engine or old policy differ from the trainer, see "
-    "mismatch/*. In later updates: lower --lr, or set the upper bound --delta.",
+    "mismatch/*. In later updates: lower --lr, or set the upper bound --dual-clip.",
     "grad_norm": "Spikes: lower --clip-grad or --lr, or enlarge the batch. Not finite: look for inf in the rewards, or "
     "use --bf16 instead of --fp16. 0: no signal, see reward/zero_std_groups.",
     "mtp/grad_norm": "Not finite or spikes: lower --mtp-loss-scaling-factor.",

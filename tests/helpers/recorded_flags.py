@@ -1,6 +1,6 @@
 """Record of the flags that a run reads after its checks, from the parsed arguments and megatron-core's configs."""
 
-import importlib.machinery
+import importlib.util
 import re
 import sys
 import types
@@ -45,11 +45,17 @@ class EngineWithFlags(StubEngine):
 def flags_read_by(words: list[str]) -> set[str]:
     """Run pretrain_grpo.py with these flags; return the attributes whose values something reads after the checks."""
     fields = {field: dest for dest, flag in core_flags().items() for _, field in flag.feeds}
-    parse, validate = arguments.parse_args, setup.validate_args
+    parse, validate, join = arguments.parse_args, setup.validate_args, setup.join
+    of_rendezvous: set[str] = set()
 
     def after_validation(args, world_size):
         validate(args, world_size)
         _reads.clear()
+
+    def joined(args):  # before the checks that need files
+        _reads.clear()
+        join(args)
+        of_rendezvous.update(_reads)
 
     def of_config(self, name):
         if name in fields:
@@ -59,14 +65,16 @@ def flags_read_by(words: list[str]) -> set[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "parse_args", lambda: Recorded(**vars(parse())))
         patch.setattr(setup, "validate_args", after_validation)
+        patch.setattr(setup, "join", joined)
         # Both modules that _build imports, or the outcome depends on what an earlier test of the worker has imported.
-        spec = importlib.machinery.ModuleSpec("vllm", None)
+        spec = importlib.util.find_spec("vllm")  # for the check of replaced names, which reads its files
         patch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=lambda **options: None, __spec__=spec))
-        models = types.SimpleNamespace(registry=types.SimpleNamespace())
-        patch.setitem(sys.modules, "vllm.model_executor.models", models)
+        registry = types.SimpleNamespace(_run_in_subprocess=None)
+        patch.setitem(sys.modules, "vllm.model_executor.models", types.SimpleNamespace(registry=registry))
+        patch.setitem(sys.modules, "vllm.model_executor.models.registry", registry)
         patch.setattr(colocate, "_cpu_options", lambda args: {})
         patch.setattr("bad_input_runs.StubEngine", EngineWithFlags)
         for config in (TransformerConfig, *CONFIGS[1:]):
             patch.setattr(config, "__getattribute__", of_config)
         assert launch(TRAIN, words) == 0
-    return set(_reads)
+    return _reads | of_rendezvous

@@ -57,12 +57,12 @@ def test_clipped_loss_is_ppos_other_form(difference, advantage, low, high):
 
 
 @settings(deadline=None)
-@given(difference=st.floats(-3, 3), advantage=st.floats(-5, 5), delta=st.floats(1.31, 9))
-def test_delta_is_dual_clip(difference, advantage, delta):
+@given(difference=st.floats(-3, 3), advantage=st.floats(-5, 5), bound=st.floats(1.31, 9))
+def test_dual_clip_bounds_the_objective(difference, advantage, bound):
     """Dual clip as its paper has it: max(PPO's objective, c A) where A < 0."""
     objective = -clipped_loss(tensor(difference), tensor(advantage), EPSILON, EPSILON_HIGH).loss.item()
-    expected = max(objective, delta * advantage) if advantage < 0 else objective
-    value = clipped_loss(tensor(difference), tensor(advantage), EPSILON, EPSILON_HIGH, delta)
+    expected = max(objective, bound * advantage) if advantage < 0 else objective
+    value = clipped_loss(tensor(difference), tensor(advantage), EPSILON, EPSILON_HIGH, bound)
     assert -value.loss.item() == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 

@@ -34,6 +34,22 @@ def test_the_base_is_accepted_and_filled_in():
     assert args_to_json(args)["padded_vocab_size"] == 1024
 
 
+@pytest.mark.parametrize(
+    ("flags", "bounds"),
+    [
+        ("--loss-type gspo", (3e-4, 4e-4)),  # arXiv:2507.18071, section 5.1
+        ("--importance-sampling-level sequence_token", (3e-4, 4e-4)),
+        ("--loss-type gspo --epsilon 0.01", (0.01, 0.01)),
+        ("--loss-type gspo --epsilon-high 0.01", (3e-4, 0.01)),
+        ("--loss-type gspo --epsilon 0.01 --epsilon-high 0.02", (0.01, 0.02)),
+        ("--loss-type dapo --epsilon-high 0.28", (0.2, 0.28)),
+    ],
+)
+def test_bounds_of_the_ratio(flags, bounds):
+    args = validated(flags)
+    assert (args.epsilon, args.epsilon_high) == bounds
+
+
 def published_algorithms() -> str:
     """The table of docs/algorithms.md: algorithm, flags, recipe."""
     return (REPO / "docs/algorithms.md").read_text().split("| published algorithm |")[1].split("\n\n")[0]
@@ -234,15 +250,14 @@ REFUSED = {
     "--loss-type cispo": "--loss-type cispo bounds the ratio itself by --epsilon-high",
     "--loss-type cispo --epsilon-high 0.2": "must be at least 1: give --epsilon-high 5",
     "--loss-type cispo --epsilon-high 5 --epsilon 0.2": "--epsilon has no effect with --loss-type cispo",
-    "--loss-type gspo": "--epsilon 0.2 never clips the ratio of a sequence",
+    "--loss-type gspo --epsilon 0.2": "--epsilon 0.2 never clips the ratio of a sequence",
     "--loss-type gspo --importance-sampling-level token --epsilon 3e-4": "not token: leave one of them out",
-    "--loss-type grpo --importance-sampling-level sequence": "give --epsilon 3e-4 --epsilon-high 4e-4",
+    "--importance-sampling-level sequence --epsilon 0.2": "leave it out (3e-4, and 4e-4 as --epsilon-high)",
     "--loss-type gmpo --importance-sampling-level sequence": "has no effect with --loss-type gmpo",
     "--loss-type sapo --epsilon-high 0.3": "--epsilon-high has no effect with --loss-type sapo",
-    "--loss-type reinforce --delta 4": "--delta has no effect with --loss-type reinforce",
+    "--loss-type reinforce --dual-clip 4": "--dual-clip has no effect with --loss-type reinforce",
     "--tau-pos 2": "--tau-pos has no effect with --loss-type grpo",
-    "--delta 1.2": "--delta (1.2) must be greater than 1 + --epsilon-high (1.2)",
-    "--delta 3 --dual-clip 3": "--delta and --dual-clip cannot both be given",
+    "--dual-clip 1.2": "--dual-clip (1.2) must be greater than 1 + --epsilon-high (1.2)",
     "--entropy-coef -1": "--entropy-coef (-1.0) must lie between 0 and 1e+09",
     "--top-entropy-quantile 1.5": "--top-entropy-quantile (1.5) must be greater than 0 and at most 1",
     "--clip-cov-lb 2": "--clip-cov-lb needs --clip-cov-ratio",
