@@ -3,7 +3,6 @@
 As in Megatron-LM's pretrain_gpt.py, `get_batch`, `loss_func` and `forward_step` define one micro-batch, and `main`
 passes ``model_provider`` and `forward_step` to ``setup``. `train` is the algorithm. Per rollout:
 
-    plan         the next prompts of the data and their sampling parameters, equal on all ranks
     completions  the engine receives the newest weights and samples ``--num-generations`` completions of each prompt;
                  reward functions score completions as they finish
     log-probs    forward passes of the old policy, the reference model and the teacher, where the flags need them
@@ -54,13 +53,13 @@ from megatron_grpo.data.pack import Pack
 from megatron_grpo.models import balancing, forward, router_replay
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.context_parallel import whole_pack
-from megatron_grpo.rollout.arguments import recorded_in
-from megatron_grpo.rollout.plan import evaluation_plans
+from megatron_grpo.rollout.plan import evaluation_plans, rollout_seed
+from megatron_grpo.rollout.rollout_metrics import mean_of_scored
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import setup
 from megatron_grpo.training.train_step import train_step
-from megatron_grpo.training.trainer import Trainer, mean_of_scored
+from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.device import device, to_device
 
 
@@ -148,12 +147,12 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
     A completion is accurate if the first reward function returns 1. --eval-num-generations adds the metrics of sampled
     completions.
     """
-    if recorded_in(args):  # there is no engine
+    if not trainer.source.generates:  # all rollouts are recorded: there is no engine
         return {}
     metrics = {}
     with trainer.timers("eval"), trainer.engine_awake():
         for kind, plan in evaluation_plans(args, trainer.valid_prompts).items():
-            batch = trainer.collect(plan)
+            batch = trainer.source.evaluate(plan)
             rewards = combine_rewards(batch.rewards, args.reward_weights)
             metrics[f"eval/{kind}_reward"] = mean_of_scored(rewards)
             first = batch.rewards[:, 0]  # NaN: not scored
@@ -170,28 +169,29 @@ def train(args, trainer: Trainer) -> None:
         trainer.log(evaluate(args, trainer))
 
     while not trainer.finished():
+        shuffle, loss = not args.no_shuffle_completions, LOSSES.get(args.loss_type)
+        seed = rollout_seed(args.seed, trainer.source.taken + 1)
+        divide = partial(divide_rollout, num_updates=args.steps_per_generation, shuffle=shuffle, loss=loss, seed=seed)
         with trainer.engine_for_rollout():  # awake, with the newest weights
-            plan = trainer.plan_rollout()
-            shuffle, loss = not args.no_shuffle_completions, LOSSES.get(args.loss_type)
-            divide = partial(
-                divide_rollout, num_updates=args.steps_per_generation, shuffle=shuffle, loss=loss, seed=plan.seed
-            )
-            batch = trainer.collect(plan, divide)  # all completions; tokens of those that this rank computes
+            rollout = trainer.next_rollout(divide)
+        batch = rollout.batch  # all completions; tokens of those that this rank computes
         if args.rollout_only:
-            trainer.log_rollout(batch, combine_rewards(batch.rewards, args.reward_weights))
+            trainer.log_rollout(rollout, combine_rewards(batch.rewards, args.reward_weights))
             continue
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model) as with_experts:  # R2: the old policy's
-                    old_log_probs = trainer.log_probs(batch)
+                    old_log_probs = forward.log_probs(args, trainer.model, forward_step, batch)
                 batch = with_experts(replace(batch, old_log_probs=old_log_probs))
             if trainer.reference is not None:
-                batch = replace(batch, ref_log_probs=trainer.reference_log_probs(batch))
+                ref_log_probs = trainer.reference.log_probs(batch, trainer.model, forward_step)
+                batch = replace(batch, ref_log_probs=ref_log_probs)
             if trainer.teacher is not None:
-                batch = replace(batch, teacher_log_probs=trainer.teacher_log_probs(batch))
+                teacher_log_probs = trainer.teacher.log_probs(batch, trainer.model, forward_step)
+                batch = replace(batch, teacher_log_probs=teacher_log_probs)
 
         rewards = combine_rewards(batch.rewards, args.reward_weights)
-        metrics = trainer.rollout_metrics(batch, rewards)
+        metrics = trainer.rollout_metrics(rollout, rewards)
         batch, of_advantages = estimate_advantages(args, batch, rewards)
         metrics |= of_advantages
         if args.overlong_filter:
@@ -201,11 +201,12 @@ def train(args, trainer: Trainer) -> None:
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)
-            row["flops/update"] = trainer.flops_of(batch, completions)
-            trainer.check_engine(batch, row)
+            row["flops/update"] = trainer.flops.of_update(batch, completions)
+            if rollout.sampled:  # now, and not read from a ledger
+                trainer.lifecycle.check(batch, row)
             trainer.advance(row)
             if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):  # after a rollout's last update
-                trainer.reference.ema_update(args, trainer.model, args.ref_model_mixup_alpha)
+                trainer.reference.ema_update(args, trainer.model, args.ref_model_mixup_alpha)  # type: ignore[union-attr]
             if number == len(updates) and trainer.due(args.eval_interval):
                 with trainer.logged_if_saved(row):
                     row |= evaluate(args, trainer)

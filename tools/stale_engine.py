@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
 from megatron_grpo.models import forward
+from megatron_grpo.rollout.source import Synced
+from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.weights.stream import stream_hf
@@ -31,26 +33,24 @@ def main() -> None:
     lag, history = options.updates, {}
     evaluate = pretrain_grpo.evaluate
 
-    def sync(trainer: Trainer) -> None:
-        args = trainer.args
-        with trainer.timers("sync"), forward.parameters_complete(args, trainer.model):
-            history[trainer.iteration] = [
-                (name, weight.cpu().clone()) for name, weight in stream_hf(trainer.model, args)
-            ]
+    def sync(lifecycle: EngineLifecycle, version: int) -> None:
+        args, model = lifecycle.args, lifecycle.model
+        with lifecycle.timers("sync"), forward.parameters_complete(args, model):
+            history[version] = [(name, weight.cpu().clone()) for name, weight in stream_hf(model, args)]
         rollouts = sorted(history)[-lag - 1 :]
-        trainer.engine.update_weights(iter(history[rollouts[0]]), trainer.iteration)
-        trainer.synced_iteration = trainer.iteration
+        lifecycle.engine.update_weights(iter(history[rollouts[0]]), version)
+        lifecycle.synced = Synced(version)
         for iteration in history.keys() - rollouts:
             del history[iteration]
 
     def evaluate_newest(args, trainer: Trainer) -> dict[str, float]:
-        trainer.synced_iteration, Trainer.sync = -1, sync_newest
+        trainer.lifecycle.synced, EngineLifecycle.sync = Synced(-1), sync_newest
         metrics = evaluate(args, trainer)
-        trainer.synced_iteration, Trainer.sync = -1, sync
+        trainer.lifecycle.synced, EngineLifecycle.sync = Synced(-1), sync
         return metrics
 
-    sync_newest, Trainer.sync, pretrain_grpo.evaluate = Trainer.sync, sync, evaluate_newest
-    Trainer.check_engine = lambda self, batch, row: None
+    sync_newest, EngineLifecycle.sync, pretrain_grpo.evaluate = EngineLifecycle.sync, sync, evaluate_newest
+    EngineLifecycle.check = lambda self, batch, row: None
     pretrain_grpo.main()
 
 

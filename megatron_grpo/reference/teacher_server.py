@@ -36,11 +36,15 @@ class TeacherServer(Client):
         dist.broadcast_object_list(names, src=0, group=host_group())
         self._model = names[0]
 
-    def log_probs(self, batch: RolloutBatch) -> np.ndarray:
+    def own_completions(self, batch: RolloutBatch) -> np.ndarray:
+        """Return no completions: the server computes their log-probabilities."""
+        return np.zeros(0, np.int64)
+
+    def log_probs(self, batch: RolloutBatch, policy: Any = None, forward_step: Any = None) -> np.ndarray:
         """Return the teacher's log-probabilities ``[total]`` of the tokens that this rank holds. Collective.
 
-        NaN where the response mask is 0. Raises GrpoError when the server does not answer after all retries, or sends
-        an invalid answer.
+        ``policy`` and ``forward_step`` are not used. NaN where the response mask is 0. Raises GrpoError when the server
+        does not answer after all retries, or sends an invalid answer.
         """
         found = np.full(len(batch.tokens), np.nan, np.float32)
         senders = first_holders(batch)

@@ -65,7 +65,7 @@ def print_first_failures(failures: Iterable[Failure], printed: set[str], rank: i
 class GroupMember(NamedTuple):
     """The group of a sample: all completions of one prompt, which a group-wise function scores in one call."""
 
-    group: Hashable
+    group: int
     place: int  # of the completion in its group
     size: int
 
@@ -201,7 +201,7 @@ class RewardPool:
             self._enqueue(number, [function for function in functions if function not in self._group_wise])
         group_wise = [function for function in functions if function in self._group_wise]
         if group_wise:
-            group, place, size = member or GroupMember((key,), 0, 1)
+            group, place, size = member or ((key,), 0, 1)
             members = self._groups.setdefault(group, {})
             members[place] = number
             if len(members) == size:

@@ -15,7 +15,7 @@ from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rollout.dispatcher import PromptDispatcher
-from megatron_grpo.rollout.engine import Completion, Engine, Request, generate
+from megatron_grpo.rollout.engine import Completion, GeneratingEngine, Request, generate
 from megatron_grpo.rollout.ledger.recording import KnownFirst
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.utils.errors import GrpoError
@@ -36,7 +36,7 @@ def nothing(batch: RolloutBatch) -> Bool:
 
 
 def collect_rollout(
-    engine: Engine,
+    engine: GeneratingEngine,
     plan: RolloutPlan,
     scorer: RewardPool | None,
     tokenizer,
@@ -86,13 +86,14 @@ def collect_rollout(
 
     with timers("rollout"), engine.rollout(plan.seed):
         source = KnownFirst(engine, known.values()) if known else engine
-        for completion in generate(source, requests(dispatcher.first), further):
+        for completion in generate(source, requests(dispatcher.first) or (), further):
             completions.append(completion)
             member = members[completion.id]
             if scorer is not None:
                 sample = sample_to_score(prompts[member.group], texts[member.group], completion, tokenizer)
-                if member.group in known:
-                    scorer.give(completion.id, sample, known[member.group].rewards[member.place])
+                rewards = known[member.group].rewards if member.group in known else None
+                if rewards is not None:
+                    scorer.give(completion.id, sample, rewards[member.place])
                 else:
                     scorer.submit(completion.id, sample, member)
             if recording is not None and member.group not in known:

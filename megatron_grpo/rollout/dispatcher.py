@@ -22,7 +22,7 @@ class PromptDispatcher:
 
     def __init__(self, engine: Engine, num_prompts: int, num_generations: int, capacity: int | None):
         self.first: Sequence[int] = range(0)
-        self._num_generations, self._capacity = num_generations, capacity
+        self._num_generations, self._capacity = num_generations, capacity or 0
         self._remaining: Sequence[int] = range(0)  # shared by all replicas
         self._said: list[str] = []
         rollout = next(_rollouts)

@@ -157,6 +157,8 @@ class Selection:
 
     def places(self) -> dict[int, int]:
         """Return {group: place in the rollout} of the groups that this replica keeps; call it after generation."""
+        if self._replica is None:
+            return {}
         filled = self._kept + self._without_signal[: self._quota - len(self._kept)]
         return {group: self._replica + i * self._replicas for i, group in enumerate(sorted(filled))}
 
@@ -174,7 +176,7 @@ class Selection:
             self._store.delete_key(word)
         what, begun = status
         unused = torch.nonzero(what == _RETURNED).flatten().tolist()
-        metrics = {
+        metrics: dict[str, float] = {
             "sampling/resampled_groups": int((what == _REPLACED).sum()),
             "sampling/rounds": max(int(begun.max()) - 1, 0),
             "sampling/aborted_groups": int(((what == _RETURNED) & (begun > 0)).sum()),

@@ -12,8 +12,8 @@ on request. Where an engine would include truncation or penalties that the train
 rollout/arguments.py), they are not requested. They are never requested for constrained completions
 (``structured_outputs``), because the engine then returns probabilities renormalised over the allowed tokens.
 
-**The failure contract.** An engine that fails raises EngineLost. `Engine.rollout` and the methods that wake the engine,
-put it to sleep or update its weights are collective over all ranks; they raise EngineLost on every rank if they fail on
+**The failure contract.** An engine that fails raises EngineLost. ``rollout`` and the methods that wake the engine, put
+it to sleep or update its weights are collective over all ranks; they raise EngineLost on every rank if they fail on
 one.
 """
 
@@ -211,14 +211,22 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Interface of one replica of the policy; all its ranks call the methods in the same order with equal arguments."""
+    """What all engines have; all ranks of a replica call the methods in the same order with equal arguments."""
 
     replica: int | None  # None on a rank that generates nothing and waits for the others
     num_replicas: int
     is_lead: bool  # True on the one rank per replica that reports its results
-    streams: bool  # True for engines on ranks of their own, which generate while the trainer updates: stream/placed.py
     has_weights: bool  # False at the start and after --sleep-level 2: call ``update_weights`` first
-    drafts: DraftCounts | None  # of this replica since the start of the newest rollout; None without drafts
+
+    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load new weights (Hugging Face names, full tensors); later completions carry ``version``."""
+
+    def close(self) -> None:
+        """Free resources that outlive the process; the engine is unusable afterwards."""
+
+
+class Submits(Protocol):
+    """What completes requests."""
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests in the given order."""
@@ -229,30 +237,20 @@ class Engine(Protocol):
     def abort(self, ids: Iterable[int]) -> None:
         """Abort requests."""
 
+
+class GeneratingEngine(Engine, Submits, Protocol):
+    """An engine that completes requests of this rank."""
+
+    @property
+    def drafts(self) -> DraftCounts | None:
+        """Counts of this replica since the start of the newest rollout; None without drafts."""
+
     def rollout(self, seed: int) -> AbstractContextManager[None]:
         """Context of a rollout: samples depend only on ``seed`` and requests; restores the trainer's random state."""
 
-    def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load new weights (Hugging Face names, full tensors); later completions carry ``version``."""
 
-    @property
-    def has_base(self) -> bool:
-        """Whether the engine has the weights below an adapter; else call ``update_weights`` before `update_adapter`."""
-
-    def update_adapter(self, adapter: dict[str, torch.Tensor], version: int) -> None:
-        """Load a LoRA adapter beside the weights (format of rollout/vllm/adapter.py); completions carry ``version``."""
-
-    def compare_adapter(self, adapter: dict[str, torch.Tensor]) -> list[str]:
-        """Return one line for each tensor of an adapter that differs in one bit from the engine's."""
-
-    def probe_adapter(self) -> list[str]:
-        """Return the kinds of layers (q_proj) in which a random adapter changes no log-probability.
-
-        Restores the adapter. Needs the KV cache.
-        """
-
-    def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
-        """Return one line for each tensor that differs from the engine's; None if the engine cannot compare."""
+class TrainersEngine(Engine, Protocol):
+    """An engine as the trainer's ranks see it (training/engine_lifecycle.py), which can share their devices."""
 
     def wake_weights(self) -> None:
         """Allocate device memory for the weights (restored only if ``has_weights``); no-op if awake."""
@@ -269,25 +267,35 @@ class Engine(Protocol):
         The second number is of memory that torch still counts as allocated.
         """
 
-    def position(self) -> dict[str, Any]:
-        """Return what a checkpoint needs of the requests between two rollouts, equal on all ranks. Collective."""
 
-    def close(self) -> None:
-        """Free resources that outlive the process; the engine is unusable afterwards."""
+class LocalEngine(GeneratingEngine, TrainersEngine, Protocol):
+    """An engine of --rollout-engine on the trainer's ranks: colocated, or a client of servers."""
 
-
-class TakesTurns:
-    """What engines have in common that generate only within a rollout: nothing runs between two of them."""
-
-    streams = False
-    drafts: DraftCounts | None = None
-
-    def position(self) -> dict[str, Any]:
-        """See `Engine.position`."""
-        return {}
+    def compare_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str] | None:
+        """Return one line for each tensor that differs from the engine's; None if the engine cannot compare."""
 
 
-class InterruptibleEngine(Engine, Protocol):
+class AdapterEngine(Engine, Protocol):
+    """An engine that can load a LoRA adapter beside the weights (--lora-weight-sync adapter)."""
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the engine has the weights below an adapter; else call ``update_weights`` before `update_adapter`."""
+
+    def update_adapter(self, adapter: dict[str, torch.Tensor], version: int) -> None:
+        """Load a LoRA adapter (format of rollout/vllm/adapter.py); completions carry ``version``."""
+
+    def compare_adapter(self, adapter: dict[str, torch.Tensor]) -> list[str]:
+        """Return one line for each tensor of an adapter that differs in one bit from the engine's."""
+
+    def probe_adapter(self) -> list[str]:
+        """Return the kinds of layers (q_proj) in which a random adapter changes no log-probability.
+
+        Restores the adapter. Needs the KV cache.
+        """
+
+
+class InterruptibleEngine(GeneratingEngine, Protocol):
     """Interface of an engine whose requests can be continued later, under other weights."""
 
     def unfinished(self) -> list[Completion]:
@@ -298,19 +306,6 @@ class InterruptibleEngine(Engine, Protocol):
 
         The tokens are those of `Request.begun` and the new ones; a request that never ran has none.
         """
-
-
-class NoEngine(TakesTurns):
-    """What a run has in place of an engine whose rollouts are read from a ledger (--replay-rollouts)."""
-
-    replica, num_replicas, is_lead, has_weights = None, 0, False, False
-
-    def device_bytes(self) -> tuple[int, int]:
-        """Return zeros: nothing is on the GPU."""
-        return 0, 0
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class OutOfMemory:
@@ -342,7 +337,7 @@ def lost_on_failure(action: str) -> Iterator[None]:
 
 
 def generate(
-    engine: Engine,
+    engine: Submits,
     requests: Sequence[Request],
     further: Callable[[int], Sequence[Request] | None] = lambda under_way: (),
 ) -> Iterator[Completion]:

@@ -37,7 +37,7 @@ from megatron_grpo.environments.registry import environment_of, tools_of
 from megatron_grpo.environments.rendering import Mark, TurnRenderer
 from megatron_grpo.environments.tool_calls import ParsedTurn, ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead
-from megatron_grpo.rollout.engine import Completion, Engine, Request, request_seed
+from megatron_grpo.rollout.engine import Completion, Engine, GeneratingEngine, Request, request_seed
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import as_one, as_source
 from megatron_grpo.vision.images import ImageReader
@@ -142,7 +142,7 @@ class Conversing:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: GeneratingEngine,
         pool: EnvironmentPool | None,
         renderer: TurnRenderer | None,
         parser: ToolCallParser | None,
@@ -177,6 +177,12 @@ class Conversing:
     def failures(self) -> list[str]:
         """Return what went wrong since the last call, one line for each reason, on the lead rank."""
         return self._failures.lines(self.program)
+
+
+def print_failures(engine: Engine, where: str = "") -> None:
+    """Print what went wrong in environments or agents since the last call."""
+    for line in engine.failures() if isinstance(engine, Conversing) else []:
+        print(f"[rank {dist.get_rank()}] {where}{line}", flush=True)
 
 
 class Episodes(Conversing):
@@ -218,7 +224,7 @@ class Episodes(Conversing):
     # ---- requests
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """See `Engine.submit`; a request without a row has no environment."""
+        """See `Submits.submit`; a request without a row has no environment."""
         to_generate = []
         for request in requests:
             paused = self._paused.get(request.id)
@@ -370,6 +376,7 @@ class Episodes(Conversing):
                     episode.request = replace(episode.request, prompt_ids=tokens)
                 continued.append(self._next_turn(episode, None))
             elif what == _ENDS:
+                assert episode.trajectory is not None
                 ended.append(self._end(number, episode.trajectory.finish_reason))
             elif what == _STOPS or self._at_a_limit(episode, len(tokens)):
                 ended.append(self._end(number, "length"))
@@ -616,9 +623,8 @@ class Episodes(Conversing):
             episode.interrupted = turns.get(number) or episode.interrupted
         stopped = self._with_episodes(turns)
         for completion in stopped:
-            episode = self._episodes.pop(completion.id, None)
-            if episode is not None:
-                self._paused[completion.id] = episode
+            if completion.id in self._episodes:
+                self._paused[completion.id] = self._episodes.pop(completion.id)
         for numbers in (self._generating, self._waiting, self._immediate):
             numbers.clear()
         return stopped

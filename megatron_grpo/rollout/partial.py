@@ -10,19 +10,71 @@ repeatable.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.prompts import draw
 from megatron_grpo.data.share import of_completions
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rollout.collect import Needs, everything, exchange, missing_rewards, sample_to_score, to_batch
 from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request
+from megatron_grpo.rollout.ledger.content import BatchRecord
 from megatron_grpo.rollout.plan import RolloutPlan
-from megatron_grpo.rollout.unfinished import Group, with_completion
+from megatron_grpo.rollout.source import Rollout, SourceState, Synced, WholeRollouts
+from megatron_grpo.rollout.unfinished import (
+    DIRECTORY,
+    Group,
+    PartialRollouts,
+    Unfinished,
+    prompts_of,
+    with_completion,
+)
+
+
+@dataclass(kw_only=True)
+class PartialSource(WholeRollouts):
+    """Rollouts that end when the next batch is complete; evaluations are whole rollouts."""
+
+    groups: PartialRollouts
+
+    def plan(self) -> RolloutPlan:
+        """See `WholeRollouts.plan`: the prompts are those that start beside the unfinished ones."""
+        prompts = draw(self.dataset, self.sampler, self.groups.prompts_to_draw())
+        return self.plan_of(prompts, partial=self.groups)
+
+    def collect(self, plan: RolloutPlan, needs: Needs, synced: Synced | None) -> Rollout:
+        """See `WholeRollouts.collect`."""
+        if synced is None:  # an evaluation
+            return super().collect(plan, needs, synced)
+        parts = cast(InterruptibleEngine, self.engine), plan, self.scorer, self.tokenizer, self.timers
+        batch, failures = collect_partial_rollout(*parts, self.watch(), needs)
+        return Rollout(batch, staleness_metrics(batch, synced.version, self.args.updates_per_rollout), failures)
+
+    def follow(self, record: BatchRecord) -> None:
+        """See `RolloutSource.follow`."""
+        super().follow(record)
+        assert record.started is not None
+        groups = self.replay.unfinished(record.number, self.groups.replica, prompts_of(self.dataset))
+        self.groups.state = Unfinished(groups, record.started["started"], record.started["version"])
+
+    def state(self) -> SourceState:
+        """See `RolloutSource.state`; the lead rank of each replica writes its unfinished groups."""
+        groups, unfinished = self.groups, self.groups.state
+        position = super().state().position | {"partial": groups.position(unfinished)}
+        if not self.engine.is_lead:
+            return SourceState(position)
+        return SourceState(position, lambda directory: groups.save(directory / DIRECTORY, unfinished))
+
+    def resume(self, position: Mapping[str, Any], unfinished: Callable[[], Path | None]) -> None:
+        """See `RolloutSource.resume`."""
+        super().resume(position, unfinished)
+        if saved := position.get("partial"):
+            self.groups.load(unfinished() or Path(self.args.load, DIRECTORY), saved, self.dataset)
 
 
 def collect_partial_rollout(
@@ -54,7 +106,7 @@ def collect_partial_rollout(
     finished: list[Completion] = []
     scored: list[int] = []  # ids of completions
     with timers("rollout"), engine.rollout(plan.seed):
-        requests = _requests(groups, members, plan)
+        requests = _requests(groups, plan)
         engine.submit(requests)
         under_way = len(requests)
         taken = partial.to_take(groups)
@@ -64,7 +116,7 @@ def collect_partial_rollout(
             finished += newly
             under_way -= len(newly)
             for completion in newly:
-                number, place, _ = members[completion.id]
+                number, place = divmod(completion.id, num_generations)
                 groups[number] = with_completion(groups[number], place, completion)
                 if groups[number].complete and scorer is not None:
                     scored += _submit(scorer, groups[number], members, tokenizer)
@@ -76,7 +128,7 @@ def collect_partial_rollout(
                 taken = partial.to_take(groups)
             progress(finished, under_way)
         for completion in engine.interrupt():
-            number, place, _ = members[completion.id]
+            number, place = divmod(completion.id, num_generations)
             groups[number] = with_completion(groups[number], place, completion)
     with timers("scoring"):
         if recording is not None:
@@ -84,7 +136,7 @@ def collect_partial_rollout(
         if scorer is not None:
             rewards = scorer.finish(scored)
             for i in range(0, len(scored), num_generations):
-                number = members[scored[i]].group
+                number = scored[i] // num_generations
                 groups[number] = replace(groups[number], rewards=rewards[i : i + num_generations])
         mine = [groups[number] for number in taken] if engine.is_lead else []
         completions = [c for group in mine for c in group.completions if c is not None]
@@ -100,14 +152,15 @@ def collect_partial_rollout(
     return batch, failures
 
 
-def _requests(groups: dict[int, Group], members: dict[int, Any], plan: RolloutPlan) -> list[Request]:
+def _requests(groups: dict[int, Group], plan: RolloutPlan) -> list[Request]:
     """Return the requests of all completions that are not finished, oldest group first."""
     requests = []
-    for number, (group, place, _) in members.items():
-        prompt, begun = groups[group].prompt, groups[group].completions[place]
-        if begun is None or begun.finish_reason == "abort":
-            sampling = prompt.sampling(plan.sampling)
-            requests.append(Request(number, prompt.ids, sampling, begun, row=prompt.row, images=prompt.images))
+    for number, group in sorted(groups.items()):
+        prompt = group.prompt
+        for place, begun in enumerate(group.completions):
+            if begun is None or begun.finish_reason == "abort":
+                own, sampling = number * plan.num_generations + place, prompt.sampling(plan.sampling)
+                requests.append(Request(own, prompt.ids, sampling, begun, row=prompt.row, images=prompt.images))
     return requests
 
 

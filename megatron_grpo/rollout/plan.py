@@ -10,7 +10,6 @@ from megatron_grpo.data.row_sampling import structured_json
 from megatron_grpo.data.sampling_params import Sampling, uses_engine_log_probs
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.rollout.dynamic_sampling import Selection
-from megatron_grpo.rollout.ledger.content import BatchRecord
 from megatron_grpo.rollout.ledger.recording import Recording
 from megatron_grpo.rollout.unfinished import PartialRollouts
 
@@ -21,7 +20,7 @@ class RolloutPlan:
 
     ``selection`` selects the groups if the plan has more prompts than needed; None keeps all groups. With ``partial``
     the prompts are those of new groups, beside the unfinished ones. With ``recording`` the groups are written to the
-    run's ledger. ``recorded`` is a batch of a ledger, which replaces the rollout.
+    run's ledger.
     """
 
     prompts: Sequence[Prompt]
@@ -31,7 +30,6 @@ class RolloutPlan:
     selection: Selection | None = None
     partial: PartialRollouts | None = None
     recording: Recording | None = None
-    recorded: BatchRecord | None = None
 
 
 def rollout_seed(seed: int, rollout: int) -> int:

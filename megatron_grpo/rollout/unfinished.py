@@ -127,7 +127,8 @@ def write_groups(directory: Path, replica: int, groups: Mapping[int, Group]) -> 
     """Write the groups of a replica into a checkpoint, and flush them to the disk; raises OSError."""
     directory.mkdir(exist_ok=True)
     file = directory / f"{replica:05d}.npz"
-    np.savez(file, **to_arrays(groups))
+    arrays: dict[str, Any] = to_arrays(groups)
+    np.savez(file, **arrays)
     flush_to_disk(file)
 
 
@@ -153,7 +154,7 @@ def to_arrays(groups: Mapping[int, Group]) -> dict[str, npt.NDArray[Any]]:
     experts = [completion.routed_experts for completion in known if completion.routed_experts is not None]
     reasons = [FinishReason[c.finish_reason.upper()] if c is not None else FinishReason.ABORT for c in completions]
     log_probs = [c.log_probs if c.log_probs is not None else [math.nan] * len(c.token_ids) for c in known]
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "numbers": np.array(list(groups), np.int64),
         "births": np.array([group.birth for group in groups.values()], np.int64),
         "rows": np.array([group.prompt.id for group in groups.values()], np.int64),
@@ -192,7 +193,7 @@ def _of_episodes(completions: Sequence[Completion | None]) -> dict[str, npt.NDAr
     }
     prompts, starts = [c.prompt_ids for c in found], [c.sample_starts for c in found]
     rewards = [math.nan if c.environment_reward is None else c.environment_reward for c in found]
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "response_mask": np.array([m for completion in found for m in completion.mask], np.uint8),
         "turns": np.array([completion.turns for completion in found], np.int32),
         "malformed_calls": np.array([completion.malformed_calls for completion in found], np.int32),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.parallel.initialize import host_group, print_rank_0
-from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.engine import GeneratingEngine
 from megatron_grpo.utils.errors import Preempted
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -88,7 +88,7 @@ class EarlyExit:
             return in_words(signal.Signals(int(votes[0])))
         return "--exit-duration-in-mins is over" if votes[1] else None
 
-    def check_rollout(self, engine: Engine) -> None:
+    def check_rollout(self, engine: GeneratingEngine) -> None:
         """Raise Preempted if a signal of any rank ends this rollout; call this after every step of the engine.
 
         All ranks of a replica raise after the same step: its lead rank announces the number of the step in the store,

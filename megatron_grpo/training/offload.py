@@ -19,7 +19,7 @@ from megatron_grpo.estimate.memory import MARGIN, engine_share
 from megatron_grpo.models.fp8_training import free_fp8_weights
 from megatron_grpo.models.fp8_weight import stored
 from megatron_grpo.rollout.arguments import has_colocated_vllm
-from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.engine import TrainersEngine
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -128,9 +128,9 @@ class Offloader:
             for storage, size in self._copied + self._dropped:
                 storage.resize_(size)
         except torch.OutOfMemoryError as error:
-            size = self._transfer(start).size / 2**30
+            gib = self._transfer(start).size / 2**30
             raise GrpoError(
-                f"the trainer freed {size:.2f} GiB of the GPU for the engine, and cannot allocate all of it again: end "
+                f"the trainer freed {gib:.2f} GiB of the GPU for the engine, and cannot allocate all of it again: end "
                 "the inference server or program that still holds memory there, and resume with --load"
             ) from error
         for storage, _ in self._dropped:
@@ -205,7 +205,7 @@ class Offloader:
         return Transfer(copied + dropped, copied, time.perf_counter() - start)
 
 
-def needed_by_engine(args, engine: Engine | None, margins: int) -> float:
+def needed_by_engine(args, engine: TrainersEngine | None, margins: int) -> float:
     """Return the bytes of the device that must be free for the engine to wake (None: to start), with so many margins.
 
     Infinite if only the engine knows its memory, and on a CPU; 0 for colocated vLLM that never sleeps.

@@ -109,15 +109,15 @@ def read_ledger(args: Namespace, iteration: int) -> Content:
     return Content()
 
 
-def open_ledger(args: Namespace, batch: int, engine: Engine) -> tuple[Ledger | None, Replay | None]:
-    """Return the ledger to write to, and the recorded batches from ``batch`` on; None without them. Collective."""
+def open_ledger(args: Namespace, batch: int, engine: Engine | None) -> tuple[Ledger | None, Replay]:
+    """Return the ledger to write to, None without one, and the recorded batches from ``batch`` on. Collective."""
     if recorded_in(args):
         return None, open_replay(args, batch)
     if not args.ledger:
-        return None, None
+        return None, Replay(Content())
     found = read_ledger(args, batch * args.updates_per_rollout)
     next_batch = found.next_missing(batch)
-    producer = dist.get_rank() if engine.is_lead else None
+    producer = dist.get_rank() if engine is not None and engine.is_lead else None
     leads, stop = dist.get_rank() == 0, args.on_save_error == "stop"
     ledger = Ledger(Path(args.ledger), found, next_batch, run_flags(args), producer, leads, stop)
     on_rank_0(ledger.begin)

@@ -4,11 +4,11 @@ import contextlib
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
 from megatron_grpo.data.prompts import PromptDataset, Reading
 from megatron_grpo.data.routing import reward_routes
-from megatron_grpo.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, check_vocabulary
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.registry import tools_of, videos_are_shown
 from megatron_grpo.environments.rendering import TurnRenderer
@@ -70,13 +70,16 @@ from megatron_grpo.rollout.arguments import (
     recorded_in,
     streams_of_a_rank,
 )
-from megatron_grpo.rollout.engine import Engine, NoEngine, OutOfMemory
+from megatron_grpo.rollout.engine import Completion, GeneratingEngine, InterruptibleEngine, LocalEngine, OutOfMemory
 from megatron_grpo.rollout.episodes import Conversing, Episodes
+from megatron_grpo.rollout.partial import PartialSource
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
+from megatron_grpo.rollout.source import AfterStep, RolloutSource, WholeRollouts
 from megatron_grpo.rollout.speculation import check_draft_tokenizer
 from megatron_grpo.rollout.stream.messages import wait_for_trainers
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
+from megatron_grpo.rollout.stream.source import PlacedSource
 from megatron_grpo.rollout.unfinished import DIRECTORY, PartialRollouts
 from megatron_grpo.rollout.vllm.server import build_vllm_servers, build_vllm_stream
 from megatron_grpo.training import train_step
@@ -85,6 +88,7 @@ from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_checks import check_packages
 from megatron_grpo.training.early_exit import EarlyExit, unmark
+from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
@@ -169,7 +173,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         if inputs.images is not None:  # an agent shows the images of a row itself, in its messages
             image_store = attach_images(model, inputs.images, inputs.train.images_of, with_rows=not args.agent)
         teacher = _build_teacher(args, teach_args, model_provider)
-    iteration, position = 0, {}
+    iteration, position = 0, dict[str, Any]()
     if resume:
         progress.step("checkpoint")
         with memory.phase("the load of the checkpoint"):
@@ -179,8 +183,6 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     elif args.load and not args.finetune:
         print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
     sampler = inputs.train.sampler()
-    if position:
-        sampler.load_state_dict(position["sampler"])
     rollouts = position.get("rollouts", 0)
 
     bad_updates = BadUpdates(args.on_bad_update, args.bad_update_factor, args.save)
@@ -194,52 +196,50 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     kind = "none, the rollouts are recorded" if recorded_in(args) else name
     print_rank_0("the engines start on ranks of their own" if roles else f"starting the engine: {kind}")
     began = time.monotonic()
-    engine: Engine
+    engine: LocalEngine | PlacedEngines | None = None
     if roles is not None:
-        engine = memory.engine = PlacedEngines(args, roles, inputs.train, sampler, early_exit.check_wait)
-        before_exit(engine.close)
-        ledger, replay = open_ledger(args, rollouts, engine)
-        engine.start()
-        if position:
-            _continue_groups(args, engine, position["stream"])
+        engine = memory.engine = placed = PlacedEngines(args, roles, inputs.train, sampler, early_exit.check_wait)
+        before_exit(placed.close)
+        ledger, replay = open_ledger(args, rollouts, placed)
+        placed.start()
     else:
-        with (
-            memory.phase("the start of the engine"),
-            _free_for_colocated_engine(args, state_offloader, weight_offloader),
-        ):
-            engine = memory.engine = build_engine(args, model, inputs.tokenizer)
-            if args.environment and not recorded_in(args):
-                engine = memory.engine = build_episodes(args, engine, inputs)
+        if not recorded_in(args):
+            with (
+                memory.phase("the start of the engine"),
+                _free_for_colocated_engine(args, state_offloader, weight_offloader),
+            ):
+                local = build_engine(args, model, inputs.tokenizer)
+                memory.engine = local
+                if args.environment:
+                    local = cast(LocalEngine, build_episodes(args, local, inputs))
+                engine = memory.engine = local
         ledger, replay = open_ledger(args, rollouts, engine)
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
-    partial_rollouts = _partial_rollouts(args, engine, inputs.train, position)
     progress.step("rewards")
-    scorer = build_scorer(args, inputs.reward_models) if engine.is_lead else None
+    scorer = build_scorer(args, inputs.reward_models) if engine is not None and engine.is_lead else None
     valid_prompts = inputs.valid.first(args.eval_max_prompts) if inputs.valid else []
     progress.step("logs")
     logger = _open_logs(args, iteration)
+    timers = Timers(memory.phase, logger.show_phase)
+    common = {"args": args, "dataset": inputs.train, "sampler": sampler, "timers": timers}
+    common |= {"ledger": ledger, "replay": replay}
+    source = _build_source(args, engine, common, scorer, inputs.tokenizer, partial(_watch, logger, early_exit))
+    if position:
+        source.resume(position, partial(checkpoint.subfolder, args.load, DIRECTORY))
     return Trainer(
         args=args,
         model=model,
-        forward_step=forward_step,
         optimizer=optimizer,
         scheduler=scheduler,
         reference=reference,
         teacher=teacher,
-        state_offloader=state_offloader,
-        weight_offloader=weight_offloader,
-        engine=engine,
+        source=source,
+        lifecycle=EngineLifecycle(args, model, forward_step, engine, state_offloader, weight_offloader, timers, memory),
         tokenizer=inputs.tokenizer,
-        dataset=inputs.train,
-        sampler=sampler,
         images=image_store,
-        partial=partial_rollouts,
-        ledger=ledger,
-        replay=replay,
         valid_prompts=valid_prompts,
-        scorer=scorer,
         logger=logger,
-        timers=Timers(memory.phase, logger.show_phase),
+        timers=timers,
         device_memory=memory,
         profiler=Profiler(args, dist.get_rank(), iteration),
         watchdog=watchdog,
@@ -249,7 +249,6 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         background_saves=saves,
         iteration=iteration,
         first_iteration=iteration,
-        rollouts=rollouts,
         tokens=position.get("tokens", 0),
     )
 
@@ -340,7 +339,7 @@ def _read_data(*arguments, **settings) -> PromptDataset:
         return data.reading() if launch_group().size() > 1 else None
 
     reading = on_rank_0(read, group=launch_group())
-    return mine[0] if mine else PromptDataset(*arguments, **settings, read_by_rank_0=reading)
+    return mine[0] if mine else PromptDataset(*arguments, **settings | {"read_by_rank_0": reading})
 
 
 def _set_train_iters(args, num_prompts: int) -> None:
@@ -390,9 +389,9 @@ def _trainers_here(trainers: int) -> int:
 
 def _produce(args, roles: Joint, inputs: Inputs) -> None:
     """Run an engine replica on this rank until the trainer ends it."""
-    engine = build_vllm_stream(args, roles.role) if has_servers(args) else build_engine(args, [], inputs.tokenizer)
-    if args.environment:
-        engine = build_episodes(args, engine, inputs)
+    assert roles.role.replica is not None
+    found = build_vllm_stream(args, roles.role) if has_servers(args) else build_engine(args, [], inputs.tokenizer)
+    engine = cast(InterruptibleEngine, build_episodes(args, found, inputs) if args.environment else found)
     scorer = build_scorer(args, inputs.reward_models) if engine.is_lead else None
     wait_for_trainers(roles.store)
     ledger = ledger_of_replica(args, roles.role.replica, engine.is_lead)
@@ -423,26 +422,36 @@ def _check_unfinished(args, position: dict[str, Any]) -> None:
         )
 
 
-def _continue_groups(args, engine: PlacedEngines, stream: dict[str, Any]) -> None:
-    """Continue with the groups of the checkpoint, of which ``stream`` is the position, on engine ranks."""
-    directory = checkpoint.subfolder(args.load, DIRECTORY)
-    if directory is None:
-        raise GrpoError(
-            f"{args.load} lacks the unfinished completions ({DIRECTORY}/): load only the weights with --finetune"
-        )
-    engine.restore(stream, directory)
-
-
-def _partial_rollouts(args, engine: Engine, dataset: PromptDataset, position: dict[str, Any]) -> PartialRollouts | None:
-    """Return the groups of a run with --partial-rollouts, with those of the checkpoint at ``position``."""
-    if recorded_in(args) or not args.partial_rollouts:
-        return None
+def _build_source(
+    args,
+    engine: LocalEngine | PlacedEngines | None,
+    common: dict[str, Any],
+    scorer: RewardPool | None,
+    tokenizer: Tokenizer,
+    watch: Callable[[LocalEngine], AfterStep],
+) -> RolloutSource:
+    """Return the source of the run's batches; ``common``: fields that all sources have."""
+    if engine is None:
+        return RolloutSource(**common)
+    if isinstance(engine, PlacedEngines):
+        return PlacedSource(engine=engine, **common)
+    common |= {"engine": engine, "scorer": scorer, "tokenizer": tokenizer, "watch": partial(watch, engine)}
+    if not args.partial_rollouts:
+        return WholeRollouts(**common)
     num_groups = args.generation_batch_size // args.num_generations
     groups = PartialRollouts(engine, num_groups, args.num_generations, args.max_staleness)
-    if saved := position.get("partial"):
-        directory = checkpoint.subfolder(args.load, DIRECTORY)
-        groups.load(directory or Path(args.load, DIRECTORY), saved, dataset)
-    return groups
+    return PartialSource(groups=groups, **common)
+
+
+def _watch(logger: MetricsLogger, early_exit: EarlyExit, engine: LocalEngine) -> AfterStep:
+    """Return the function that a rollout calls after each of its steps: show the progress, and look for signals."""
+    show = logger.rollout_progress(engine.num_replicas)
+
+    def after_step(completions: Sequence[Completion], under_way: int) -> None:
+        show(completions, under_way)
+        early_exit.check_rollout(engine)
+
+    return after_step
 
 
 def _resume_own_launch(args) -> None:
@@ -613,6 +622,7 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
         else:
             hf.load_hf(chunks, ref_args, args.ref_load_hf)
 
+    reference: ReferenceModel | SwappedReference
     own_origin = not updated and (args.ref_load or args.ref_load_hf)
     if has_own_parallel_configuration(args):
         reference = ReferenceModel(ref_args, model_provider, load if own_origin else None)
@@ -672,12 +682,15 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
     )
 
 
-def build_episodes(args, engine: Engine, inputs: Inputs) -> Conversing:
+def build_episodes(args, engine: GeneratingEngine, inputs: Inputs) -> Conversing:
     """Return ``engine`` with the environments or agents of a run; the lead rank of each replica runs them."""
     tokenizer, images = inputs.tokenizer, inputs.images
     kind = Agents if args.agent else Episodes
     # One rank sends the requests of a replica of servers; the others have none.
-    group = None if has_servers(args) else replica_group(engine.replica, engine.num_replicas, backend="gloo")
+    group = None
+    if not has_servers(args):
+        assert engine.replica is not None
+        group = replica_group(engine.replica, engine.num_replicas, backend="gloo")
     if not engine.is_lead:
         return kind(engine, None, None, None, tokenizer, args, group, images)
     pool = EnvironmentPool(
@@ -692,16 +705,15 @@ def build_episodes(args, engine: Engine, inputs: Inputs) -> Conversing:
     parser = None
     renderer = TurnRenderer(tokenizer, turn_end_token_ids(args, tokenizer))
     if args.tool_call_parser:
-        parser = ToolCallParser(args.tool_call_parser, tokenizer.backend, args.reasoning_parser)
+        backend = cast(HuggingFaceTokenizer, tokenizer).backend
+        parser = ToolCallParser(args.tool_call_parser, backend, args.reasoning_parser)
         if args.tool_role == "tool":  # otherwise the template shows no calls
-            probe(parser, renderer, tokenizer.backend, args.chat_template_kwargs)
+            probe(parser, renderer, backend, args.chat_template_kwargs)
     return kind(engine, pool, renderer, parser, tokenizer, args, group, images)
 
 
-def build_engine(args, model: forward.Model, tokenizer) -> Engine:
+def build_engine(args, model: forward.Model, tokenizer) -> LocalEngine:
     """Return the engine of --rollout-engine and --vllm-mode."""
-    if recorded_in(args):
-        return NoEngine()
     match args.rollout_engine, args.vllm_mode:
         case "vllm", "colocate":
             from megatron_grpo.rollout.vllm.colocate import VllmColocate  # the import takes seconds: after all checks

@@ -162,7 +162,9 @@ class RowImages:
         """Return whether all image tokens of a sequence are of its images, so that a further image can follow."""
         return np.count_nonzero(self._is_visual(ids)) == sum(self.tokens)
 
-    def layout(self, ids: Sequence[int], starts: Sequence[int] = ()) -> tuple[Int64 | None, Int64]:
+    def layout(
+        self, ids: Sequence[int] | npt.NDArray[np.int32], starts: Sequence[int] = ()
+    ) -> tuple[Int64 | None, Int64]:
         """Return `RolloutBatch.rope_positions`, None without M-RoPE, and `RolloutBatch.visual_index` of a completion.
 
         ``starts``: where its further samples begin. Each sample has positions of its own.

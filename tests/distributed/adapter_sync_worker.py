@@ -27,9 +27,9 @@ from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.weight_sync import adapter_sync
+from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
-from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.stream import stream_hf
@@ -66,9 +66,7 @@ class Worker:
         parts = made_up.trainer(args)
         self.model = parts.model
         self.engine = build_engine(args, self.model, SimpleNamespace(decode=None))
-        self.trainer = SimpleNamespace(
-            args=args, model=self.model, engine=self.engine, timers=Timers(), iteration=0, sync_metrics={}
-        )
+        self.trainer = SimpleNamespace(args=args, model=self.model, engine=self.engine, timers=Timers(), iteration=0)
 
     def run(self) -> None:
         base = self.trainer_bits()
@@ -81,7 +79,7 @@ class Worker:
                 self.found["probe"] = says(lambda: adapter_sync.probe_adapter(self.engine))
                 self.found["after the probe"] = self.engine.compare_adapter(self.adapter())
             self.answer()
-        self.found["metrics"] = self.trainer.sync_metrics
+        self.found["metrics"] = self.trainer.synced.metrics
         if self.args.lora_weight_sync == "adapter":
             for _ in range(SYNCS):
                 self.change(1e-3)
@@ -95,7 +93,7 @@ class Worker:
 
     def sync(self) -> None:
         self.trainer.iteration += 1
-        Trainer.sync(self.trainer)
+        EngineLifecycle.sync(self.trainer, self.trainer.iteration)
 
     def operations(self) -> dict[str, int]:
         """What loads an adapter like those before it into the engine: operation of torch -> calls."""

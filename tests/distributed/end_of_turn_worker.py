@@ -22,9 +22,9 @@ from megatron_grpo.parallel.initialize import initialize_distributed, set_random
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.megatron.engine import MegatronEngine
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
-from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.arguments import merge_architecture
@@ -51,7 +51,7 @@ def main() -> None:
     for name, build in engines.items():
         engine = build()
         engine.wake_weights()
-        Trainer.sync(SimpleNamespace(args=args, model=model, engine=engine, timers=Timers(), iteration=0))
+        EngineLifecycle.sync(SimpleNamespace(args=args, model=model, engine=engine, timers=Timers()), 0)
         engine.wake_cache()
         with engine.rollout(1):
             done = {c.id: [c.token_ids, c.finish_reason] for c in generate(engine, requests)}

@@ -19,14 +19,15 @@ import pretrain_grpo
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.reference import reference_model
-from megatron_grpo.rollout.engine import TakesTurns
+from megatron_grpo.rollout.source import RolloutSource
 from megatron_grpo.training import train_step
 from megatron_grpo.training.bad_updates import BadUpdates
+from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.trainer import Trainer
 
 
-class Engine(TakesTurns):
+class Engine:
     """Keeps what it is sent."""
 
     has_weights = False
@@ -50,17 +51,18 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     logger = SimpleNamespace(flush=lambda: None)
     trainer = Parts(
         **dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True)),
-        **{"args": args, "timers": Timers(), "engine": Engine(), "logger": logger},
-        **{"iteration": 1, "_position": dict, "reference": None},
+        **{"args": args, "timers": Timers(), "logger": logger, "iteration": 1, "tokens": 0, "reference": None},
+        source=RolloutSource(args=args, dataset=None, sampler=SimpleNamespace(state_dict=dict), timers=None),
         early_exit=SimpleNamespace(),
-        state_offloader=SimpleNamespace(complete=lambda: None),
         bad_updates=BadUpdates("stop", None, None),
     )
+    offloader = SimpleNamespace(complete=lambda: None)
+    trainer.lifecycle = EngineLifecycle(args, trainer.model, None, Engine(), offloader, None, trainer.timers, None)
     found = {}
 
     def sync(name):
-        Trainer.sync(trainer)
-        found[name] = trainer.engine.weights
+        trainer.lifecycle.sync(trainer.iteration)
+        found[name] = trainer.lifecycle.engine.weights
 
     def log_probs(batch):
         return forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch)

@@ -45,9 +45,9 @@ from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
-from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf
@@ -151,7 +151,7 @@ class Cases:
         np.save(self.out / f"{name}.{self.rank}.npy", values)
 
     def run(self) -> None:
-        Trainer.sync(self.trainer)
+        EngineLifecycle.sync(self.trainer, self.trainer.iteration)
         self.log_probs("first", self.rollout("first", self.sampled, seed=7))
         self.log_probs("truncated", self.rollout("truncated", replace(self.sampled, **TRUNCATED), seed=7))
         self.log_probs("penalized", self.rollout("penalized", replace(self.sampled, **PENALIZED), seed=7))
@@ -288,7 +288,7 @@ class Cases:
             generate_until(3)
         self.facts["cached prompt"] = [found[number].log_probs for number in (1, 2, 3)]
         self.facts["versions"] = list(found[0].weight_versions)
-        Trainer.sync(self.trainer)
+        EngineLifecycle.sync(self.trainer, self.trainer.iteration)
 
     def by_the_trainer(self) -> None:
         """What --rollout-engine megatron makes of the same prompts."""
@@ -312,7 +312,7 @@ class Cases:
         self.log_probs("stale", self.rollout("stale", self.sampled, seed=7))
         self.check_weights("stale")
         state = random_state()
-        Trainer.sync(self.trainer)
+        EngineLifecycle.sync(self.trainer, self.trainer.iteration)
         self.facts["sync kept the random state"] = random_state() == state
         self.log_probs("fresh", self.rollout("fresh", self.sampled, seed=7))
         self.check_weights("fresh")
@@ -321,7 +321,7 @@ class Cases:
                 stream = spoilt(stream_hf(self.trainer.model, self.args), name, case)
                 self.trainer.engine.update_weights(stream, 3)
                 self.facts.setdefault(case, []).append([name, says(self.compare_tensors)])
-        Trainer.sync(self.trainer)
+        EngineLifecycle.sync(self.trainer, self.trainer.iteration)
         self.check_weights("mended")
 
     def check_weights(self, case: str) -> None:
@@ -334,7 +334,8 @@ class Cases:
     def compare_log_probs(self) -> None:
         engine = self.trainer.engine
         prompts = [prompt for prompt in self.prompts if len(prompt.ids) > 2]
-        batch = weight_check.probe(self.args, engine, prompts, self.tokenizer, self.trainer.timers)
+        plan = weight_check.probe_plan(self.args, prompts, engine.num_replicas)
+        batch, _ = collect_rollout(engine, plan, None, self.tokenizer, self.trainer.timers)
         weight_check.compare_log_probs(
             self.args, self.trainer.model, pretrain_grpo.forward_step, batch, engine.num_replicas
         )

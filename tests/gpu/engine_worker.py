@@ -34,10 +34,10 @@ from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter
 from megatron_grpo.training import train_step
+from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.setup import build_engine
-from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf, model_weights
 from megatron_grpo.weights.stream import stream_hf
@@ -66,9 +66,9 @@ class Worker:
         self.prompts = [Prompt(id=i, ids=ids, row={}, source="made up") for i in range(PROMPTS)]
 
     def wake(self) -> None:
-        """As `Trainer.engine_awake` does: weights, sync, cache."""
+        """As `EngineLifecycle.awake` does: weights, sync, cache."""
         self.engine.wake_weights()
-        Trainer.sync(self.trainer)
+        EngineLifecycle.sync(self.trainer, self.trainer.iteration)
         self.engine.wake_cache()
 
     def rollout(self, seed: int, temperature: float = 1.0):
@@ -138,7 +138,7 @@ class Worker:
                 for chunk in self.trainer.model:
                     for parameter in chunk.parameters():
                         parameter.copy_(parameter.flip(0))  # other weights of the same size
-            Trainer.sync(self.trainer)
+            EngineLifecycle.sync(self.trainer, self.trainer.iteration)
             numbers = range(1, count + 1)
             self.engine.submit([Request(number, prompt.ids, sampling) for number in numbers])
             done: dict[int, Completion] = {}
@@ -169,7 +169,7 @@ class Worker:
                 for parameter in chunk.parameters():
                     parameter.add_(0.5 * parameter.flip(0))
         stale = self.mismatch(1.0)
-        Trainer.sync(self.trainer)
+        EngineLifecycle.sync(self.trainer, self.trainer.iteration)
         self.found["weights"] = [before, stale, self.mismatch(1.0)]
 
     def adapter(self) -> None:
@@ -184,18 +184,18 @@ class Worker:
                 weight.fill(change, *model_weights.tensor_parallel(weight), read)
                 tensor.add_(change)
         gaps.append(self.mismatch(1.0))
-        Trainer.sync(self.trainer)
+        EngineLifecycle.sync(self.trainer, self.trainer.iteration)
         gaps.append(self.mismatch(1.0))
         self.engine.sleep()
         self.wake()
         facts["mismatch"] = [*gaps, self.mismatch(1.0)]
-        facts["metrics"] = self.trainer.sync_metrics
+        facts["metrics"] = self.trainer.synced.metrics
         facts["weights"] = self.engine.compare_weights(stream_hf(self.trainer.model, self.args))
         load, slots.load_adapter = slots.load_adapter, lambda worker, adapter: None
         with torch.no_grad():
             for _, tensor in local_adapter(self.trainer.model):
                 tensor.mul_(1.5)
-        facts["withheld"] = says(lambda: Trainer.sync(self.trainer))
+        facts["withheld"] = says(lambda: EngineLifecycle.sync(self.trainer, self.trainer.iteration))
         slots.load_adapter = load
 
     def sleep(self) -> None:

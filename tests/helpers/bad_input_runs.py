@@ -19,7 +19,7 @@ cpu_backend.install()
 from megatron_grpo.checkpointing import run_lock
 from megatron_grpo.parallel import initialize
 from megatron_grpo.rewards import registry
-from megatron_grpo.rollout.engine import Completion, TakesTurns
+from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.rollout.vllm import colocate as vllm_colocate
 from megatron_grpo.training.arguments import parse_args
 
@@ -29,10 +29,10 @@ TRAIN = "pretrain_grpo.py"
 OUR_FRAME = re.compile(r'File ".*(/megatron_grpo/|pretrain_grpo\.py|/tools/)')
 
 
-class StubEngine(TakesTurns):
+class StubEngine:
     """An inference engine that completes every prompt with the token 1 and the end of the sequence."""
 
-    replica, num_replicas, is_lead = 0, 1, True
+    replica, num_replicas, is_lead, drafts = 0, 1, True, None
 
     def __init__(self, args, hf_config):
         self.queue, self.version = [], None

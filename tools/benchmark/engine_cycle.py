@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import made_up
@@ -28,57 +29,52 @@ from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.training.device_memory import DeviceMemory
-from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.setup import build_engine
-from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import describe, stream_hf
 
 STAGES = ("train", "sync", "rollout", "asleep", "offloaded")
 
 
-def build(args) -> Trainer:
+def build(args) -> SimpleNamespace:
     """Build model, optimizer with its moments, and engine of a run."""
     parts = made_up.trainer(args)
     engine = build_engine(args, parts.model, SimpleNamespace(decode=None))
-    nothing = dict.fromkeys(("tokenizer", "dataset", "scorer", "logger", "profiler", "reference", "teacher"))
-    return Trainer(
-        args=args,
-        model=parts.model,
-        forward_step=pretrain_grpo.forward_step,
-        optimizer=parts.optimizer,
-        scheduler=parts.scheduler,
-        state_offloader=Offloader(parts.model, parts.optimizer, False, args.offload_gradients, args.offload_optimizer),
-        weight_offloader=Offloader(parts.model, parts.optimizer, args.offload_model, False, False),
-        engine=engine,
-        sampler=SimpleNamespace(state_dict=lambda: {}, consumed=0),
-        valid_prompts=[],
-        timers=Timers(),
-        device_memory=DeviceMemory(args),
-        early_exit=EarlyExit(None, on_signal=False),
-        **nothing,
+    state = Offloader(parts.model, parts.optimizer, False, args.offload_gradients, args.offload_optimizer)
+    weights = Offloader(parts.model, parts.optimizer, args.offload_model, False, False)
+    memory, step = DeviceMemory(args), pretrain_grpo.forward_step
+    parts.lifecycle = EngineLifecycle(args, parts.model, step, engine, state, weights, Timers(), memory)
+    return parts
+
+
+def no_probe() -> NoReturn:
+    """Refuse to probe the engine."""
+    raise GrpoError(
+        "--check-weight-sync probes the engine with the data of a run, which this tool has not: leave it out"
     )
 
 
-def cycle(args, trainer: Trainer) -> dict[str, float]:
+def cycle(args, trainer: SimpleNamespace) -> dict[str, float]:
     """Run two updates and one rollout; return ``time/...`` and ``memory/...`` of the rollout."""
     made_up.two_updates(args, trainer, made_up.rollout(args))
     trainer.iteration += 1
     ids = np.random.default_rng(0).integers(3, args.vocab_size, (16, 8)).tolist()
     sampling = Sampling(16)
-    trainer.timers.collect()
-    with trainer.engine_awake(), trainer.timers("rollout"):
-        makes_any = trainer.engine.replica is not None
-        requests = [Request(i, prompt, sampling) for i, prompt in enumerate(ids)] if makes_any else []
-        with trainer.engine.rollout(seed=1):
-            done = list(generate(trainer.engine, requests))
+    lifecycle, engine = trainer.lifecycle, trainer.lifecycle.engine
+    lifecycle.timers.collect()
+    with lifecycle.awake(trainer.iteration, no_probe), lifecycle.timers("rollout"):
+        requests = [Request(i, prompt, sampling) for i, prompt in enumerate(ids)] if engine.replica is not None else []
+        with engine.rollout(seed=1):
+            done = list(generate(engine, requests))
         assert len(done) == len(requests) and all(set(c.weight_versions) == {trainer.iteration} for c in done)
     dist.barrier()
-    return trainer.timers.collect() | trainer.memory
+    return lifecycle.timers.collect() | lifecycle.memory
 
 
-def gathering(args, trainer: Trainer) -> float:
+def gathering(args, trainer: SimpleNamespace) -> float:
     """Return the seconds of iterating over the weight stream, without the engine's part of the sync."""
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -134,10 +130,10 @@ def main() -> None:
     }
     for line in (columns.keys(), ["--:"] * len(columns), columns.values()):
         print_rank_0("| " + " | ".join(line) + " |")
-    transfer = getattr(trainer.engine, "_transfer", None)
+    transfer = getattr(trainer.lifecycle.engine, "_transfer", None)
     if args.weight_sync_method == "sparse" and dist.get_rank() == 0:
         print(f"| {transfer.sent_elements:,} elements of {size // 2:,} sent last |")
-    trainer.engine.close()
+    trainer.lifecycle.close()
 
 
 if __name__ == "__main__":

@@ -67,15 +67,17 @@ def main() -> None:
     trainer = setup(args, model_provider, pretrain_grpo.forward_step)
     if trainer is None:  # after --dry-run
         return
-    trainer.engine._engine = EqualTurns(trainer.engine._engine, args.max_completion_length // args.max_turns)
+    source, engine = trainer.source, trainer.lifecycle.engine
+    engine._engine = EqualTurns(engine._engine, args.max_completion_length // args.max_turns)
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with trainer.engine_for_rollout():
         for number in range(own.rounds + 1):
-            plan = trainer.plan_rollout()
+            source.taken += 1
+            plan = source.plan()
             for kind, environment in KINDS.items():
                 prompts = [of_kind(prompt, environment) for prompt in plan.prompts]
                 start = time.perf_counter()
-                batch = trainer.collect(replace(plan, prompts=prompts))
+                batch = source.evaluate(replace(plan, prompts=prompts))
                 seconds[kind].append(time.perf_counter() - start)
                 sampled, turns = batch.response_lengths.mean(), batch.turns.mean() if environment else 1
                 print_rank_0(
@@ -87,9 +89,8 @@ def main() -> None:
         ratio = median(a / b for a, b in zip(found[1:], alone, strict=True))
         beyond = median(a - b for a, b in zip(found[1:], alone, strict=True))
         print_rank_0(f"| {kind} | {median(found[1:]):.2f} | {ratio:.3f} | {beyond:.2f} |")
-    trainer.engine.close()
-    if trainer.scorer is not None:
-        trainer.scorer.close()
+    trainer.lifecycle.close()
+    source.close()
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
 from megatron_grpo.training.entry_point import run
-from megatron_grpo.training.trainer import text_flops
+from megatron_grpo.training.update_flops import text_flops
 from megatron_grpo.utils.device import device
 
 

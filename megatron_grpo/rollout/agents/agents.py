@@ -126,7 +126,7 @@ class Agents(Conversing):
     # ---- requests
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """See `Engine.submit`; a request without a row has no program."""
+        """See `Submits.submit`; a request without a row has no program."""
         for request in requests:
             paused = self._paused.get(request.id)
             if not request.row:

@@ -194,7 +194,7 @@ def load(content: Content, keys: Collection[GroupKey], prompt_of: PromptOf) -> d
         if key not in content.groups:
             raise GrpoError(f"the ledger has no record of group {key.number} of rollout {key.birth}: a file is missing")
         by_place.setdefault(content.groups[key], []).append(key)
-    found = {}
+    found: dict[GroupKey, Group] = {}
     for place, wanted in by_place.items():
         groups = from_arrays(records.read_arrays(place.file, place.offset), prompt_of)
         found |= {key: groups[key.number] for key in wanted}

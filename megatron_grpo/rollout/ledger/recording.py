@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
-from megatron_grpo.rollout.engine import Completion, Engine, Request
+from megatron_grpo.rollout.engine import Completion, Request, Submits
 from megatron_grpo.rollout.ledger.content import BatchRecord, GroupKey
 from megatron_grpo.rollout.ledger.ledger import Ledger
 from megatron_grpo.rollout.unfinished import Group, PartialRollouts
@@ -32,7 +32,7 @@ class Recording:
 
     def take(self, completion: Completion, member: GroupMember, prompt: Prompt) -> None:
         """Take a completion that was submitted to the scorer, of a group that began in this rollout."""
-        number = int(member.group)  # type: ignore[call-overload]
+        number = member.group
         group = self._begun.get(number) or Group(prompt, self._batch, (None,) * member.size)
         completions = [*group.completions]
         completions[member.place] = completion
@@ -95,14 +95,14 @@ class Recording:
 class KnownFirst:
     """An engine that returns known completions at its next step, without generating them."""
 
-    def __init__(self, engine: Engine, groups: Iterable[Group]):
+    def __init__(self, engine: Submits, groups: Iterable[Group]):
         self._engine = engine
         self._known = {c.id: c for group in groups for c in group.completions if c is not None}
         self._ready: list[Completion] = []
         self._running: set[int] = set()
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """See `Engine.submit`."""
+        """See `Submits.submit`."""
         requests = list(requests)
         self._ready += [self._known[request.id] for request in requests if request.id in self._known]
         others = [request for request in requests if request.id not in self._known]
@@ -110,12 +110,12 @@ class KnownFirst:
         self._engine.submit(others)
 
     def poll(self) -> list[Completion]:
-        """See `Engine.poll`."""
+        """See `Submits.poll`."""
         ready, self._ready = self._ready, []
         done = self._engine.poll() if self._running else []
         self._running -= {completion.id for completion in done}
         return ready + done
 
     def abort(self, ids: Iterable[int]) -> None:
-        """See `Engine.abort`."""
+        """See `Submits.abort`."""
         self._engine.abort([number for number in ids if number in self._running])

@@ -26,7 +26,7 @@ from megatron_grpo.parallel.agreement import raised_on_every_rank
 from megatron_grpo.parallel.arguments import generating_width
 from megatron_grpo.parallel.initialize import await_ranks
 from megatron_grpo.parallel.rank_groups import replica_group
-from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, lost_on_failure
+from megatron_grpo.rollout.engine import Completion, Request, lost_on_failure
 from megatron_grpo.rollout.megatron.sampling import sample
 from megatron_grpo.rollout.megatron.scheduler import Scheduler, Work
 from megatron_grpo.utils import progress
@@ -35,10 +35,11 @@ from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 
 
-class MegatronEngine(TakesTurns):
+class MegatronEngine:
     """Engine that generates with ``model``, the trainer's chunks on this rank, without a copy of the weights."""
 
     has_weights = True
+    drafts: None = None
 
     def __init__(self, args, model: forward.Model, tokenizer):
         tp = parallel_state.get_tensor_model_parallel_world_size()

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import device_answers
 from megatron_grpo.parallel.initialize import all_finish, host_group, led_by_rank_0
-from megatron_grpo.rollout.draft_counts import no_drafts
-from megatron_grpo.rollout.engine import Completion, Request, TakesTurns
+from megatron_grpo.rollout.draft_counts import DraftCounts, no_drafts
+from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
 from megatron_grpo.utils.errors import EngineLost
@@ -49,7 +49,7 @@ def first_server(receiver: int, receivers: int, servers: int) -> int:
     return receiver * servers // receivers
 
 
-class ServerEngine(TakesTurns):
+class ServerEngine:
     """Engine over running servers (``--vllm-mode server``, ``--rollout-engine sglang``).
 
     ``receivers`` ranks, which divide the world evenly, send requests to all servers, each for its share of the prompts:
@@ -61,6 +61,8 @@ class ServerEngine(TakesTurns):
     depend on the batch in which a request is computed, and servers choose batches freely. A sample can therefore
     differ between two runs.
     """
+
+    drafts: DraftCounts | None = None
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_grpo.rollout.draft_counts import DraftCounts
-from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, request_seed
+from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.servers.engine import WeightTransfer
 from megatron_grpo.rollout.servers.pool import Job, ServerPool
 from megatron_grpo.rollout.servers.server import Server, Streamed
@@ -63,7 +63,7 @@ class StreamPool(ServerPool):
             self._cancel(task, server)
 
 
-class ServerStream(TakesTurns):
+class ServerStream:
     """Engine of one rank over its servers, whose requests can be continued later, under other weights.
 
     It has no collectives. Weights arrive while nothing runs. Servers that have failed or restarted receive them again.
@@ -74,17 +74,22 @@ class ServerStream(TakesTurns):
     def __init__(
         self, servers: Sequence[Server], transfer: WeightTransfer, timeout: float, max_in_flight: int, replica: int = 0
     ):
-        self.replica, self.has_weights = replica, False
+        self.replica: int | None = replica
+        self.has_weights = False
         self._transfer, self._pool = transfer, StreamPool(servers, timeout, max_in_flight)
         self._pool.check()
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """See `Engine.submit`."""
+        """See `Submits.submit`."""
         self._pool.submit_streams(requests)
 
     def poll(self) -> list[Completion]:
         """Return the completions that have finished since the last call."""
         return self._pool.poll(POLL)
+
+    def abort(self, ids: Iterable[int]) -> None:
+        """See `Submits.abort`."""
+        self._pool.abort(ids)
 
     def unfinished(self) -> list[Completion]:
         """See `InterruptibleEngine.unfinished`."""
@@ -101,8 +106,8 @@ class ServerStream(TakesTurns):
         return contextlib.nullcontext()
 
     @property
-    def drafts(self) -> DraftCounts | None:  # type: ignore[override]
-        """Return the counts of `Engine.drafts` as of the last probe of each server."""
+    def drafts(self) -> DraftCounts | None:
+        """Return the counts of `GeneratingEngine.drafts` as of the last probe of each server."""
         return self._pool.drafts
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:

@@ -84,5 +84,5 @@ class Conductor:
         """Continue with the state of a checkpoint; groups count as complete when their replica announces them again."""
         for name in ("version", "started", "replaced", "replaced_since"):
             setattr(self, name, state[name])
-        groups: Collection[Mapping[str, Any]] = state["open"]
+        groups: Collection[dict[str, Any]] = state["open"]
         self.open = {group["number"]: OpenGroup(**group | {"complete": False}) for group in groups}

@@ -38,10 +38,9 @@ class PlacedEngines:
     It has the methods of `Engine` around a rollout: the engines are never asleep, and `update_weights` publishes.
     """
 
-    replica: None = None  # a trainer generates nothing
+    replica: int | None = None  # a trainer generates nothing
     is_lead = False
     has_weights = False
-    streams = True
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class PlacedEngines:
         self._senders = [messages.Sender(joint.store, messages.commands(replica)) for replica in replicas]
         self._receivers = [messages.Receiver(joint.store, messages.reports(replica)) for replica in replicas]
         self._reports: list[list[Message]] = [[] for _ in replicas]  # that a command waits for
-        self._signs: list[str] = []
+        self._signs: list[Any] = []
         self._last_look = 0.0
         self._described: dict[str, list[weights.Described]] = {}  # of the weights and of the adapter
         self._version = -1  # of the newest weights
@@ -135,7 +134,7 @@ class PlacedEngines:
         failures = torch.zeros((), dtype=torch.int64)
         with led_by_rank_0(self._watch_signals):
             if self._leads:
-                message = {"do": "generate", "data": data, "rows": [prompt.id for prompt in plan.prompts]}
+                message: Message = {"do": "generate", "data": data, "rows": [prompt.id for prompt in plan.prompts]}
                 message |= {"num_generations": plan.num_generations, "sampling": asdict(plan.sampling)}
                 self._tell(message | {"seed": plan.seed, "scored": scored})
                 failures += sum(report["failures"] for report in self._reported("ready"))
@@ -153,7 +152,7 @@ class PlacedEngines:
 
     @property
     def has_base(self) -> bool:
-        """See `Engine.has_base`."""
+        """See `AdapterEngine.has_base`."""
         return self.has_weights
 
     def update_adapter(self, adapter: dict[str, torch.Tensor], version: int) -> None:
@@ -178,6 +177,7 @@ class PlacedEngines:
 
     def _send(self, what: str, stream: weights.Weights) -> None:
         if self._leads:
+            assert self._joint.weights is not None
             weights.send(stream, self._described[what], self._joint.weights)
         else:
             for _ in stream:  # iterating is collective
@@ -302,7 +302,7 @@ class PlacedEngines:
             place = None if directory is None else str(directory.absolute())
             sender.send({"do": "hold", "groups": groups, "directory": place})
 
-    # ---- what an engine has that sleeps
+    # ---- the trainer's device
 
     def wake_weights(self) -> None:
         """Do nothing: the engines are awake."""

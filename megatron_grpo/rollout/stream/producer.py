@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from megatron_grpo.rewards.pool import GroupMember, RewardPool, print_first_fail
 from megatron_grpo.rollout.arguments import urls_of_replica
 from megatron_grpo.rollout.collect import exchange, nothing, sample_to_score, to_batch
 from megatron_grpo.rollout.dynamic_sampling import filter_reward, filter_weights, has_signal
-from megatron_grpo.rollout.engine import Completion, InterruptibleEngine, Request, request_seed
+from megatron_grpo.rollout.engine import AdapterEngine, Completion, InterruptibleEngine, Request, request_seed
 from megatron_grpo.rollout.episodes import Conversing
 from megatron_grpo.rollout.ledger.ledger import Ledger
 from megatron_grpo.rollout.plan import rollout_seed, training_sampling
@@ -145,16 +145,21 @@ class Producer:
                 case "publish":
                     self._publish(message["what"])
                 case "compare adapter":
-                    self._report_of_all("compared", self._engine.compare_adapter(dict(self._received("adapter"))))
+                    adapter = dict(self._received("adapter"))
+                    self._report_of_all("compared", self._adapter_engine.compare_adapter(adapter))
                 case "probe adapter":
                     self._pause()
-                    self._report_of_all("probed", self._engine.probe_adapter())
+                    self._report_of_all("probed", self._adapter_engine.probe_adapter())
                 case "save":
                     self._save(Path(message["directory"]))
                 case "hold":
                     self._hold(message["groups"], message["directory"])
                 case "end":
                     self._ended = True
+
+    @property
+    def _adapter_engine(self) -> AdapterEngine:
+        return cast(AdapterEngine, self._engine)
 
     def _report(self, message: Message) -> None:
         if self._is_lead:
@@ -164,9 +169,14 @@ class Producer:
         self._add({group["number"]: self._new(group) for group in groups})
 
     def _new(self, group: Mapping[str, int]) -> Group:
-        prompt = self._data["train"][group["row"]]
-        assert prompt is not None, f"row {group['row']} was drawn, and is left out here"
-        return Group(prompt, group["birth"], (None,) * self._size)
+        return Group(self._prompt(self._data["train"], group["row"]), group["birth"], (None,) * self._size)
+
+    @staticmethod
+    def _prompt(data: PromptDataset | None, row: int) -> Prompt:
+        assert data is not None
+        prompt = data[row]
+        assert prompt is not None, f"row {row} was drawn, and is left out here"
+        return prompt
 
     def _hold(self, groups: Sequence[Mapping[str, int]], directory: str | None) -> None:
         """Continue with these groups and no others; what they have so far is in the checkpoint ``directory``, or here.
@@ -345,8 +355,7 @@ class Producer:
             self._pause()
         mine = range(len(message["rows"]))[self._replica :: self._joint.num_replicas]
         data, size = self._data[message["data"]], message["num_generations"]
-        assert data is not None
-        prompts = {place: data[message["rows"][place]] for place in mine}
+        prompts = {place: self._prompt(data, message["rows"][place]) for place in mine}
         if message["data"] == "train":  # of a probe: without the rows' own sampling, which may constrain completions
             prompts = {place: replace(prompt, sampling_fields={}) for place, prompt in prompts.items()}
         fields = message["sampling"] | {name: tuple(message["sampling"][name]) for name in ("stop", "stop_token_ids")}
@@ -412,7 +421,7 @@ class Producer:
         if self._args.weight_update != "keep":
             self._pause()
         if what == "adapter":
-            self._engine.update_adapter(dict(self._received(what)), self._version)
+            self._adapter_engine.update_adapter(dict(self._received(what)), self._version)
         else:
             self._engine.update_weights(self._received(what), self._version)
         self._has_policy = what == "adapter" or self._args.lora_weight_sync != "adapter"
@@ -422,6 +431,7 @@ class Producer:
         """Return the tensors that trainer rank 0 sends. Collective over it and all engine ranks."""
         if what not in self._described:
             self._described[what] = weights.from_json(json.loads(self._joint.store.get(what)))
+        assert self._joint.weights is not None
         return weights.receive(self._described[what], self._joint.weights)
 
     def _report_of_all(self, done: str, lines: list[str]) -> None:

@@ -34,8 +34,8 @@ from megatron_grpo.parallel.agreement import device_answers, raised_on_every_ran
 from megatron_grpo.parallel.initialize import await_ranks, host_group
 from megatron_grpo.patches import vllm as patches
 from megatron_grpo.rollout.arguments import replays_top_k
-from megatron_grpo.rollout.draft_counts import no_drafts
-from megatron_grpo.rollout.engine import Completion, Request, TakesTurns, generate, lost_on_failure, request_seed
+from megatron_grpo.rollout.draft_counts import DraftCounts, no_drafts
+from megatron_grpo.rollout.engine import Completion, Request, generate, lost_on_failure, request_seed
 from megatron_grpo.rollout.speculation import draft_directory, longest_of_engine, mtp_prefixes
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.vllm import draft, scheduler
@@ -48,11 +48,13 @@ from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 from megatron_grpo.vision.images import load_processor
 
 
-class VllmColocate(TakesTurns):
+class VllmColocate:
     """Engine that runs vLLM in the training processes (``--rollout-engine vllm --vllm-mode colocate``).
 
     ``hf_config`` is the model's ``config.json``. `update_weights` loads the weights; no file of weights is read.
     """
+
+    drafts: DraftCounts | None = None
 
     def __init__(self, args, hf_config: dict):
         world, rank, width = dist.get_world_size(), dist.get_rank(), args.vllm_tensor_parallel_size

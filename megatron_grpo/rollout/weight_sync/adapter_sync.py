@@ -18,13 +18,13 @@ from megatron_grpo.lora.layers import scaling
 from megatron_grpo.lora.stream import stream_adapter
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.engine import AdapterEngine
 from megatron_grpo.rollout.weight_sync.weight_check import ENDING
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
 
 
-def sync_adapter(args: Namespace, engine: Engine, model: Sequence[nn.Module], version: int) -> dict[str, float]:
+def sync_adapter(args: Namespace, engine: AdapterEngine, model: Sequence[nn.Module], version: int) -> dict[str, float]:
     """Send the model's adapter to the engine and compare it with the engine's; return metrics. Collective.
 
     An engine without weights, as after --sleep-level 2, first receives the base. GrpoError on every rank if a tensor
@@ -49,7 +49,7 @@ def sync_adapter(args: Namespace, engine: Engine, model: Sequence[nn.Module], ve
     return metrics
 
 
-def probe_adapter(engine: Engine) -> None:
+def probe_adapter(engine: AdapterEngine) -> None:
     """Raise GrpoError on every rank if the engine does not use its adapter in one kind of layers. Collective."""
     kinds = engine.probe_adapter()
     _refuse(

@@ -24,8 +24,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import host_group
-from megatron_grpo.rollout.collect import collect_rollout
-from megatron_grpo.rollout.engine import Engine
+from megatron_grpo.rollout.engine import LocalEngine
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.utils.errors import GrpoError
 
@@ -48,7 +47,7 @@ def largest_mismatch(args: Namespace) -> float:
     return 0.2 if half else 1e-3
 
 
-def compare_tensors(engine: Engine, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+def compare_tensors(engine: LocalEngine, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
     """Raise GrpoError with the tensors' names on every rank if an engine's weights differ from these. Collective."""
     differences = engine.compare_weights(weights)
     if differences is None:
@@ -64,12 +63,6 @@ def compare_tensors(engine: Engine, weights: Iterator[tuple[str, torch.Tensor]],
             f"--check-weight-sync: the engine does not hold the trainer's weights of update {version}: on rank {rank} "
             f"{'; '.join(lines[:3])}{more}{others}. {ENDING}"
         )
-
-
-def probe(args: Namespace, engine: Engine, prompts: list[Prompt], tokenizer, timers) -> RolloutBatch:
-    """Return short completions of ``prompts`` by every replica."""
-    batch, _ = collect_rollout(engine, probe_plan(args, prompts, engine.num_replicas), None, tokenizer, timers)
-    return batch
 
 
 def probe_plan(args: Namespace, prompts: list[Prompt], num_replicas: int) -> RolloutPlan:

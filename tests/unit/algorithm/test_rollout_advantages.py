@@ -19,8 +19,9 @@ from megatron_grpo.algorithm.registry import register_loss
 from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
+from megatron_grpo.rollout.rollout_metrics import rollout_metrics
+from megatron_grpo.rollout.source import Rollout
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.errors import GrpoError
 
 NAN = float("nan")
@@ -240,14 +241,8 @@ def test_no_function_changes_the_batch_that_it_receives():
 
 def test_metrics_of_reward_functions():
     batch = rollout([[1, NAN], [0, 2], [1, 6], [2, NAN]])
-    trainer = Namespace(
-        args=Namespace(environment=None, tool_call_parser=None, reward_funcs=["right", "style"]),
-        reward_failures=0,
-        memory={},
-        sampling_metrics={},
-        sync_metrics={},
-    )
-    row = Trainer.rollout_metrics(trainer, batch, np.float32([1, 2, 7, 2]))
+    args = Namespace(environment=None, tool_call_parser=None, reward_funcs=["right", "style"])
+    row = rollout_metrics(args, Rollout(batch, {}, 0), np.float32([1, 2, 7, 2]))
     assert [row[f"reward/right/{what}"] for what in ("mean", "min", "max")] == [1, 0, 2]
     assert row["reward/right/std"] == pytest.approx((2 / 3) ** 0.5)
     assert [row[f"reward/style/{what}"] for what in ("mean", "min", "max")] == [4, 2, 6]
@@ -262,14 +257,8 @@ def test_lengths_of_completions_are_those_of_sampled_tokens():
         response_masks=[[1, 0, 0, 1, 0], None], turns=[2, 1],
     )  # fmt: skip
     batch.rewards = np.zeros((2, 1), np.float32)
-    trainer = Namespace(
-        args=Namespace(environment="calculator", tool_call_parser=None, reward_funcs=["right"]),
-        reward_failures=0,
-        memory={},
-        sampling_metrics={},
-        sync_metrics={},
-    )
-    row = Trainer.rollout_metrics(trainer, batch, np.zeros(2, np.float32))
+    args = Namespace(environment="calculator", tool_call_parser=None, reward_funcs=["right"])
+    row = rollout_metrics(args, Rollout(batch, {}, 0), np.zeros(2, np.float32))
     assert [row[f"completion/length_{what}"] for what in ("mean", "min", "max")] == [1.5, 1, 2]
     assert row["tokens/rollout"] == 3 and row["environment/tokens"] == 1.5
 

@@ -26,12 +26,14 @@ from megatron_grpo.parallel import initialize
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.reference import reference_model
 from megatron_grpo.reference.reference_model import SwappedReference
-from megatron_grpo.rollout.engine import Completion, TakesTurns
+from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.rollout.plan import rollout_seed
+from megatron_grpo.rollout.source import WholeRollouts
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit
+from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.validation import validate_args
@@ -60,10 +62,10 @@ REWARDS = RNG.normal(size=PROMPTS * GROUP).round(2)
 REWARDS[:GROUP] = 1.0  # a group without a signal
 
 
-class Script(TakesTurns):
+class Script:
     """An engine that says COMPLETIONS, last first, and a scorer that knows REWARDS."""
 
-    replica, num_replicas, is_lead, has_weights = 0, 1, True, False
+    replica, num_replicas, is_lead, has_weights, drafts = 0, 1, True, False, None
     failures = ()
 
     def __init__(self):
@@ -111,9 +113,6 @@ class Rows:
 
     log_completions = flush = close = print = nothing
 
-    def rollout_progress(self, num_replicas):
-        return self.nothing
-
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request):
@@ -152,26 +151,33 @@ def trained(tiny_models, case, one_process):
     reference = SwappedReference(args, model)
     policy.copy_to(model)
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
-    rows, script = Rows(), Script()
+    rows, script, timers, memory = Rows(), Script(), Timers(), DeviceMemory(args)
+    tokenizer, nothing_moves = SimpleNamespace(decode=str), Offloader(model, optimizer, False, False, False)
     trainer = Trainer(
         args=args,
         model=model,
-        forward_step=pretrain_grpo.forward_step,
         optimizer=optimizer,
         scheduler=scheduler,
         reference=reference,
         teacher=None,
-        state_offloader=Offloader(model, optimizer, False, False, False),
-        weight_offloader=Offloader(model, optimizer, False, False, False),
-        engine=script,
-        tokenizer=SimpleNamespace(decode=str),
-        dataset=[Prompt(p, ids, {}, "made up") for p, ids in enumerate(PROMPT_IDS)],
-        sampler=PromptSampler(PROMPTS, args.seed, shuffle=False),
+        source=WholeRollouts(
+            args=args,
+            dataset=[Prompt(p, ids, {}, "made up") for p, ids in enumerate(PROMPT_IDS)],
+            sampler=PromptSampler(PROMPTS, args.seed, shuffle=False),
+            timers=timers,
+            engine=script,
+            scorer=script,
+            tokenizer=tokenizer,
+            watch=lambda: rows.nothing,
+        ),
+        lifecycle=EngineLifecycle(
+            args, model, pretrain_grpo.forward_step, script, nothing_moves, nothing_moves, timers, memory
+        ),
+        tokenizer=tokenizer,
         valid_prompts=[],
-        scorer=script,
         logger=rows,
-        timers=Timers(),
-        device_memory=DeviceMemory(args),
+        timers=timers,
+        device_memory=memory,
         profiler=Profiler(args, 0, 0),
         early_exit=EarlyExit(None, on_signal=False),
     )

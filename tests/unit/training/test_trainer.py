@@ -9,20 +9,22 @@ import pytest
 
 from megatron_grpo.checkpointing.checkpoint_directory import LATEST
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.rollout.rollout_metrics import mean_of_scored
+from megatron_grpo.rollout.source import RolloutSource, SourceState, Synced, WholeRollouts
 from megatron_grpo.rollout.weight_sync.weight_check import newest_tokens
 from megatron_grpo.training import trainer as trainer_module
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.device_memory import DeviceMemory
-from megatron_grpo.training.trainer import Trainer, mean_of_scored
+from megatron_grpo.training.engine_lifecycle import EngineLifecycle
+from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 
 def check(versions, gap, synced=4, bf16=False, flags=()):
-    trainer = SimpleNamespace(args=parse_args(["--bf16"] * bf16 + [*flags]), synced_iteration=synced)
-    trainer.rollouts, trainer.replays = 1, lambda batch: False
+    lifecycle = SimpleNamespace(args=parse_args(["--bf16"] * bf16 + [*flags]), synced=Synced(synced))
     row = {} if gap is None else {"mismatch/mean_abs": gap}
     batch = SimpleNamespace(weight_version=np.array(versions), response_mask=np.ones(len(versions)))
-    Trainer.check_engine(trainer, batch, row)
+    EngineLifecycle.check(lifecycle, batch, row)
 
 
 @pytest.mark.parametrize("gap, bf16", [(None, False), (1e-6, False), (0.01, True)])
@@ -73,9 +75,9 @@ def test_tokens_with_keys_and_values_of_older_weights_are_not_compared(update, c
     compared = newest_tokens(batch, 4, update == "keep") == 1
     args = parse_args(["--max-staleness", "1", "--weight-update", update, "--mismatch-limit", "0.01"])
     args.updates_per_rollout = 1
-    trainer = SimpleNamespace(args=args, synced_iteration=4, rollouts=1, replays=lambda batch: False)
+    lifecycle = SimpleNamespace(args=args, synced=Synced(4))
     with contextlib.nullcontext() if passes else pytest.raises(GrpoError, match="does not hold the trainer's weights"):
-        Trainer.check_engine(trainer, batch, {"mismatch/newest_mean_abs": gaps[compared].mean()})
+        EngineLifecycle.check(lifecycle, batch, {"mismatch/newest_mean_abs": gaps[compared].mean()})
 
 
 class Lost:
@@ -84,8 +86,9 @@ class Lost:
     def __init__(self, tmp_path, newest: int | None, save=True, reload_fails=False):
         self.args, self.background_saves = SimpleNamespace(save=str(tmp_path) if save else None), None
         self.iteration, self.done, self._reload_fails = 4, [], reload_fails
-        self.engine = SimpleNamespace(streams=False, close=lambda: self.done.append("close"))
-        self.state_offloader = SimpleNamespace(complete=lambda: self.done.append("complete"))
+        self.source = WholeRollouts.__new__(WholeRollouts)
+        self.source.engine = SimpleNamespace(close=lambda: self.done.append("close"))
+        self.lifecycle = SimpleNamespace(reload=self._reload, complete=lambda: self.done.append("complete"))
         if newest is not None:
             self.write(newest)
 
@@ -97,16 +100,16 @@ class Lost:
         if self._reload_fails:
             raise GrpoError("the GPU is full")
 
-    def save(self, position, last) -> None:
-        self.done.append(position)
+    def save(self, state, last) -> None:
+        self.done.append(state)
         self.write(self.iteration)
 
-    def _try_save(self, able, position):
-        return Trainer._try_save(self, able, position)
+    def _try_save(self, able, state):
+        return Trainer._try_save(self, able, state)
 
     def end(self) -> EngineLost:
         with pytest.raises(EngineLost) as caught:
-            Trainer._raise_engine_lost(self, EngineLost("no server is left"), {"rollouts": 7})
+            Trainer._raise_engine_lost(self, EngineLost("no server is left"), lambda: {"rollouts": 7})
         return caught.value
 
 
@@ -154,43 +157,48 @@ class Recorder:
         return lambda *_, **__: self._notes.append(f"{self._name}.{method}")
 
 
-def awake_trainer(notes: list[str], has_weights: bool, check: bool = False):
-    trainer = Recorder("trainer", notes, iteration=3, synced_iteration=3, _memory=lambda: 0.0)
-    trainer.args = SimpleNamespace(check_weight_sync=check, lora_weight_sync=None)
-    trainer.engine = Recorder("engine", notes, has_weights=has_weights, streams=False)
-    trainer.device_memory = DeviceMemory(trainer.args)
-    trainer.state_offloader, trainer.weight_offloader = "state", "weights"
-    trainer._offload = lambda what, margins: notes.append(f"offload {what}") or 0
-    trainer._probe_engine = lambda: notes.append("probe") or "answers"
-    trainer._check_probe = lambda probe: notes.append(f"check {probe}")
-    trainer._position = lambda: "position"
-    return trainer
+def lifecycle_of(notes: list[str], has_weights: bool, check: bool = False):
+    lifecycle = Recorder("lifecycle", notes, synced=Synced(3), adapter_probed=False)
+    flags = {"check_weight_sync": check, "lora_weight_sync": None, "rollout_ranks": 0, "max_staleness": 0}
+    lifecycle.args = SimpleNamespace(**flags)
+    lifecycle.engine = Recorder("engine", notes, has_weights=has_weights)
+    lifecycle.device_memory = DeviceMemory(lifecycle.args)
+    lifecycle.state_offloader, lifecycle.weight_offloader = "state", "weights"
+    lifecycle.timers = lambda _: contextlib.nullcontext()
+    lifecycle._offload = lambda what, margins: notes.append(f"offload {what}") or 0
+    lifecycle._check_probe = lambda probe: notes.append(f"check {probe}")
+    return lifecycle
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
 @pytest.mark.parametrize("check", [True, False])
 def test_the_steps_of_the_engines_turn(has_weights, check):
     notes = []
-    with Trainer.engine_awake(awake_trainer(notes, has_weights, check)):
+    with EngineLifecycle.awake(lifecycle_of(notes, has_weights, check), 3, lambda: notes.append("probe") or "answers"):
         notes.append("body")
-    expected = ["offload state", "engine.wake_weights", *["trainer.sync"] * (not has_weights), "offload weights"]
+    expected = ["offload state", "engine.wake_weights", *["lifecycle.sync"] * (not has_weights), "offload weights"]
     expected += ["engine.wake_cache", *["probe"] * (check and not has_weights), "body", "engine.sleep"]
-    expected += ["trainer._reload", *["check answers"] * (check and not has_weights)]
+    expected += ["lifecycle.reload", *["check answers"] * (check and not has_weights)]
     assert notes == expected
 
 
-def test_an_engine_lost_in_its_turn_ends_the_run_at_the_position_before():
+def test_an_engine_lost_in_its_turn_ends_the_run_at_the_state_before():
     notes, ended = [], []
-    trainer = awake_trainer(notes, has_weights=True)
+    lifecycle = lifecycle_of(notes, has_weights=True)
+    source = RolloutSource(args=None, dataset=None, sampler=SimpleNamespace(state_dict=lambda: {}), timers=None)
+    trainer = SimpleNamespace(iteration=3, source=source)
+    trainer.lifecycle = SimpleNamespace(awake=lambda *words: EngineLifecycle.awake(lifecycle, *words))
 
-    def end(error, position):
-        ended.append(position)
+    def end(error, state):
+        ended.append(state().position)
         raise error
 
     trainer._raise_engine_lost = end
     with pytest.raises(EngineLost), Trainer.engine_awake(trainer):
+        source.taken += 1
         raise EngineLost("gone")
-    assert ended == ["position"] and "engine.sleep" not in notes and "trainer._reload" not in notes
+    assert ended == [{"sampler": {}, "rollouts": 0}]
+    assert "engine.sleep" not in notes and "lifecycle.reload" not in notes
 
 
 @pytest.mark.parametrize("transfer", ["save", "load"])
@@ -201,15 +209,15 @@ def test_a_checkpoint_waits_for_the_return_of_the_optimizer_state(transfer, monk
     monkeypatch.setattr(trainer_module, "on_rank_0", lambda *_, **__: None)
     args = SimpleNamespace(save="runs", tokenizer_model=None, chat_template=None, overlap_param_gather=False)
     args.min_image_pixels = args.max_image_pixels = None
-    parts = {"model": [], "optimizer": None, "scheduler": None, "reference": None, "partial": None, "ledger": None}
+    parts = {"model": [], "optimizer": None, "scheduler": None, "reference": None, "tokens": 9}
     trainer = Recorder("trainer", notes, args=args, iteration=3, background_saves=None, **parts)
     trainer.timers = trainer._save_errors = lambda _: contextlib.nullcontext()
-    trainer.engine, trainer.early_exit = SimpleNamespace(streams=False), SimpleNamespace()
-    trainer.bad_updates = SimpleNamespace(restore_due=True)
-    trainer.logger, trainer.state_offloader = Recorder("logger", notes), Recorder("state", notes)
-    Trainer.save(trainer, {"rollouts": 1}) if transfer == "save" else Trainer._restore(trainer)
+    trainer.source, trainer.early_exit = Recorder("source", notes), SimpleNamespace()
+    trainer.bad_updates = SimpleNamespace(restore_due=True, state_dict=dict)
+    trainer.logger, trainer.lifecycle = Recorder("logger", notes), Recorder("lifecycle", notes)
+    Trainer.save(trainer, SourceState({"rollouts": 1})) if transfer == "save" else Trainer._restore(trainer)
     name = {"save": "checkpoint.save_checkpoint", "load": "checkpoint.load"}[transfer]
-    assert notes.index("state.complete") < notes.index(name)
+    assert notes.index("lifecycle.complete") < notes.index(name)
 
 
 def test_mean_of_scored():
