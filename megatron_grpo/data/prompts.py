@@ -73,7 +73,7 @@ class LeftOut(Exception):
 class Reading:
     """What one process has found in the files of a `PromptDataset`; ``numbers`` are None for streamed rows."""
 
-    indices: list[Index]
+    indices: Sequence[Index]
     numbers: np.ndarray | None
     pass_rates: np.ndarray | None
     engine_decodes: bool

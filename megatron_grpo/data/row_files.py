@@ -88,6 +88,8 @@ class JsonLines:
         try:
             self.stream = path.open("rb")
             self._seen = self._state()
+            self.lines: Lines | None
+            self.checksum: int | None
             if index is None or index.lines is None:
                 self.lines, self.checksum, self.size = self._scan()
             else:
