@@ -47,7 +47,7 @@ from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimi
 from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWriter
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
-from megatron_grpo.parallel.agreement import on_rank_0
+from megatron_grpo.parallel.agreement import on_all_ranks, on_rank_0
 from megatron_grpo.parallel.initialize import host_group, print_rank_0, set_random_seed
 from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.arguments import args_to_json
@@ -118,7 +118,8 @@ def save_checkpoint(
         write_state(state, temporary, metadata)
         if save_reference is not None:
             save_reference(temporary / REFERENCE)
-        _on_each_rank(save_on_this_rank, temporary)
+        problem = f"checkpoint {temporary} cannot be written"
+        on_all_ranks(lambda: save_on_this_rank and save_on_this_rank(temporary), problem)
         if args.async_save:
             _background.submit(args_to_json(args), keep)
         else:
@@ -301,17 +302,6 @@ def wait_for_background() -> None:
         _background.note_published()
     for text in filter(None, errors):
         raise GrpoError(f"checkpoint {job and job.temporary} was not written: {text}")
-
-
-def _on_each_rank(function: Callable[[Path], None] | None, directory: Path) -> None:
-    """Call the function of each rank that has one; raise GrpoError on every rank if one fails."""
-    problem = None
-    try:
-        if function is not None:
-            function(directory)
-    except (OSError, GrpoError) as error:
-        problem = f"checkpoint {directory} cannot be written: {error}"
-    _raise_everywhere(problem)
 
 
 def _raise_everywhere(problem: str | None) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -45,6 +44,26 @@ def on_rank_0[Result](
     if message:
         raise GrpoError(message)
     return result  # type: ignore[return-value]
+
+
+def on_all_ranks[Result](step: Callable[[], Result], problem: str) -> list[Result]:
+    """Call ``step`` and return the results of all ranks; raise GrpoError on all ranks if one fails. Collective.
+
+    The message begins with ``problem``, unless a file that was read is at fault.
+    """
+    mine: tuple = (None, None)
+    try:
+        mine = step(), None
+    except InputError as error:
+        mine = None, str(error)
+    except (OSError, GrpoError) as error:
+        mine = None, f"{problem}: {error}"
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=host_group())
+    for _, error in everyone:
+        if error is not None:
+            raise GrpoError(error)
+    return [result for result, _ in everyone]
 
 
 def _broadcast[Value](value: Value, group: dist.ProcessGroup) -> Value:
@@ -113,15 +132,7 @@ def of_lead(value: Any, group: dist.ProcessGroup | None) -> Any:
     """Return the JSON value of the group's first rank on all its ranks; None is a group of one rank. Collective."""
     if group is None or group.size() == 1:
         return value
-    leads, source = group.rank() == 0, dist.get_process_group_ranks(group)[0]
-    data = json.dumps(value).encode() if leads else b""
-    size = torch.tensor(len(data))
-    dist.broadcast(size, source, group=group)
-    text = (
-        torch.from_numpy(np.frombuffer(data, np.uint8).copy()) if leads else torch.empty(int(size), dtype=torch.uint8)
-    )
-    dist.broadcast(text, source, group=group)
-    return json.loads(bytes(text.numpy()))
+    return json.loads(_broadcast(json.dumps(value) if group.rank() == 0 else "", group))
 
 
 def peer_has_ended(error: BaseException) -> bool:

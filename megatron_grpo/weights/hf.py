@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.parallel.agreement import on_rank_0
-from megatron_grpo.parallel.initialize import host_group, print_rank_0
-from megatron_grpo.utils.errors import GrpoError, InputError
+from megatron_grpo.parallel.agreement import on_all_ranks, on_rank_0
+from megatron_grpo.parallel.initialize import print_rank_0
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_config, read_json_object
 from megatron_grpo.weights import families, model_weights, quantized
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -368,26 +367,6 @@ def check_space(target: Path, size: int) -> None:
         raise GrpoError(
             f"it needs {size / 1e9:.3g} GB, {free / 1e9:.3g} GB are free: make room or change the directory"
         )
-
-
-def on_all_ranks[Result](step: Callable[[], Result], problem: str) -> list[Result]:
-    """Call `step` and return the results of all ranks; raise GrpoError on all ranks if one fails. Collective.
-
-    The message begins with `problem`, unless a file that was read is at fault.
-    """
-    mine: tuple = (None, None)
-    try:
-        mine = step(), None
-    except InputError as error:
-        mine = None, str(error)
-    except (OSError, GrpoError) as error:
-        mine = None, f"{problem}: {error}"
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=host_group())
-    for _, error in everyone:
-        if error is not None:
-            raise GrpoError(error)
-    return [result for result, _ in everyone]
 
 
 def check_replaceable(flag: str, out_dir: str | Path, inputs: Iterable[str | Path | None] = ()) -> None:

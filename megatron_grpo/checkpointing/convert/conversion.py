@@ -27,12 +27,11 @@ from megatron_grpo.checkpointing.convert import torch_dist_writer
 from megatron_grpo.checkpointing.convert.torch_dist import Checkpoint
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
-from megatron_grpo.parallel.agreement import on_rank_0
+from megatron_grpo.parallel.agreement import on_all_ranks, on_rank_0
 from megatron_grpo.parallel.initialize import set_random_seed
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf, model_weights
-from megatron_grpo.weights.hf import on_all_ranks
 from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import Safetensors, SafetensorsWriter
 
