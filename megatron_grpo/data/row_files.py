@@ -178,7 +178,7 @@ class ParquetRows:
     merges_shapes = (
         True  # an object has the keys of all objects of its column, with null for those that are not its own
     )
-    lines = None
+    lines = checksum = None
 
     def __init__(self, path: Path):
         self.path, self.parts = path, [path]
@@ -255,7 +255,7 @@ class ArrowRows:
     """The rows of the Arrow files of one data set of the library datasets, mapped into memory and not read at once."""
 
     merges_shapes = True
-    lines = None
+    lines = checksum = None
 
     def __init__(self, path: Path, files: Sequence[Path]):
         """``path`` is the name of the data set in messages; GrpoError for an unreadable file."""
@@ -373,7 +373,7 @@ def index_of(file: AnyRows) -> Index:
         raise GrpoError(f"{part}: cannot be read: {error.strerror}") from error
     if isinstance(file, JsonLines):
         file.check_unchanged()
-    return Index(socket.gethostname(), size, digest.hexdigest(), file.lines, getattr(file, "checksum", None))
+    return Index(socket.gethostname(), size, digest.hexdigest(), file.lines, file.checksum)
 
 
 def _open_indexed(path: Path, index: Index) -> AnyRows:

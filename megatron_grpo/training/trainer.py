@@ -343,10 +343,10 @@ class Trainer:
 
     def _oldest_batch(self) -> int | None:
         """Return the batch of the oldest checkpoint, on rank 0; None if --max-checkpoints-to-keep deletes none."""
-        kept = checkpoint_directory.iterations(self.args.save)
-        if self.args.max_checkpoints_to_keep is None or not kept or dist.get_rank():
+        if self.args.max_checkpoints_to_keep is None or dist.get_rank():
             return None
-        return int(kept[0].name[5:]) // self.args.updates_per_rollout
+        kept = checkpoint_directory.iterations(self.args.save)
+        return int(kept[0].name[5:]) // self.args.updates_per_rollout if kept else None
 
     def _end_background_save(self) -> None:
         """Wait until the checkpoint that is being written is complete. Collective."""
