@@ -31,7 +31,8 @@ from megatron_grpo.utils.process_tree import end_supervised, start_supervised
 _START_LIMIT = 120.0  # s, for imports on a slow disk
 _SILENCE = 1.0  # s without a report, after which a process is to answer
 _MAX_STUCK = 8  # threads of a process that time out and do not end
-# Processes that repeat suspects at the same time: to halve 256 calls takes 8 levels, and each can have a slow call.
+# Processes that repeat suspects at the same time: to halve 256 calls takes 8 levels, and each can have a slow call. As
+# many more keep the episodes that they have cleared.
 _MAX_TRIALS = 8
 _MAX_REPORT = 2**28  # bytes
 
@@ -205,6 +206,7 @@ class EnvironmentPool:
                 end_supervised([worker])
                 self._processes.remove(worker)
                 self._trials.remove(worker)
+        self._repeat_suspects()
         answers, self._answers = self._answers, []
         return answers
 
@@ -348,6 +350,10 @@ class EnvironmentPool:
             worker = next((worker for worker in self._trials if not worker.episodes), None)
             if worker is None and sum(bool(worker.suspects) for worker in self._trials) == _MAX_TRIALS:
                 return
+            if worker is None and len(self._trials) >= 2 * _MAX_TRIALS:
+                worker = self._vacated()
+                if worker is None:
+                    return
             group = [key for key in self._groups.popleft() if key in self._episodes]
             if group and worker is None:
                 self._trials.append(worker := self._start())
@@ -358,6 +364,19 @@ class EnvironmentPool:
                 self._enter(key, episode, worker)
                 worker.suspects.add(key)
                 self._send_turn(key, episode)
+
+    def _vacated(self) -> _Worker | None:
+        """Return the process of the fewest cleared episodes, without them; None while calls run in all.
+
+        Its episodes go on in other processes, which repeat their turns once more: the number of processes is limited.
+        """
+        idle = [worker for worker in self._trials if not worker.calls and not worker.suspects]
+        worker = min(idle, key=lambda worker: len(worker.episodes), default=None)
+        for key in list(worker.episodes) if worker is not None else ():
+            episode = self._episodes[key]
+            self._leave(key, episode)
+            self._enter(key, episode, self._next_worker())
+        return worker
 
     def _replace(self, worker: _Worker, reason: str, blame: bool = True) -> None:
         """Replace a dead or stuck process; with ``blame`` one of the calls that ran in it is to be found."""

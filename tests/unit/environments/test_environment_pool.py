@@ -261,6 +261,28 @@ def test_an_episode_without_snapshots_leaves_a_process_only_when_it_has_ended(ma
     assert not pool._groups and len(pool._processes) == 2 + len(pool._trials)
 
 
+def test_cleared_episodes_take_no_more_processes_than_the_limit(make, tmp_path, monkeypatch):
+    """Each death pins further episodes to processes of their own, until the emptiest gives its own back."""
+    monkeypatch.setattr(module, "_MAX_TRIALS", 4)  # 4 calls are halved twice
+    pool, peak, start = make(["traced"], workers=2), [0], EnvironmentPool._start
+
+    def counted(self):
+        worker = start(self)
+        peak[0] = max(peak[0], len(self._processes))
+        return worker
+
+    monkeypatch.setattr(EnvironmentPool, "_start", counted)
+    traced = Traced(pool, tmp_path, 60)
+    traced.round([], traced.alive)
+    while len(in_workers := [key for key in traced.alive if pool._episodes[key].worker in pool._workers]) >= 4:
+        killer, *held = in_workers[:4]
+        traced.round(held, [key for key in traced.alive if key not in (killer, *held)], killer)
+    assert peak[0] == 2 + 2 * 4
+    for key in traced.alive:
+        assert traced.steps(key)[-1][1] == traced.turn
+        pool.end(key)
+
+
 def test_a_call_that_blocks_its_process_is_found(make, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GRACE", 0.5)
     monkeypatch.setattr(module, "_SILENCE", 0.1)
