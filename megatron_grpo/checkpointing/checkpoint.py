@@ -48,11 +48,12 @@ from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWrite
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.parallel.agreement import on_all_ranks, on_rank_0
-from megatron_grpo.parallel.initialize import host_group, print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import host_group, set_random_seed
 from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0
 
 __all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
 __all__ += ["read_weights", "save_checkpoint", "save_weights", "subfolder"]
@@ -316,9 +317,9 @@ def _find_verified(root: str | Path) -> tuple[int, Path]:
     iteration, directory = checkpoint_directory.find(root)
     checkpoint_directory.verify(directory)
     if line := checkpoint_directory.note(root):
-        print(line, flush=True)
+        print_rank_0(line)
     if not checkpoint_directory.has_checksums(directory):
-        print(f"{directory} has no {CHECKSUMS}: damage within its *.distcp files cannot be found", flush=True)
+        print_rank_0(f"{directory} has no {CHECKSUMS}: damage within its *.distcp files cannot be found")
     return iteration, directory
 
 

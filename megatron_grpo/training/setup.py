@@ -43,7 +43,6 @@ from megatron_grpo.parallel.initialize import (
     join,
     joint,
     launch_group,
-    print_rank_0,
     set_random_seed,
     wait_with_time_out,
     wait_without_time_out,
@@ -100,6 +99,7 @@ from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
 from megatron_grpo.utils.descriptors import raise_limit
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.vision.images import ImageReader
 from megatron_grpo.vision.images import attach as attach_images
 from megatron_grpo.weights import families, hf
@@ -359,8 +359,7 @@ def _print_start(args, world_size: int, inputs: Inputs, lock: RunLock | None) ->
     print_rank_0(banner(args))
     if lock is not None and lock.taken_over:
         print_rank_0(lock.taken_over)
-    if dist.get_rank() == 0:
-        print_args(args, everything=args.print_arguments)
+    print_args(args, everything=args.print_arguments)
     for line in batch_arithmetic(args, world_size).lines(terminal_width()):
         print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, inputs.tokenizer)}")
