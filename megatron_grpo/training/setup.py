@@ -62,7 +62,6 @@ from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.agents.agents import Agents
 from megatron_grpo.rollout.arguments import (
-    check_replicas,
     has_colocated_vllm,
     has_servers,
     lora_note,
@@ -92,9 +91,9 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
-from megatron_grpo.training.run_rules import check_run, check_warmup
+from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.training.validation import validate_args, validate_flags
 from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
@@ -124,8 +123,6 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     validate_args(args, world_size)
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
-    if not args.dry_run:
-        check_packages(args)
     if found is not None:
         _check_position(args, found)
     if args.dry_run:
@@ -254,11 +251,11 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
 
 
 def _join(args, world_size: int) -> None:
-    """Join the other ranks, once the flags are right as far as no checkpoint gives the architecture."""
+    """Join the other ranks, once all flags are right that do not depend on a checkpoint, which rank 0 reads later."""
     flags = Namespace(**vars(args))  # a copy: the checks set what follows from the flags
+    check_packages(flags)
     if args.load or args.pretrained_checkpoint:
-        check_run(flags, world_size)
-        check_replicas(flags, world_size)
+        validate_flags(flags, world_size)
     else:
         set_architecture(flags, resume=False)
         validate_args(flags, world_size)
