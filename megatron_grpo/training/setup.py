@@ -116,8 +116,8 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
 def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
     world_size = trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1")))
-    if not args.dry_run:
-        _join(args, world_size)
+    watchdog = None if args.dry_run else _join(args, world_size)
+    progress.step("origin")
     found = _read_origin(args)
     resume = found is not None
     validate_args(args, world_size)
@@ -130,12 +130,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         return None
     set_log_level(args.log_level)
     roles = joint()
-    trains = roles is None or roles.role.replica is None
-    watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout and trains else None
-    if watchdog is not None:
-        before_exit(watchdog.close)
     progress.step("data")
-    wait_without_time_out()  # for rank 0, which reads all data
     inputs = _read_inputs(args, teach_args)
     if not args.watchdog_timeout:
         wait_with_time_out()
@@ -250,8 +245,12 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     )
 
 
-def _join(args, world_size: int) -> None:
-    """Join the other ranks, once all flags are right that do not depend on a checkpoint, which rank 0 reads later."""
+def _join(args, world_size: int) -> Watchdog | None:
+    """Join the other ranks, once all flags are right that do not depend on a checkpoint, which rank 0 reads later.
+
+    Return the watchdog of this rank, which has started; None without one. From here on, ranks wait for rank 0 without a
+    time-out: it reads checkpoints and data.
+    """
     flags = Namespace(**vars(args))  # a copy: the checks set what follows from the flags
     check_packages(flags)
     if args.load or args.pretrained_checkpoint:
@@ -262,6 +261,13 @@ def _join(args, world_size: int) -> None:
     raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size))
     progress.step("other ranks")
     join(args)
+    wait_without_time_out()
+    roles = joint()
+    if not args.watchdog_timeout or (roles is not None and roles.role.replica is not None):
+        return None
+    watchdog = Watchdog(phase_limits(flags), args.save).start()
+    before_exit(watchdog.close)
+    return watchdog
 
 
 def _read_origin(args) -> int | None:
