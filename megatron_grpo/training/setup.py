@@ -99,6 +99,7 @@ from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
 from megatron_grpo.utils.descriptors import raise_limit
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.rules import flag
 from megatron_grpo.vision.images import ImageReader
 from megatron_grpo.vision.images import attach as attach_images
 from megatron_grpo.weights import families, hf
@@ -274,20 +275,35 @@ def _read_origin(args) -> int | None:
     """Return the iteration of the checkpoint that this run resumes from, or None; set what follows from its origin.
 
     Collective: rank 0 verifies the checkpoints and reads config.json, and other ranks take the arguments that it sets.
-    They agree, even if a file server shows them different files for some seconds.
+    They agree, even if a file server shows them different files for some seconds. Raises GrpoError on a host that does
+    not have what rank 0 has read.
     """
     before = dict(vars(args))
 
-    def read() -> tuple[int | None, dict[str, Any]]:
+    def read() -> tuple[int | None, dict[str, Any], dict[str, Any]]:
         _resume_own_launch(args)
         found = checkpoint.latest_iteration(args.load) if args.load and not args.finetune else None
         set_architecture(args, found is not None)
         _check_save_directory(args, found is not None)
-        return found, {dest: value for dest, value in vars(args).items() if value is not before.get(dest, before)}
+        changed = {dest: value for dest, value in vars(args).items() if value is not before.get(dest, before)}
+        return found, changed, _directories(args, found is not None)
 
-    found, changed = on_rank_0(read, group=None if args.dry_run else launch_group())
+    found, changed, directories = on_rank_0(read, group=None if args.dry_run else launch_group())
     vars(args).update(changed)
+    roles = joint()
+    for name, directory in directories.items():
+        if roles is None or roles.role.replica is None or name == "--tokenizer-model":  # engines need no weights
+            checkpoint.check_seen(name, directory)
     return found
+
+
+def _directories(args, resume: bool) -> dict[str, Any]:
+    """Return the directories on this host from which trainers read weights and the tokenizer, by flag."""
+    dests = "pretrained_checkpoint load_hf ref_load ref_load_hf teacher_load_hf tokenizer_model".split()
+    found: dict[str, Any] = {flag(dest): getattr(args, dest) for dest in dests}
+    if resume or args.finetune:
+        found = {"--load": checkpoint.find(args.load)[1]} | found
+    return {name: str(path) for name, path in found.items() if path and Path(path).exists()}
 
 
 @dataclass(frozen=True)
@@ -526,17 +542,17 @@ def _check_destinations(args) -> None:
         "--wandb-save-dir": args.wandb_save_dir,
         "--swanlab-save-dir": args.swanlab_save_dir,
     }
-    for flag, directory in places.items():
+    for name, directory in places.items():
         if not directory:
             continue
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise GrpoError(
-                f"{flag} {directory} cannot be created: {error.strerror}; choose another directory"
+                f"{name} {directory} cannot be created: {error.strerror}; choose another directory"
             ) from error
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise GrpoError(f"{flag} {directory} cannot be written: correct its mode, or choose another directory")
+            raise GrpoError(f"{name} {directory} cannot be written: correct its mode, or choose another directory")
 
 
 def set_architecture(args, resume: bool) -> None:
