@@ -71,7 +71,7 @@ CURRICULUM: tuple[FlagRow, ...] = (
 
 
 def check_data(args: Namespace) -> None:
-    """Refuse missing or contradictory flags of prompts and tokenizers; set --tokenizer-model from --load-hf."""
+    """Refuse contradictory flags of prompts and tokenizers."""
     weights = read_blend(args.train_data_path or [])[1]
     if weights and args.num_epochs is not None:
         raise GrpoError(
@@ -80,8 +80,6 @@ def check_data(args: Namespace) -> None:
         )
     if read_blend(args.valid_data_path or [])[1]:
         raise GrpoError("--valid-data-path has weights, but every held-out prompt counts the same: leave them out")
-    if args.tokenizer_model is None:
-        args.tokenizer_model = args.load_hf
     for dest in ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"):
         if dest in args.explicit and args.tokenizer_type != "TikTokenizer":
             raise GrpoError(f"{flag(dest)} needs --tokenizer-type TikTokenizer")
@@ -90,6 +88,12 @@ def check_data(args: Namespace) -> None:
             raise GrpoError(f"{flag(dest)} needs --tokenizer-type HuggingFaceTokenizer")
     if args.chat_template:
         args.chat_template = read_chat_template(args.chat_template)
+
+
+def check_tokenizer_model(args: Namespace) -> None:
+    """Refuse a missing tokenizer; set --tokenizer-model from --load-hf."""
+    if args.tokenizer_model is None:
+        args.tokenizer_model = args.load_hf
     required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
 
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.core_flags import core_flags
-from megatron_grpo.utils.core_rules import changed, check_core_flags
+from megatron_grpo.utils.core_rules import changed, check_core_flags, check_core_flags_of_model
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, FlagRow, Number
 from megatron_grpo.utils.rules import divides, excludes, flag, needs
@@ -100,23 +100,12 @@ def generating_width(args: Namespace) -> int:
 StageCosts = Callable[[Namespace], tuple[Sequence[float], float]]
 
 
-def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
-    """Refuse parallel configurations that cannot work, and fill in the sizes that follow from others.
-
-    ``costs``: for --pipeline-model-parallel-layout auto.
-    """
-    tp = args.tensor_model_parallel_size
-    check_heads(args, tp, "tensor parallel size")
-    divides(args, "ffn_hidden_size", tp, "tensor parallel size")
-    if args.sequence_parallel and tp == 1:
+def check_parallel_flags(args: Namespace) -> None:
+    """Refuse flags of parallelism and recomputation that cannot work with any model, and fill in what they imply."""
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         raise GrpoError(
             "--sequence-parallel needs --tensor-model-parallel-size 2 or more: it splits the tokens over "
             "tensor-parallel ranks"
-        )
-    if args.multi_latent_attention and tp > 1 and not args.sequence_parallel:
-        raise GrpoError(
-            f"--multi-latent-attention with --tensor-model-parallel-size {tp} needs --sequence-parallel: without it "
-            "megatron-core loses gradients of the rotary channels of the keys"
         )
     if args.transformer_impl == "local":
         for dest in NEED_TRANSFORMER_ENGINE:
@@ -128,6 +117,39 @@ def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
                     f"--recompute-modules {module} needs --transformer-impl transformer_engine: give that, or "
                     f"recompute {instead} instead"
                 )
+    _check_pipeline_flags(args)
+    if args.hybrid_context_parallel:
+        _check_hybrid_context_parallelism(args)
+    if args.cp_comm_type is not None and args.context_parallel_size == 1:
+        raise GrpoError("--cp-comm-type needs --context-parallel-size 2 or more")
+    if args.moe_layer_recompute and args.recompute_granularity != "full":  # full recomputation includes the experts
+        args.recompute_granularity = "selective"
+        args.recompute_modules = sorted({*(args.recompute_modules or []), "moe"})
+    if args.recompute_granularity == "full":
+        args.recompute_method = args.recompute_method or "uniform"
+        args.recompute_num_layers = args.recompute_num_layers or 1
+        if args.recompute_method == "uniform" and args.mtp_loss_scaling_factor:
+            raise GrpoError(
+                "--mtp-loss-scaling-factor with --recompute-granularity full: megatron-core recomputes "
+                "multi-token-prediction layers for packs without their gradients: give --recompute-method block, which "
+                "leaves these layers out, with --recompute-num-layers"
+            )
+    check_core_flags(args)
+
+
+def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
+    """Refuse parallel configurations that do not fit the model, and fill in the sizes that follow from others.
+
+    ``costs``: for --pipeline-model-parallel-layout auto. Call after `check_parallel_flags`.
+    """
+    tp = args.tensor_model_parallel_size
+    check_heads(args, tp, "tensor parallel size")
+    divides(args, "ffn_hidden_size", tp, "tensor parallel size")
+    if args.multi_latent_attention and tp > 1 and not args.sequence_parallel:
+        raise GrpoError(
+            f"--multi-latent-attention with --tensor-model-parallel-size {tp} needs --sequence-parallel: without it "
+            "megatron-core loses gradients of the rotary channels of the keys"
+        )
     excludes(args, "use_te_activation_func", "quick_geglu", "Transformer Engine has no quick GELU")
     backends = ("auto", "local", "flash") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:
@@ -140,16 +162,7 @@ def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
     _check_experts(args)
     _check_pipeline(args, costs)
     _check_context_parallelism(args)
-    if args.recompute_granularity == "full":
-        args.recompute_method = args.recompute_method or "uniform"
-        args.recompute_num_layers = args.recompute_num_layers or 1
-        if args.recompute_method == "uniform" and args.mtp_loss_scaling_factor:
-            raise GrpoError(
-                "--mtp-loss-scaling-factor with --recompute-granularity full: megatron-core recomputes "
-                "multi-token-prediction layers for packs without their gradients: give --recompute-method block, which "
-                "leaves these layers out, with --recompute-num-layers"
-            )
-    check_core_flags(args)
+    check_core_flags_of_model(args)
 
 
 def recompute_note(args: Namespace) -> str | None:
@@ -167,17 +180,21 @@ def recompute_note(args: Namespace) -> str | None:
     return None
 
 
+def _check_pipeline_flags(args: Namespace) -> None:
+    """Refuse flags of pipeline stages without stages, and two numbers of virtual stages."""
+    per_stage, stages = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+    excludes(args, per_stage, stages, "each determines the number of virtual stages")
+    if args.pipeline_model_parallel_size > 1:
+        return
+    uneven = "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split()
+    for dest in (per_stage, stages, *uneven):
+        if getattr(args, dest) and (dest, getattr(args, dest)) != (stages, 1):
+            raise GrpoError(f"{flag(dest)} needs --pipeline-model-parallel-size 2 or more")
+
+
 def _check_pipeline(args: Namespace, costs: StageCosts | None) -> None:
     pp, per_stage = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
     if per_stage is not None:
-        if pp == 1:
-            raise GrpoError("--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size 2 or more")
-        excludes(
-            args,
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "each determines the number of virtual stages",
-        )
         if args.num_layers % (pp * per_stage):
             raise GrpoError(
                 f"--num-layers ({args.num_layers}) must be divisible by --pipeline-model-parallel-size ({pp}) x "
@@ -192,14 +209,6 @@ def _check_pipeline(args: Namespace, costs: StageCosts | None) -> None:
     if args.num_virtual_stages_per_pipeline_rank == 1:
         args.num_virtual_stages_per_pipeline_rank = None
     virtual = args.num_virtual_stages_per_pipeline_rank
-    uneven: tuple[str, ...] = (
-        "pipeline_model_parallel_layout",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-    )
-    if pp == 1 and (virtual or any(getattr(args, dest) for dest in uneven)):
-        dest = "num_virtual_stages_per_pipeline_rank" if virtual else next(d for d in uneven if getattr(args, d))
-        raise GrpoError(f"{flag(dest)} needs --pipeline-model-parallel-size 2 or more")
     if virtual:
         _check_interleaved_schedule(args, pp)
     else:
@@ -365,8 +374,6 @@ def _set_virtual_stages(args: Namespace) -> None:
 
 def _check_context_parallelism(args: Namespace) -> None:
     cp, kinds = args.context_parallel_size, args.cp_comm_type
-    if args.hybrid_context_parallel:
-        _check_hybrid_context_parallelism(args)
     if cp > 1 and args.window_size and not has_packed_attention(args) and kinds not in ("a2a", ["a2a"]):
         raise GrpoError(
             f"--context-parallel-size {cp} with --window-size needs --cp-comm-type a2a: Transformer Engine's p2p has "
@@ -374,8 +381,6 @@ def _check_context_parallelism(args: Namespace) -> None:
         )
     if kinds is None:
         return
-    if cp == 1:
-        raise GrpoError("--cp-comm-type needs --context-parallel-size 2 or more")
     kinds = set(kinds if isinstance(kinds, list) else [kinds])
     if has_packed_attention(args):
         allowed, reason = {"all_gather"}, "only all_gather exists, and it is the default: leave it out"
@@ -417,9 +422,6 @@ def _check_hybrid_context_parallelism(args: Namespace) -> None:
 
 def _check_experts(args: Namespace) -> None:
     ep, experts = args.expert_model_parallel_size, args.num_experts
-    if args.moe_layer_recompute and args.recompute_granularity != "full":  # full recomputation includes the experts
-        args.recompute_granularity = "selective"
-        args.recompute_modules = sorted({*(args.recompute_modules or []), "moe"})
     if experts is None:
         needing = [d for d in core_flags() if d.startswith(("moe_", "expert_")) and changed(args, d)]
         needing = [d for d in needing if not (d in _EXPERT_SIZES and getattr(args, d) == 1)]

@@ -6,9 +6,9 @@ from argparse import Namespace
 from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_grpo.models.arguments import check_model, padded_vocab_size
-from megatron_grpo.models.fp8_training import check_fp8
+from megatron_grpo.models.fp8_training import check_fp8_sizes
 from megatron_grpo.models.rope import check_rope
-from megatron_grpo.parallel.arguments import check_parallelism
+from megatron_grpo.parallel.arguments import check_parallel_flags, check_parallelism
 from megatron_grpo.reference.arguments import SIZES, has_own_parallel_configuration
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import divides, flag
@@ -121,11 +121,12 @@ def _set_parallel_configuration(own: Namespace, args: Namespace, prefix: str) ->
         )
     own.data_parallel_size = args.world_size // (tp * pp * cp)
     try:
+        check_parallel_flags(own)
         check_model(own)
         check_family(own)
         divides(own, "num_layers", pp, f"--{prefix}-pipeline-model-parallel-size")  # its stages have equal sizes
         check_parallelism(own)
-        check_fp8(own)
+        check_fp8_sizes(own)
         check_rope(own)
         check_budgets(own)
     except GrpoError as error:

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from megatron_grpo.models.arguments import check_model
+from megatron_grpo.models.arguments import check_model, check_settings
 from megatron_grpo.patches import vllm
 from megatron_grpo.patches.replacement import check_all
 from megatron_grpo.rewards.registry import check_package, get_rewards, known_rewards
@@ -30,6 +30,7 @@ def check_early(args: Namespace, world_size: int) -> None:
     Sets attributes as ``validate_args`` does: the run parses its flags again.
     """
     check_run(args, world_size)
+    check_settings(args)
     if not (args.load_hf or args.load or args.pretrained_checkpoint):  # the flags alone give the architecture
         check_model(args)
     for dest in ("load_hf", "ref_load_hf", "teacher_load_hf"):

@@ -61,7 +61,6 @@ from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.agents.agents import Agents
 from megatron_grpo.rollout.arguments import (
-    check_replicas,
     has_colocated_vllm,
     has_servers,
     lora_note,
@@ -91,15 +90,16 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
-from megatron_grpo.training.run_rules import check_run, check_warmup
+from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.training.validation import validate_args, validate_flags
 from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
 from megatron_grpo.utils.descriptors import raise_limit
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.log import print_rank_0
+from megatron_grpo.utils.rules import flag
 from megatron_grpo.vision.images import ImageReader
 from megatron_grpo.vision.images import attach as attach_images
 from megatron_grpo.weights import families, hf
@@ -117,15 +117,13 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
 def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
     world_size = trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1")))
-    if not args.dry_run:
-        _join(args, world_size)
+    watchdog = None if args.dry_run else _join(args, world_size)
+    progress.step("origin")
     found = _read_origin(args)
     resume = found is not None
     validate_args(args, world_size)
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
-    if not args.dry_run:
-        check_packages(args)
     if found is not None:
         _check_position(args, found)
     if args.dry_run:
@@ -133,12 +131,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         return None
     set_log_level(args.log_level)
     roles = joint()
-    trains = roles is None or roles.role.replica is None
-    watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout and trains else None
-    if watchdog is not None:
-        before_exit(watchdog.close)
     progress.step("data")
-    wait_without_time_out()  # for rank 0, which reads all data
     inputs = _read_inputs(args, teach_args)
     if not args.watchdog_timeout:
         wait_with_time_out()
@@ -253,38 +246,64 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     )
 
 
-def _join(args, world_size: int) -> None:
-    """Join the other ranks, once the flags are right as far as no checkpoint gives the architecture."""
+def _join(args, world_size: int) -> Watchdog | None:
+    """Join the other ranks, once all flags are right that do not depend on a checkpoint, which rank 0 reads later.
+
+    Return the watchdog of this rank, which has started; None without one. From here on, ranks wait for rank 0 without a
+    time-out: it reads checkpoints and data.
+    """
     flags = Namespace(**vars(args))  # a copy: the checks set what follows from the flags
+    check_packages(flags)
     if args.load or args.pretrained_checkpoint:
-        check_run(flags, world_size)
-        check_replicas(flags, world_size)
+        validate_flags(flags, world_size)
     else:
         set_architecture(flags, resume=False)
         validate_args(flags, world_size)
     raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size))
     progress.step("other ranks")
     join(args)
+    wait_without_time_out()
+    roles = joint()
+    if not args.watchdog_timeout or (roles is not None and roles.role.replica is not None):
+        return None
+    watchdog = Watchdog(phase_limits(flags), args.save).start()
+    before_exit(watchdog.close)
+    return watchdog
 
 
 def _read_origin(args) -> int | None:
     """Return the iteration of the checkpoint that this run resumes from, or None; set what follows from its origin.
 
     Collective: rank 0 verifies the checkpoints and reads config.json, and other ranks take the arguments that it sets.
-    They agree, even if a file server shows them different files for some seconds.
+    They agree, even if a file server shows them different files for some seconds. Raises GrpoError on a host that does
+    not have what rank 0 has read.
     """
     before = dict(vars(args))
 
-    def read() -> tuple[int | None, dict[str, Any]]:
+    def read() -> tuple[int | None, dict[str, Any], dict[str, Any]]:
         _resume_own_launch(args)
         found = checkpoint.latest_iteration(args.load) if args.load and not args.finetune else None
         set_architecture(args, found is not None)
         _check_save_directory(args, found is not None)
-        return found, {dest: value for dest, value in vars(args).items() if value is not before.get(dest, before)}
+        changed = {dest: value for dest, value in vars(args).items() if value is not before.get(dest, before)}
+        return found, changed, _directories(args, found is not None)
 
-    found, changed = on_rank_0(read, group=None if args.dry_run else launch_group())
+    found, changed, directories = on_rank_0(read, group=None if args.dry_run else launch_group())
     vars(args).update(changed)
+    roles = joint()
+    for name, directory in directories.items():
+        if roles is None or roles.role.replica is None or name == "--tokenizer-model":  # engines need no weights
+            checkpoint.check_seen(name, directory)
     return found
+
+
+def _directories(args, resume: bool) -> dict[str, Any]:
+    """Return the directories on this host from which trainers read weights and the tokenizer, by flag."""
+    dests = "pretrained_checkpoint load_hf ref_load ref_load_hf teacher_load_hf tokenizer_model".split()
+    found: dict[str, Any] = {flag(dest): getattr(args, dest) for dest in dests}
+    if resume or args.finetune:
+        found = {"--load": checkpoint.find(args.load)[1]} | found
+    return {name: str(path) for name, path in found.items() if path and Path(path).exists()}
 
 
 @dataclass(frozen=True)
@@ -522,17 +541,17 @@ def _check_destinations(args) -> None:
         "--wandb-save-dir": args.wandb_save_dir,
         "--swanlab-save-dir": args.swanlab_save_dir,
     }
-    for flag, directory in places.items():
+    for name, directory in places.items():
         if not directory:
             continue
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise GrpoError(
-                f"{flag} {directory} cannot be created: {error.strerror}; choose another directory"
+                f"{name} {directory} cannot be created: {error.strerror}; choose another directory"
             ) from error
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise GrpoError(f"{flag} {directory} cannot be written: correct its mode, or choose another directory")
+            raise GrpoError(f"{name} {directory} cannot be written: correct its mode, or choose another directory")
 
 
 def set_architecture(args, resume: bool) -> None:
