@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron_grpo.checkpointing import checksums
 from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.durable import flush_to_disk
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
@@ -158,6 +159,7 @@ def damage(directory: Path, content: bool = False) -> Iterator[str]:
     if iteration is not None and _number(directory) not in (iteration, None):
         yield f"{MANIFEST} is that of iteration {iteration}: the directory was renamed, or its files were replaced"
     for name, (size, digest) in manifest["files"].items():
+        progress.advance()
         try:
             found = (directory / name).stat().st_size
             if found != size:

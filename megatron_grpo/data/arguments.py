@@ -89,13 +89,14 @@ def check_data(args: Namespace) -> None:
             raise GrpoError(f"{flag(dest)} needs --tokenizer-type HuggingFaceTokenizer")
 
 
+def resolve_chat_template(args: Namespace) -> dict[str, Any]:
+    """Return the text of --chat-template."""
+    return {"chat_template": read_chat_template(args.chat_template)} if args.chat_template else {}
+
+
 def resolve_tokenizer(args: Namespace) -> dict[str, Any]:
-    """Return --tokenizer-model, by default that of --load-hf, and the text of --chat-template."""
-    template = args.chat_template and read_chat_template(args.chat_template)
-    return {
-        "tokenizer_model": args.load_hf if args.tokenizer_model is None else args.tokenizer_model,
-        "chat_template": template,
-    }
+    """Return --tokenizer-model, by default that of --load-hf."""
+    return {"tokenizer_model": args.load_hf} if args.tokenizer_model is None else {}
 
 
 def check_tokenizer(args: Namespace) -> None:

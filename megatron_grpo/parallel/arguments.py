@@ -13,7 +13,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_grpo.utils.arguments import Step
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.core_flags import core_flags
-from megatron_grpo.utils.core_rules import changed, check_core_flags
+from megatron_grpo.utils.core_rules import changed, check_core_flags, check_core_flags_of_model
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, FlagRow, Number
 from megatron_grpo.utils.rules import divides, excludes, flag, needs
@@ -115,6 +115,38 @@ def resolve_recomputation(args: Namespace) -> dict[str, Any]:
     return {}
 
 
+def check_parallel_flags(args: Namespace) -> None:
+    """Refuse flags of parallelism and recomputation that cannot work with any model."""
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        raise GrpoError(
+            "--sequence-parallel needs --tensor-model-parallel-size 2 or more: it splits the tokens over "
+            "tensor-parallel ranks"
+        )
+    if args.transformer_impl == "local":
+        for dest in NEED_TRANSFORMER_ENGINE:
+            if getattr(args, dest):
+                raise GrpoError(f"{flag(dest)} needs --transformer-impl transformer_engine")
+        for module, instead in (("moe_act", "moe"), ("layernorm", "mlp or core_attn")):
+            if module in (args.recompute_modules or []):
+                raise GrpoError(
+                    f"--recompute-modules {module} needs --transformer-impl transformer_engine: give that, or "
+                    f"recompute {instead} instead"
+                )
+    _check_pipeline_flags(args)
+    if args.hybrid_context_parallel:
+        _check_hybrid_context_parallelism(args)
+    if args.cp_comm_type is not None and args.context_parallel_size == 1:
+        raise GrpoError("--cp-comm-type needs --context-parallel-size 2 or more")
+    full = args.recompute_granularity == "full"
+    if full and args.recompute_method == "uniform" and args.mtp_loss_scaling_factor:
+        raise GrpoError(
+            "--mtp-loss-scaling-factor with --recompute-granularity full: megatron-core recomputes "
+            "multi-token-prediction layers for packs without their gradients: give --recompute-method block, which "
+            "leaves these layers out, with --recompute-num-layers"
+        )
+    check_core_flags(args)
+
+
 def resolve_experts(args: Namespace) -> dict[str, Any]:
     """Return the defaults of the experts' sizes: those of the dense layers."""
     if args.num_experts is None:
@@ -130,26 +162,11 @@ def check_layers(args: Namespace) -> None:
     tp = args.tensor_model_parallel_size
     check_heads(args, tp, "tensor parallel size")
     divides(args, "ffn_hidden_size", tp, "tensor parallel size")
-    if args.sequence_parallel and tp == 1:
-        raise GrpoError(
-            "--sequence-parallel needs --tensor-model-parallel-size 2 or more: it splits the tokens over "
-            "tensor-parallel ranks"
-        )
     if args.multi_latent_attention and tp > 1 and not args.sequence_parallel:
         raise GrpoError(
             f"--multi-latent-attention with --tensor-model-parallel-size {tp} needs --sequence-parallel: without it "
             "megatron-core loses gradients of the rotary channels of the keys"
         )
-    if args.transformer_impl == "local":
-        for dest in NEED_TRANSFORMER_ENGINE:
-            if getattr(args, dest):
-                raise GrpoError(f"{flag(dest)} needs --transformer-impl transformer_engine")
-        for module, instead in (("moe_act", "moe"), ("layernorm", "mlp or core_attn")):
-            if module in (args.recompute_modules or []):
-                raise GrpoError(
-                    f"--recompute-modules {module} needs --transformer-impl transformer_engine: give that, or "
-                    f"recompute {instead} instead"
-                )
     excludes(args, "use_te_activation_func", "quick_geglu", "Transformer Engine has no quick GELU")
     backends = ("auto", "local", "flash") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:
@@ -163,17 +180,10 @@ def check_layers(args: Namespace) -> None:
 
 
 def check_parallelism(args: Namespace) -> None:
-    """Refuse pipeline stages, context parallelism, recomputation and flags of megatron-core that cannot work."""
+    """Refuse pipeline stages, context parallelism and flags of megatron-core that do not fit the model."""
     _check_pipeline(args)
     _check_context_parallelism(args)
-    full = args.recompute_granularity == "full"
-    if full and args.recompute_method == "uniform" and args.mtp_loss_scaling_factor:
-        raise GrpoError(
-            "--mtp-loss-scaling-factor with --recompute-granularity full: megatron-core recomputes "
-            "multi-token-prediction layers for packs without their gradients: give --recompute-method block, which "
-            "leaves these layers out, with --recompute-num-layers"
-        )
-    check_core_flags(args)
+    check_core_flags_of_model(args)
 
 
 def recompute_note(args: Namespace) -> str | None:
@@ -191,24 +201,27 @@ def recompute_note(args: Namespace) -> str | None:
     return None
 
 
+def _check_pipeline_flags(args: Namespace) -> None:
+    """Refuse flags of pipeline stages without stages, and two numbers of virtual stages."""
+    per_stage, stages = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+    excludes(args, per_stage, stages, "each determines the number of virtual stages")
+    if args.pipeline_model_parallel_size > 1:
+        return
+    uneven = "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split()
+    for dest in (per_stage, stages, *uneven):
+        if getattr(args, dest) and (dest, getattr(args, dest)) != (stages, 1):
+            raise GrpoError(f"{flag(dest)} needs --pipeline-model-parallel-size 2 or more")
+
+
 def check_virtual_stages(args: Namespace) -> None:
-    """Refuse --num-layers-per-virtual-pipeline-stage where it does not give the number of virtual stages."""
+    """Refuse layers that do not divide into virtual stages of --num-layers-per-virtual-pipeline-stage."""
     pp, per_stage = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
-    if per_stage is not None:
-        if pp == 1:
-            raise GrpoError("--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size 2 or more")
-        excludes(
-            args,
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "each determines the number of virtual stages",
+    if per_stage is not None and args.num_layers % (pp * per_stage):
+        raise GrpoError(
+            f"--num-layers ({args.num_layers}) must be divisible by --pipeline-model-parallel-size ({pp}) x "
+            f"--num-layers-per-virtual-pipeline-stage ({per_stage}); for uneven pipeline stages give "
+            "--num-virtual-stages-per-pipeline-rank"
         )
-        if args.num_layers % (pp * per_stage):
-            raise GrpoError(
-                f"--num-layers ({args.num_layers}) must be divisible by --pipeline-model-parallel-size ({pp}) x "
-                f"--num-layers-per-virtual-pipeline-stage ({per_stage}); for uneven pipeline stages give "
-                "--num-virtual-stages-per-pipeline-rank"
-            )
 
 
 def resolve_pipeline(args: Namespace, costs: StageCosts | None = None) -> dict[str, Any]:
@@ -236,14 +249,6 @@ def resolve_pipeline(args: Namespace, costs: StageCosts | None = None) -> dict[s
 def _check_pipeline(args: Namespace) -> None:
     pp = args.pipeline_model_parallel_size
     virtual = args.num_virtual_stages_per_pipeline_rank
-    uneven: tuple[str, ...] = (
-        "pipeline_model_parallel_layout",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-    )
-    if pp == 1 and (virtual or any(getattr(args, dest) for dest in uneven)):
-        dest = "num_virtual_stages_per_pipeline_rank" if virtual else next(d for d in uneven if getattr(args, d))
-        raise GrpoError(f"{flag(dest)} needs --pipeline-model-parallel-size 2 or more")
     if virtual:
         _check_interleaved_schedule(args, pp)
     else:
@@ -405,8 +410,6 @@ def _virtual_stages_of(text: str, pp: int, given: int | None) -> int:
 
 def _check_context_parallelism(args: Namespace) -> None:
     cp, kinds = args.context_parallel_size, args.cp_comm_type
-    if args.hybrid_context_parallel:
-        _check_hybrid_context_parallelism(args)
     if cp > 1 and args.window_size and not has_packed_attention(args) and kinds not in ("a2a", ["a2a"]):
         raise GrpoError(
             f"--context-parallel-size {cp} with --window-size needs --cp-comm-type a2a: Transformer Engine's p2p has "
@@ -414,8 +417,6 @@ def _check_context_parallelism(args: Namespace) -> None:
         )
     if kinds is None:
         return
-    if cp == 1:
-        raise GrpoError("--cp-comm-type needs --context-parallel-size 2 or more")
     kinds = set(kinds if isinstance(kinds, list) else [kinds])
     if has_packed_attention(args):
         allowed, reason = {"all_gather"}, "only all_gather exists, and it is the default: leave it out"
@@ -529,9 +530,11 @@ def query_groups(args: Namespace) -> int:
 
 
 def parallel_steps(costs: StageCosts | None = None) -> tuple[Step, ...]:
-    """Return the rules of a model's parallel configuration, in order; ``costs``: see `resolve_pipeline`."""
+    """Return the rules of a model's parallel configuration, in order. They follow `check_parallel_flags`.
+
+    ``costs``: see `resolve_pipeline`.
+    """
     return (
-        resolve_recomputation,
         resolve_experts,
         check_layers,
         check_virtual_stages,

@@ -148,8 +148,8 @@ def host_group() -> dist.ProcessGroup:
     """Return the gloo process group of all ranks, for tensors in host memory, and for what takes ranks unequal time.
 
     A rank that has finished a rollout, a file or a request waits here for the others, who may need hours more. In a run
-    with a watchdog, and while rank 0 reads the data, such a wait has no time-out (`wait_without_time_out`); elsewhere
-    and in collectives of the model's groups it is --distributed-timeout-minutes.
+    with a watchdog, and while rank 0 reads checkpoints and data, such a wait has no time-out (`wait_without_time_out`);
+    elsewhere and in collectives of the model's groups it is --distributed-timeout-minutes.
     """
     assert _host_group is not None, "join comes first"
     return _host_group

@@ -6,9 +6,9 @@ from typing import Any
 from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_grpo.models.arguments import check_model, resolve_model_sizes
-from megatron_grpo.models.fp8_training import check_fp8
+from megatron_grpo.models.fp8_training import check_fp8_sizes
 from megatron_grpo.models.rope import check_rope
-from megatron_grpo.parallel.arguments import parallel_steps
+from megatron_grpo.parallel.arguments import check_parallel_flags, parallel_steps
 from megatron_grpo.reference.arguments import SIZES, has_own_parallel_configuration
 from megatron_grpo.utils.arguments import replaced, resolved
 from megatron_grpo.utils.errors import GrpoError
@@ -128,12 +128,13 @@ def _with_parallel_configuration(own: Namespace, args: Namespace, prefix: str) -
     try:
         return resolved(
             replaced(own, **sizes),
+            check_parallel_flags,
             check_model,
             resolve_model_sizes,
             check_family,
             check_equal_stages,
             *parallel_steps(),
-            check_fp8,
+            check_fp8_sizes,
             check_rope,
             check_budgets,
         )

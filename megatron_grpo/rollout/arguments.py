@@ -13,7 +13,7 @@ from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.lora.targets import is_router, linear_layers, targets
 from megatron_grpo.parallel.arguments import check_heads
-from megatron_grpo.rollout.speculation import check_speculation, method_of
+from megatron_grpo.rollout.speculation import check_draft, check_speculation, method_of
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import (
@@ -328,11 +328,6 @@ def _check_weight_sync(args: Namespace, kind: str) -> None:
         if args.weight_sync_dir is not None:
             raise GrpoError("--weight-sync-dir needs --weight-sync-method checkpoint: no other method writes files")
         return
-    if args.model_family == "gpt_oss":
-        raise GrpoError(
-            "--weight-sync-method checkpoint loses gpt-oss's sinks and experts, which vLLM's reload does not load: "
-            "give --vllm-mode colocate"
-        )
     if args.weight_sync_dir is None:
         raise GrpoError(
             "--weight-sync-dir is missing: with servers on other hosts, --weight-sync-method checkpoint needs a "
@@ -356,9 +351,6 @@ def check_rollout(args: Namespace) -> None:
     if args.top_k != -1 and args.top_k < 1:
         raise GrpoError(f"--top-k ({args.top_k}) must be at least 1, or -1 for all tokens")
     check_replicas(args)
-    check_heads(args, args.vllm_tensor_parallel_size, "--vllm-tensor-parallel-size")
-    if args.vllm_enable_expert_parallel and not args.num_experts:
-        raise GrpoError("--vllm-enable-expert-parallel needs a mixture of experts: leave it out")
     of_experts = args.vllm_enable_expert_parallel or (args.vllm_engine_kwargs or {}).get("enable_expert_parallel")
     if of_experts and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes with it; leave it out")
@@ -385,6 +377,19 @@ def check_rollout(args: Namespace) -> None:
         raise GrpoError("--stop-token-ids cannot go with --ignore-eos, which ends completions by length: leave one out")
     if args.stop_words and args.tokenizer_type != "HuggingFaceTokenizer":
         raise GrpoError("--stop-words needs a HuggingFaceTokenizer: the engine finds them in the text that it decodes")
+
+
+def check_model_of_engine(args: Namespace) -> None:
+    """Raise GrpoError for a model that the engine cannot hold. Call after `check_rollout`."""
+    check_heads(args, args.vllm_tensor_parallel_size, "--vllm-tensor-parallel-size")
+    if args.vllm_enable_expert_parallel and not args.num_experts:
+        raise GrpoError("--vllm-enable-expert-parallel needs a mixture of experts: leave it out")
+    if has_servers(args) and args.weight_sync_method == "checkpoint" and args.model_family == "gpt_oss":
+        raise GrpoError(
+            "--weight-sync-method checkpoint loses gpt-oss's sinks and experts, which vLLM's reload does not load: "
+            "give --vllm-mode colocate"
+        )
+    check_draft(args)
 
 
 def check_replicas(args: Namespace) -> None:
@@ -605,18 +610,26 @@ def resolve_lengths(args: Namespace) -> dict[str, Any]:
 
 
 def check_lengths(args: Namespace) -> None:
-    """Raise GrpoError for sequences too long for model, engine or micro-batches."""
-    longest = longest_sequence(args)
+    """Raise GrpoError for sequences too long for engine or micro-batches."""
     check_budgets(args)
-    for dest in ("max_position_embeddings", "seq_length", "vllm_max_model_len"):
-        limit = getattr(args, dest)
-        if limit is not None and longest > limit:
-            raise GrpoError(f"{longest_in_words(args)} = {longest} must be at most {flag(dest)} ({limit})")
+    for dest in ("seq_length", "vllm_max_model_len"):
+        _check_longest(args, dest)
+
+
+def check_positions(args: Namespace) -> None:
+    """Raise GrpoError for sequences too long for the model. Call after `check_lengths`."""
+    _check_longest(args, "max_position_embeddings")
     if args.vllm_max_model_len > args.max_position_embeddings:
         raise GrpoError(
             f"--vllm-max-model-len ({args.vllm_max_model_len}) must be at most --max-position-embeddings "
             f"({args.max_position_embeddings})"
         )
+
+
+def _check_longest(args: Namespace, dest: str) -> None:
+    limit, longest = getattr(args, dest), longest_sequence(args)
+    if limit is not None and longest > limit:
+        raise GrpoError(f"{longest_in_words(args)} = {longest} must be at most {flag(dest)} ({limit})")
 
 
 def check_dynamic_sampling(args: Namespace) -> None:

@@ -115,11 +115,6 @@ def _check_model_that_drafts(args: Namespace, config: dict[str, Any]) -> None:
             )
         if config.get("model"):
             raise GrpoError(f"{FLAG}: method mtp drafts with layers of the policy: leave model out")
-        if not args.mtp_num_layers:
-            raise GrpoError(
-                f"{FLAG}: method is mtp, but the model has no multi-token-prediction layers (--mtp-num-layers): give "
-                "ngram or draft_model"
-            )
         return
     directory = config.get("model")
     if not isinstance(directory, str) or not Path(directory, "config.json").is_file():
@@ -132,10 +127,20 @@ def _check_model_that_drafts(args: Namespace, config: dict[str, Any]) -> None:
         raise GrpoError(
             f"{FLAG}: the draft model {directory} is quantized, which has not been checked: give one in 16 bits"
         )
-    if sizes.get("vocab_size") != args.vocab_size:
+
+
+def check_draft(args: Namespace) -> None:
+    """Raise GrpoError for a policy without the layers, or without the vocabulary, that draft."""
+    if method_of(args) == "mtp" and not args.mtp_num_layers:
         raise GrpoError(
-            f"{FLAG}: the draft model {directory} has vocab_size {sizes.get('vocab_size')}, the policy has "
-            f"{args.vocab_size}: give a draft model with the policy's tokenizer"
+            f"{FLAG}: method is mtp, but the model has no multi-token-prediction layers (--mtp-num-layers): give "
+            "ngram or draft_model"
+        )
+    directory = draft_directory(args)
+    if directory and (theirs := read_config(directory).get("vocab_size")) != args.vocab_size:
+        raise GrpoError(
+            f"{FLAG}: the draft model {directory} has vocab_size {theirs}, the policy has {args.vocab_size}: give a "
+            "draft model with the policy's tokenizer"
         )
 
 

@@ -1,4 +1,4 @@
-"""Rules of a run's length, evaluation, batch sizes and optimizer; and the steps of all rules about flags alone.
+"""Rules of a run's length, evaluation, batch sizes and optimizer; and the first rules about flags alone.
 
 This module does not import torch.
 """
@@ -108,8 +108,8 @@ def check_warmup(args: Namespace) -> None:
         )
 
 
-# Stage 1 of the arguments: what follows from the flags alone, for every model.
-FLAGS: tuple[Step, ...] = (
+# The rules of the flags of a run, in order.
+RUN: tuple[Step, ...] = (
     check_required,
     resolve_batch_sizes,
     check_evaluation,
@@ -127,9 +127,6 @@ FLAGS: tuple[Step, ...] = (
 )
 
 
-def resolve_flags[A: Namespace](args: A, world_size: int) -> A:
-    """Return parsed arguments with what follows from the flags alone on ``world_size`` training ranks.
-
-    Raises GrpoError for flags that contradict each other, whatever the model.
-    """
-    return resolved(replaced(args, world_size=world_size), *FLAGS)
+def resolve_run[A: Namespace](args: A, world_size: int) -> A:
+    """Return parsed arguments with what follows from `RUN` on ``world_size`` training ranks."""
+    return resolved(replaced(args, world_size=world_size), *RUN)

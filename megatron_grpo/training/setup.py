@@ -61,7 +61,6 @@ from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.agents.agents import Agents
 from megatron_grpo.rollout.arguments import (
-    check_replicas,
     has_colocated_vllm,
     has_servers,
     lora_note,
@@ -91,8 +90,8 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
-from megatron_grpo.training.resolve import resolve_model, resolve_origin
-from megatron_grpo.training.run_rules import check_warmup, resolve_flags
+from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
+from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json, replaced, resolved
@@ -115,16 +114,13 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
 def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
     world_size = trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1")))
-    args = resolve_flags(args, world_size)
-    if not args.dry_run:
-        _join(args)
+    watchdog = None if args.dry_run else _join(args, world_size)
+    progress.step("origin")
     args, found = _read_origin(args)
     resume = found is not None
-    args = resolve_model(args)
+    args = resolve_args(args, world_size)
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
-    if not args.dry_run:
-        check_packages(args)
     if found is not None:
         _check_position(args, found)
     if args.dry_run:
@@ -132,12 +128,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         return None
     set_log_level(args.log_level)
     roles = joint()
-    trains = roles is None or roles.role.replica is None
-    watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout and trains else None
-    if watchdog is not None:
-        before_exit(watchdog.close)
     progress.step("data")
-    wait_without_time_out()  # for rank 0, which reads all data
     inputs = _read_inputs(args, teach_args)
     if not args.watchdog_timeout:
         wait_with_time_out()
@@ -250,20 +241,31 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         save_lock=lock,
         background_saves=saves,
         iteration=iteration,
-        first_iteration=iteration,
         tokens=position.get("tokens", 0),
     )
 
 
-def _join(args) -> None:
-    """Join the other ranks, once the flags are right as far as no checkpoint gives the architecture."""
+def _join(args, world_size: int) -> Watchdog | None:
+    """Join the other ranks, once all flags are right that do not depend on a checkpoint, which rank 0 reads later.
+
+    Return the watchdog of this rank, which has started; None without one. From here on, ranks wait for rank 0 without a
+    time-out: it reads checkpoints and data.
+    """
+    check_packages(args)
     if args.load or args.pretrained_checkpoint:
-        check_replicas(args)
+        flags = resolve_flags(args, world_size)
     else:
-        resolve_model(resolve_origin(args, resume=False))
-    raise_limit(args.world_size + args.rollout_ranks, streams_of_a_rank(args, args.world_size))
+        flags = resolve_args(resolve_origin(args, resume=False), world_size)
+    raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size))
     progress.step("other ranks")
     join(args)
+    wait_without_time_out()
+    roles = joint()
+    if not args.watchdog_timeout or (roles is not None and roles.role.replica is not None):
+        return None
+    watchdog = Watchdog(phase_limits(flags), args.save).start()
+    before_exit(watchdog.close)
+    return watchdog
 
 
 def _read_origin(args) -> tuple[Any, int | None]:
@@ -379,7 +381,7 @@ def _open_logs(args, iteration: int) -> MetricsLogger:
     """Return the logger of metrics; write the record of the run into --save."""
     try:
         if args.save and dist.get_rank() == 0:
-            write_run_record(args, iteration)
+            write_run_record(args, args.explicit, iteration)
             unmark(args.save)
         return MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
     except OSError as error:

@@ -45,11 +45,11 @@ class EngineWithFlags(StubEngine):
 def flags_read_by(words: list[str]) -> set[str]:
     """Run pretrain_grpo.py with these flags; return the attributes whose values something reads after the checks."""
     fields = {field: dest for dest, flag in core_flags().items() for _, field in flag.feeds}
-    parse, resolve, join = arguments.parse_args, setup.resolve_model, setup.join
+    parse, resolve, join = arguments.parse_args, setup.resolve_args, setup.join
     of_rendezvous: set[str] = set()
 
-    def after_the_rules(args):
-        args = resolve(args)
+    def after_the_rules(args, world_size):
+        args = resolve(args, world_size)
         _reads.clear()
         return args
 
@@ -65,7 +65,7 @@ def flags_read_by(words: list[str]) -> set[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "parse_args", lambda: Recorded(**vars(parse())))
-        patch.setattr(setup, "resolve_model", after_the_rules)
+        patch.setattr(setup, "resolve_args", after_the_rules)
         patch.setattr(setup, "join", joined)
         # Both modules that _build imports, or the outcome depends on what an earlier test of the worker has imported.
         spec = importlib.util.find_spec("vllm")  # for the check of replaced names, which reads its files

@@ -1,6 +1,5 @@
 """Prompt files with a tokenizer of one token per character, and properties of the sampler."""
 
-import argparse
 import json
 from collections import Counter
 
@@ -38,7 +37,7 @@ class Characters:
 
 
 def flags(**changes):
-    return argparse.Namespace(**vars(parse_args([])) | {"max_prompt_length": None} | changes)
+    return replaced(parse_args([]), **{"max_prompt_length": None} | changes)
 
 
 def dataset(path, *rows, **changes):

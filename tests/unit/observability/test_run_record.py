@@ -25,7 +25,7 @@ def args(tmp_path, monkeypatch):
 
 
 def test_both_files_are_written_and_hold_no_secret(args, tmp_path):
-    provenance.write_run_record(args, 40)
+    provenance.write_run_record(args, args.explicit, 40)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["args.json", "environment.json"]
     for path in tmp_path.iterdir():
         assert not any(secret in path.read_text() for secret in ("sk-1", "sk-2", "me:pw"))
@@ -50,8 +50,8 @@ def changelog_version() -> str:
 
 
 def test_a_run_that_goes_on_replaces_both(args, tmp_path):
-    provenance.write_run_record(args, 0)
-    provenance.write_run_record(args, 80)
+    provenance.write_run_record(args, args.explicit, 0)
+    provenance.write_run_record(args, args.explicit, 80)
     assert json.loads((tmp_path / "environment.json").read_text())["start_iteration"] == 80
 
 

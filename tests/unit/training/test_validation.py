@@ -107,7 +107,7 @@ REFUSED = {
     f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --bias-activation-fusion": (
         "would clamp before the bias is added"
     ),
-    f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --transformer-impl transformer_engine": (
+    f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --transformer-impl transformer_engine --dry-run": (
         "experts with biases need --moe-grouped-gemm"
     ),
     "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4": "product of all model parallel sizes (16): TP 4",
