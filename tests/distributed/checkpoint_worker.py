@@ -56,8 +56,7 @@ POSITION = {"sampler": {"epoch": 1}, "rollouts": 7}
 
 def build(*flags, seed=1, padded_vocab_size=128):
     """Arguments and a freshly initialised model with optimizer and schedule, in the layout that the flags ask for."""
-    args = parse_args([*MODEL, *flags])
-    args = replaced(args, padded_vocab_size=padded_vocab_size)
+    args = replaced(parse_args([*MODEL, *flags]), padded_vocab_size=padded_vocab_size)
     if dist.is_initialized():
         destroy_rank_groups()
         parallel_state.initialize_model_parallel(
@@ -511,9 +510,7 @@ def refuse(root):
     foreign = changed("foreign", forget)
     refused(foreign, *DISTRIBUTED, "--ffn-hidden-size", "64", weights_only=True)
     plain = root / "plain"
-    args = parse_args([*MODEL, *TP2, "--save", str(plain)])
-    args = replaced(args, padded_vocab_size=128)
-    args = replaced(args, qk_layernorm=False)
+    args = replaced(parse_args([*MODEL, *TP2, "--save", str(plain)]), padded_vocab_size=128, qk_layernorm=False)
     model = forward.build_model(args, model_provider)
     checkpoint.save_checkpoint(args, 0, model, None, None, {})
     if dist.get_rank() == 0:

@@ -84,9 +84,7 @@ LAYOUTS = {
 
 
 def arguments(flags: str, world_size: int):
-    args = parse_args(flags.split())
-    args = resolve_args(args, world_size)
-    return args
+    return resolve_args(parse_args(flags.split()), world_size)
 
 
 def build(family: str, layout: str) -> dict:

@@ -46,8 +46,9 @@ def arguments() -> Namespace:
     args = parse_args([])
     sizes = {"num_layers": LAYERS, "vocab_size": VOCABULARY, "hidden_size": 32, "model_family": "qwen3"}
     lengths = {"max_prompt_length": 8, "max_completion_length": 8, "vllm_server_timeout": 20.0}
-    args = replaced(args, **sizes | lengths | {"weight_sync_method": "checkpoint"})
-    args = replaced(args, untie_embeddings_and_output_weights=True)
+    args = replaced(
+        args, **sizes | lengths | {"weight_sync_method": "checkpoint"}, untie_embeddings_and_output_weights=True
+    )
     return args
 
 

@@ -20,9 +20,7 @@ RUN = """
 
 def validated(flags: str, world_size: int = 8, base: str = MODEL + RUN):
     """Return parsed and validated arguments; ``flags`` override those of ``base``."""
-    args = parse_args(f"{base} {flags}".split())
-    args = resolve_args(args, world_size)
-    return args
+    return resolve_args(parse_args(f"{base} {flags}".split()), world_size)
 
 
 def without(flag: str) -> str:

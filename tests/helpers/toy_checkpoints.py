@@ -208,11 +208,10 @@ def toy_args(directory: Path, **more):
     """Return the arguments of the Megatron model for a checkpoint; ``more`` are arguments to set."""
     args = parse_args(["--transformer-impl", "local"])
     config = hf.read_config(directory)
-    args = replaced(args, **families.for_hf_config(config).args_from_hf(config))
-    args = replaced(args, **{"padded_vocab_size": PADDED_VOCAB, **more})
+    architecture = families.for_hf_config(config).args_from_hf(config)
+    args = replaced(args, **architecture | {"padded_vocab_size": PADDED_VOCAB} | more)
     # megatron-core requires it for experts with tensor parallelism
-    args = replaced(args, sequence_parallel=args.tensor_model_parallel_size > 1 and bool(args.num_experts))
-    return args
+    return replaced(args, sequence_parallel=args.tensor_model_parallel_size > 1 and bool(args.num_experts))
 
 
 def build(args) -> list[torch.nn.Module]:

@@ -46,9 +46,7 @@ def directory(tmp_path_factory):
 
 
 def arguments(directory, *flags):
-    args = parse_args(["--tokenizer-model", str(directory), *flags])
-    args = replaced(args, max_prompt_length=None)
-    return args
+    return replaced(parse_args(["--tokenizer-model", str(directory), *flags]), max_prompt_length=None)
 
 
 def prompts(tmp_path, args, *rows):

@@ -57,8 +57,7 @@ def transformers_count(config: dict) -> int:
 def arguments(name: str):
     config = published(name, "config.json")
     args = parse_args(FLAGS.split())
-    args = replaced(args, **resolve_architecture(args, families.for_hf_config(config).args_from_hf(config), name))
-    return args
+    return replaced(args, **resolve_architecture(args, families.for_hf_config(config).args_from_hf(config), name))
 
 
 def test_every_model_has_its_card():

@@ -32,8 +32,13 @@ def test_merged_files_are_what_the_engine_gets(world, tmp_path, family, dora, ba
     """Both roads give the tensors of the merged stream: bit for bit, or with DoRA but for the order of a norm's sum."""
     make(tmp_path / "base", family, tied=False)
     args = toy_args(tmp_path / "base", **SETTINGS, load_hf=str(tmp_path / "base"))
-    args = replaced(args, lora_use_dora=dora, lora_base_dtype=base_dtype)
-    args = replaced(args, lora_base={"dtype": "float32"}, moe_grouped_gemm=base_dtype == "fp8")
+    args = replaced(
+        args,
+        lora_use_dora=dora,
+        lora_base_dtype=base_dtype,
+        lora_base={"dtype": "float32"},
+        moe_grouped_gemm=base_dtype == "fp8",
+    )
     chunks = build(args)
     hf.load_hf(chunks, args, tmp_path / "base")
     attach(args, chunks)

@@ -96,8 +96,7 @@ def theirs(directory, targets, **more):
 
 def ours(directory, adapter, **more):
     """This project's model of the directory with the adapter of PEFT's files, and its optimizer."""
-    args = toy_args(directory, **UPDATE, **more)
-    args = replaced(args, explicit=frozenset())
+    args = replaced(toy_args(directory, **UPDATE, **more), explicit=frozenset())
     args = replaced(args, **files.resolve_adapter(args, adapter))
     chunks = build(args)
     hf.load_hf(chunks, args, directory)

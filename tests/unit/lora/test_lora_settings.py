@@ -209,10 +209,9 @@ def test_damaged_weights_of_an_adapter(dense, tmp_path, damage):
     else:
         weights.unlink()
         weights.mkdir()
-    args = toy_args(dense)
-    args = replaced(args, explicit=frozenset())
+    args = replaced(toy_args(dense), explicit=frozenset())
     with pytest.raises(GrpoError, match=r"adapter_model\.safetensors is truncated or not a safetensors file"):
-        args = replaced(args, **files.resolve_adapter(args, tmp_path))
+        files.resolve_adapter(args, tmp_path)
 
 
 def test_files_come_back_bit_for_bit_and_others_are_refused(world, dense, experts, tmp_path):
@@ -224,10 +223,9 @@ def test_files_come_back_bit_for_bit_and_others_are_refused(world, dense, expert
     assert (config["r"], config["lora_alpha"], config["use_dora"]) == (4, 6.0, True)
     assert config["target_modules"] == ["o_proj", "v_proj"]
 
-    again = toy_args(dense)
-    again = replaced(again, explicit=frozenset({"lora_alpha"}))
+    again = replaced(toy_args(dense), explicit=frozenset({"lora_alpha"}))
     with pytest.raises(GrpoError, match=r"--lora-alpha is 32.0, the adapter in .* has 6.0"):
-        again = replaced(again, **files.resolve_adapter(again, tmp_path))
+        files.resolve_adapter(again, tmp_path)
     again = replaced(again, explicit=frozenset())
     again = replaced(again, **files.resolve_adapter(again, tmp_path))
     other = build(again)
@@ -248,7 +246,7 @@ def test_files_come_back_bit_for_bit_and_others_are_refused(world, dense, expert
         files.load_adapter(*wrong, tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {"v_proj": 8}}))
     with pytest.raises(GrpoError, match=r"has rank_pattern .* which is not supported"):
-        again = replaced(again, **files.resolve_adapter(again, tmp_path))
+        files.resolve_adapter(again, tmp_path)
 
 
 def test_the_reference_is_the_base_and_leaves_no_trace(world, dense, tmp_path):

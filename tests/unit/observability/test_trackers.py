@@ -42,9 +42,7 @@ COLUMNS += ["reward/form"]
 
 
 def parsed(*flags):
-    args = parse_args([str(flag) for flag in flags])
-    args = replaced(args, world_size=1)
-    return args
+    return replaced(parse_args([str(flag) for flag in flags]), world_size=1)
 
 
 def train(args, start, stop, total=10):

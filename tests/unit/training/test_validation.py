@@ -487,7 +487,7 @@ def test_architecture_comes_from_the_source_and_given_flags_must_agree():
 
     args = parse_args(["--num-layers", "24"])
     with pytest.raises(GrpoError) as error:
-        args = replaced(args, **resolve_architecture(args, source, "model/config.json"))
+        resolve_architecture(args, source, "model/config.json")
     assert str(error.value).startswith("--num-layers is 24, but model/config.json says 28: leave the flag out")
 
 

@@ -37,8 +37,7 @@ def model(tmp_path_factory):
 def arguments(model, **changes):
     directory, architecture = model
     args = parse_args((MODEL + RUN).split())
-    args = replaced(args, **{**architecture, "tokenizer_model": str(directory), "max_prompt_length": None, **changes})
-    return args
+    return replaced(args, **{**architecture, "tokenizer_model": str(directory), "max_prompt_length": None, **changes})
 
 
 @pytest.fixture
