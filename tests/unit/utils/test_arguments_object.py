@@ -4,12 +4,13 @@ import ast
 import copy
 import pickle
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 from good_args import MODEL, MOE, RUN
 
-from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.arguments import DERIVED, parse_args
 from megatron_grpo.training.resolve import FLAGS, resolve_args
 from megatron_grpo.training.resolve import MODEL as OF_MODEL
 from megatron_grpo.utils.arguments import Arguments, replaced, resolved
@@ -18,7 +19,7 @@ REPO = Path(__file__).resolve().parents[3]
 NAMES = {"args", "own", "flags", "ref_args", "teach_args", "teacher_args"}  # of arguments in the code
 # Modules that read which flags were given: those with rules, those that parse and resolve, and the record of a run.
 READ_GIVEN = re.compile(
-    r"(\w+/)*arguments\.py|utils/(core_rules|rules|batch_sizes)\.py|lora/(base|files)\.py|training/\w+\.py"
+    r"megatron_grpo/((\w+/)*(arguments|core_rules|rules|batch_sizes)|lora/(base|files)|training/\w+)\.py"
 )
 
 
@@ -78,6 +79,12 @@ def test_no_step_changes_the_values_of_the_arguments(flags):
     assert resolve_args(args, world_size) == args  # resolved arguments say the same when they are resolved again
 
 
+@cache
+def trees() -> dict[str, ast.AST]:
+    paths = [path for folder in ("megatron_grpo", "tools") for path in sorted((REPO / folder).rglob("*.py"))]
+    return {str(path.relative_to(REPO)): ast.parse(path.read_text()) for path in paths}
+
+
 def written(tree: ast.AST):
     """Yield the lines that write into an object with a name of ``NAMES``."""
     for node in ast.walk(tree):
@@ -94,9 +101,9 @@ def written(tree: ast.AST):
             yield node.lineno
 
 
-def of_arguments(node: ast.AST) -> bool:
-    name = getattr(node, "attr", None) or getattr(node, "id", None)
-    return name is not None and name.lstrip("_") in NAMES
+def of_arguments(node: ast.AST, names=NAMES) -> bool:
+    name = getattr(node, "attr", None) or getattr(node, "id", "")
+    return name.lstrip("_") in names
 
 
 WRITES = "args.a = 1", "self.args.a, x = 1, 2", "own.a |= 1", 'setattr(flags, "a", 1)', "vars(args).update(a=1)"
@@ -104,21 +111,24 @@ WRITES = "args.a = 1", "self.args.a, x = 1, 2", "own.a |= 1", 'setattr(flags, "a
 
 def test_nothing_writes_into_arguments():
     assert [list(written(ast.parse(line))) for line in WRITES] == [[1]] * len(WRITES)
+    assert [f"{path}:{line}" for path, tree in trees().items() for line in written(tree)] == []
+
+
+def test_every_attribute_that_the_code_reads_is_a_flag_or_derived():
+    known = vars(parse_args([])).keys() | set(DERIVED) | set(dir(Arguments))
     found = [
-        f"{path.relative_to(REPO)}:{line}"
-        for folder in ("megatron_grpo", "tools")
-        for path in sorted((REPO / folder).rglob("*.py"))
-        for line in written(ast.parse(path.read_text()))
+        f"{path}:{node.lineno}: {node.attr}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and of_arguments(node.value, ["args"]) and node.attr not in known
     ]
-    assert found == []
+    assert [line for line in found if line.startswith("megatron_grpo/")] == []  # tools have flags of their own
 
 
 def test_what_was_given_is_read_where_arguments_are_resolved():
-    root = REPO / "megatron_grpo"
-    readers = {
-        str(path.relative_to(root))
-        for path in root.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "explicit"
-    }
-    assert [name for name in sorted(readers) if not READ_GIVEN.fullmatch(name)] == []
+    readers = [
+        path
+        for path, tree in trees().items()
+        if any(isinstance(node, ast.Attribute) and node.attr == "explicit" for node in ast.walk(tree))
+    ]
+    assert [path for path in readers if path.startswith("megatron_grpo/") and not READ_GIVEN.fullmatch(path)] == []
