@@ -30,7 +30,7 @@ from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.lora.attach import adapters, attach
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import destroy_rank_groups, print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import destroy_rank_groups, set_random_seed
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
@@ -40,6 +40,7 @@ from megatron_grpo.training.resolve import resolve_args
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.device import device
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights import hf, model_weights
 from megatron_grpo.weights.arguments import architecture_of
 

@@ -31,7 +31,7 @@ from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.environments.registry import tools_of
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.parallel.zigzag import padded_lengths
 from megatron_grpo.rollout.collect import shown_images
 from megatron_grpo.training.arguments import parse_args
@@ -42,6 +42,7 @@ from megatron_grpo.training.setup import build_model_and_optimizer
 from megatron_grpo.training.train_step import train_step
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.json_files import read_json_object
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.vision.images import ImageReader
 from megatron_grpo.vision.images import attach as attach_images
 

@@ -45,6 +45,7 @@ from megatron_grpo.utils.core_names import ACCEPTED
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flag_values import METAVARS, json_object
 from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, NOT_NEGATIVE, PATH, POSITIVE, SECONDS, SHARE, FlagRow, Number
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.utils.rules import check_value, flag
 from megatron_grpo.vision.arguments import VISION
 from megatron_grpo.weights.arguments import MODEL_FAMILY
@@ -303,23 +304,22 @@ def print_args(args: Namespace, everything: bool) -> None:
     """
     values = sorted(args_to_json(args).items())
     if everything:
-        print("------------------------ arguments (* given) ------------------------")
+        print_rank_0("------------------------ arguments (* given) ------------------------")
         for dest, value in values:
-            print(f"{'*' if dest in args.explicit else ' '} {dest} {'.' * (48 - len(dest))} {value}")
-        print("---------------------------------------------------------------------")
+            print_rank_0(f"{'*' if dest in args.explicit else ' '} {dest} {'.' * (48 - len(dest))} {value}")
+        print_rank_0("---------------------------------------------------------------------")
     else:
         given = " ".join(f"{dest}={value}" for dest, value in values if dest in args.explicit)
         width = shutil.get_terminal_size(fallback=(120, 24)).columns
         layout = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-        print(textwrap.fill(f"given (--print-arguments shows all {len(values)}): {given}", width, **layout))
+        print_rank_0(textwrap.fill(f"given (--print-arguments shows all {len(values)}): {given}", width, **layout))
     for name in args.accepted:
-        print(f"note: {name} has no effect: {ACCEPTED[name][1]}")
+        print_rank_0(f"note: {name} has no effect: {ACCEPTED[name][1]}")
     for dest in ("init_method_std", "embedding_init_method_std"):
         if dest in args.explicit and (args.load_hf or args.load or args.pretrained_checkpoint):
-            print(f"note: {flag(dest)} has no effect: the initial weights are loaded")
+            print_rank_0(f"note: {flag(dest)} has no effect: the initial weights are loaded")
     if args.repeated:
-        print(f"note: set more than once, the last value counts: {', '.join(args.repeated)}")
-    sys.stdout.flush()
+        print_rank_0(f"note: set more than once, the last value counts: {', '.join(args.repeated)}")
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:

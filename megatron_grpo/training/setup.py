@@ -42,7 +42,6 @@ from megatron_grpo.parallel.initialize import (
     join,
     joint,
     launch_group,
-    print_rank_0,
     set_random_seed,
     wait_with_time_out,
     wait_without_time_out,
@@ -98,6 +97,8 @@ from megatron_grpo.utils.arguments import args_to_json, replaced, resolved
 from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
 from megatron_grpo.utils.descriptors import raise_limit
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0
+from megatron_grpo.utils.rules import flag
 from megatron_grpo.vision.images import ImageReader
 from megatron_grpo.vision.images import attach as attach_images
 from megatron_grpo.weights import families, hf
@@ -272,18 +273,33 @@ def _read_origin(args) -> tuple[Any, int | None]:
     """Return the arguments with what follows from the run's origin, and the iteration that it resumes from, or None.
 
     Collective: rank 0 verifies the checkpoints and reads config.json, and other ranks take the arguments from it. They
-    agree, even if a file server shows them different files for some seconds.
+    agree, even if a file server shows them different files for some seconds. Raises GrpoError on a host that does not
+    have what rank 0 has read.
     """
 
-    def read() -> tuple[dict[str, Any], int | None]:
+    def read() -> tuple[int | None, dict[str, Any], dict[str, Any]]:
         own = replaced(args, **_resume_own_launch(args))
         found = checkpoint.latest_iteration(own.load) if own.load and not own.finetune else None
         own = resolve_origin(own, found is not None)
         _check_save_directory(own, found is not None)
-        return {dest: value for dest, value in vars(own).items() if value is not getattr(args, dest)}, found
+        changed = {dest: value for dest, value in vars(own).items() if value is not getattr(args, dest)}
+        return found, changed, _directories(own, found is not None)
 
-    changed, found = on_rank_0(read, group=None if args.dry_run else launch_group())
+    found, changed, directories = on_rank_0(read, group=None if args.dry_run else launch_group())
+    roles = joint()
+    for name, directory in directories.items():
+        if roles is None or roles.role.replica is None or name == "--tokenizer-model":  # engines need no weights
+            checkpoint.check_seen(name, directory)
     return replaced(args, **changed), found
+
+
+def _directories(args, resume: bool) -> dict[str, Any]:
+    """Return the directories on this host from which trainers read weights and the tokenizer, by flag."""
+    dests = "pretrained_checkpoint load_hf ref_load ref_load_hf teacher_load_hf tokenizer_model".split()
+    found: dict[str, Any] = {flag(dest): getattr(args, dest) for dest in dests}
+    if resume or args.finetune:
+        found = {"--load": checkpoint.find(args.load)[1]} | found
+    return {name: str(path) for name, path in found.items() if path and Path(path).exists()}
 
 
 @dataclass(frozen=True)
@@ -366,8 +382,7 @@ def _print_start(args, world_size: int, inputs: Inputs, lock: RunLock | None) ->
     print_rank_0(banner(args))
     if lock is not None and lock.taken_over:
         print_rank_0(lock.taken_over)
-    if dist.get_rank() == 0:
-        print_args(args, everything=args.print_arguments)
+    print_args(args, everything=args.print_arguments)
     for line in batch_arithmetic(args, world_size).lines(terminal_width()):
         print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, inputs.tokenizer)}")
@@ -530,17 +545,17 @@ def _check_destinations(args) -> None:
         "--wandb-save-dir": args.wandb_save_dir,
         "--swanlab-save-dir": args.swanlab_save_dir,
     }
-    for flag, directory in places.items():
+    for name, directory in places.items():
         if not directory:
             continue
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise GrpoError(
-                f"{flag} {directory} cannot be created: {error.strerror}; choose another directory"
+                f"{name} {directory} cannot be created: {error.strerror}; choose another directory"
             ) from error
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise GrpoError(f"{flag} {directory} cannot be written: correct its mode, or choose another directory")
+            raise GrpoError(f"{name} {directory} cannot be written: correct its mode, or choose another directory")
 
 
 def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_args):

@@ -32,7 +32,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.parallel.initialize import host_group, initialize_distributed, print_rank_0
+from megatron_grpo.parallel.initialize import host_group, initialize_distributed
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.plan import RolloutPlan
@@ -40,6 +40,7 @@ from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.rollout.vllm.scheduler import scheduler_of
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights import families
 from tools import made_up
 

@@ -32,7 +32,7 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.rewards.pool import GroupMember
 from megatron_grpo.rollout.collect import everything, exchange, to_batch
 from megatron_grpo.rollout.engine import InterruptibleEngine, Request, generate
@@ -40,6 +40,7 @@ from megatron_grpo.rollout.plan import training_sampling
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 

@@ -59,11 +59,12 @@ from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.arguments import padded_vocab_size
 from megatron_grpo.parallel.agreement import on_rank_0
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
+from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.arguments import resolve_architecture
 from megatron_grpo.weights.parameter_mapping import Weight
