@@ -1,7 +1,7 @@
 """The parser of all flags: those of every folder, of training (below), and of megatron-core (``core_flags``).
 
 A flag that exists in Megatron-LM has the same name here. An attribute of the parsed arguments has its flag's name with
-underscores. ``validation`` checks combinations of values.
+underscores. ``resolve`` checks combinations of values, and has what follows from them.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from megatron_grpo.rollout.arguments import (
     STRUCTURED_OUTPUTS,
 )
 from megatron_grpo.training.command_line import Accept, Parser, parse_words, plugin_files
-from megatron_grpo.utils.arguments import args_to_json, hyphens
+from megatron_grpo.utils.arguments import Arguments, args_to_json, hyphens, replaced
 from megatron_grpo.utils.core_flags import add_core_flags, core_config, core_flags, help_text
 from megatron_grpo.utils.core_names import ACCEPTED
 from megatron_grpo.utils.errors import GrpoError
@@ -268,7 +268,7 @@ def _parser_with(plugins: str) -> Parser:
     return build_parser()
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> Arguments:
     """Parse flags (by default of the command line); ``args.explicit`` holds the attributes of the given flags.
 
     Underscores in flag names are read as hyphens. An error, such as an unknown flag, exits with code 2. The files of
@@ -277,10 +277,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
     load_plugins(plugin_files(words))
     args = parse_words(_parser_with(repr([(list(r.entries), r.flags, r.owners) for r in (LOSSES, ADVANTAGES)])), words)
-    args.padded_vocab_size = args.engine_decodes = args.engine_sees_videos = None
-    args.end_token_ids = ()
     check_values(args)
-    return args
+    return replaced(args, padded_vocab_size=None, engine_decodes=None, engine_sees_videos=None, end_token_ids=())
 
 
 def flag_kinds() -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The parts of a run (model, engine, data, rewards, logs) and its position."""
 
-import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +43,7 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.export import export_adapter, export_hf
 from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils import progress
+from megatron_grpo.utils.arguments import Arguments, replaced
 from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
 from megatron_grpo.utils.log import log, print_rank_0
 from megatron_grpo.vision.images import ImageStore
@@ -56,7 +56,7 @@ Divide = Callable[[int], list[np.ndarray]]  # from their number to the completio
 class Trainer:
     """Parts of a run and its position; ``pretrain_grpo.train`` is the algorithm that uses them."""
 
-    args: argparse.Namespace
+    args: Arguments
     model: forward.Model
     optimizer: Any
     scheduler: Any
@@ -78,11 +78,11 @@ class Trainer:
     teacher: ReferenceModel | TeacherServer | None = None
     images: ImageStore | None = None  # of a vision-language model
     iteration: int = 0
-    first_iteration: int = 0  # at the start of this process: above 0 after a resume
     tokens: int = 0
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self.first_iteration = self.iteration  # of this process: above 0 after a resume
         self.flops = UpdateFlops(self.args, self.images)
 
     # ---- rollouts
@@ -200,8 +200,7 @@ class Trainer:
 
     def _restore(self) -> None:
         """Set the model and the optimizer to the newest checkpoint of --save; the run goes on with the next prompts."""
-        own = {"load": self.args.save, "no_load_optim": False, "no_load_rng": True}
-        source = argparse.Namespace(**vars(self.args) | own)
+        source = replaced(self.args, load=self.args.save, no_load_optim=False, no_load_rng=True)
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
             self.lifecycle.complete()
             self._end_background_save()  # a load deletes what is not complete
@@ -256,7 +255,7 @@ class Trainer:
                 raise GrpoError(f"{message} (--on-save-error stop)")
             lock.take_again()
             self.logger.open_files()
-            write_run_record(self.args, self.iteration)
+            write_run_record(self.args, self.args.explicit, self.iteration)
             print_rank_0(f"{message}: it is made again, and the run goes on without a checkpoint until the next save")
 
     def log_rollout(self, rollout: Rollout, rewards: np.ndarray) -> None:

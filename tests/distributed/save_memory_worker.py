@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import optimizer_tensors
+from megatron_grpo.utils.arguments import replaced
 
 FLAGS = """--bf16 --use-distributed-optimizer --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
     --moe-grouped-gemm --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
@@ -76,7 +77,7 @@ def memory(root, kind):
     largest = max(4 * value.numel() for values in adam_states(parts[1]) for value in values.values())
     with Allocations() as saved:
         checkpoint.save_checkpoint(args, 2, *parts, POSITION)
-    args.save, args.async_save = str(root / "background"), True
+    args = replaced(args, save=str(root / "background"), async_save=True)
     checkpoint.start_background_saves()
     with Allocations() as staged:
         checkpoint.save_checkpoint(args, 2, *parts, POSITION)

@@ -39,6 +39,7 @@ from megatron_grpo.rollout.engine import InterruptibleEngine, Request, generate
 from megatron_grpo.rollout.plan import training_sampling
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
@@ -120,13 +121,13 @@ def main() -> None:
     parser.add_argument("--times", type=float, nargs="+", default=[1, 10], metavar="S", help="size of it [1 10]")
     options, flags = parser.parse_known_args()
     args = made_up.parse(["--temperature", "1", *flags], world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    args.tokenizer_model, args.weight_update = args.load_hf, "keep"  # without steps in flight at new weights
+    args = replaced(args, tokenizer_model=args.load_hf, weight_update="keep")  # without steps in flight at new weights
     initialize_distributed(args)
     set_random_seed(args.seed)
     tokenizer = build_tokenizer(args)
     rows = [json.loads(row) for row in options.data.read_text().splitlines()[: options.prompts]]
     prompts = [Prompt(i, tokenizer.encode(row["prompt"]), row, str(options.data)) for i, row in enumerate(rows)]
-    args.end_token_ids = end_token_ids(args, tokenizer)
+    args = replaced(args, end_token_ids=end_token_ids(args, tokenizer))
     weights, engine = Weights(args, options.after), build_engine(args, None, tokenizer)
     engine.wake_weights()
     engine.wake_cache()
