@@ -93,7 +93,7 @@ class BackgroundSaves:
         """Copy the items of the data file ``file`` into shared memory."""
         assert self.job is not None
         data = [planner.resolve_data(item) for item in items]
-        dtypes = [item.tensor_data and item.tensor_data.properties.dtype for item in items]
+        dtypes = [item.tensor_data.properties.dtype if item.tensor_data else torch.uint8 for item in items]
         sizes = [
             len(d.getbuffer()) if isinstance(d, io.BytesIO) else d.numel() * dtype.itemsize
             for d, dtype in zip(data, dtypes, strict=True)

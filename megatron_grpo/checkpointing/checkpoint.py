@@ -100,6 +100,7 @@ def save_checkpoint(
     `wait_for_background`, raises its error.
     """
     wait_for_background()
+    background = _background if args.async_save else None
     temporary = on_rank_0(checkpoint_directory.start, args.save, iteration)
     metadata = _with_group(CONTENT_METADATA)
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration} | _model_state(model_chunks, metadata)
@@ -113,21 +114,20 @@ def save_checkpoint(
     state["optimizer_type"] = optimizer_state.type_name(optimizer)
     keep = args.max_checkpoints_to_keep
     try:
-        if args.async_save:
-            assert _background is not None
-            _background.begin(temporary)
+        if background is not None:
+            background.begin(temporary)
         write_state(state, temporary, metadata)
         if save_reference is not None:
             save_reference(temporary / REFERENCE)
         problem = f"checkpoint {temporary} cannot be written"
         on_all_ranks(lambda: save_on_this_rank and save_on_this_rank(temporary), problem)
-        if args.async_save:
-            _background.submit(args_to_json(args), keep)
+        if background is not None:
+            background.submit(args_to_json(args), keep)
         else:
             on_rank_0(checkpoint_directory.publish, temporary, args_to_json(args), keep)
     except GrpoError:  # on all ranks
-        if _background is not None:
-            _background.abandon()
+        if background is not None:
+            background.abandon()
         on_rank_0(checkpoint_directory.discard, temporary)
         raise
 

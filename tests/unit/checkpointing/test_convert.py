@@ -36,6 +36,7 @@ from megatron_grpo.checkpointing.convert import conversion, torch_dist
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
 
@@ -567,8 +568,7 @@ def test_verify_compares_logits(convert, source, tmp_path, monkeypatch, capsys):
     words = ("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron", "--verify")
 
     def other_theta(*arguments, theirs=conversion._logits):
-        arguments[0].rotary_base = 2
-        return theirs(*arguments)
+        return theirs(replaced(arguments[0], rotary_base=2), *arguments[1:])
 
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "_logits", other_theta)
