@@ -24,7 +24,7 @@ from megatron_grpo.training.early_checks import check_early
 from megatron_grpo.utils.arguments import Arguments, hyphens
 from megatron_grpo.utils.batch_sizes import trainer_ranks
 from megatron_grpo.utils.core_names import ACCEPTED, EXCLUDED, RENAMED, SWITCHED_OFF_BY
-from megatron_grpo.utils.errors import GrpoError, prints_for_host, record_for_torchrun
+from megatron_grpo.utils.errors import GrpoError, of_file, prints_for_host, record_for_torchrun
 from megatron_grpo.utils.flag_values import integer_or_pattern, integers, json_object
 from megatron_grpo.utils.flags import PATH, Number
 from megatron_grpo.utils.rules import check_value, flag
@@ -179,6 +179,8 @@ def _check(argv: Sequence[str]) -> None:
             if row["dest"] in args.explicit and value != row.get("default"):
                 check_value(row["options"][0], _kind_from_json(row.get("kind")), value)
         check_early(args, trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1"))))
+    except PermissionError as error:  # of a folder
+        parser.end(of_file(error), code=1)
     except GrpoError as error:
         parser.end(str(error), code=1)
 

@@ -1,6 +1,7 @@
 """Prompt files with a tokenizer of one token per character, and properties of the sampler."""
 
 import json
+import os
 from collections import Counter
 
 import numpy as np
@@ -257,6 +258,12 @@ def test_system_prompt_twice(tmp_path):
 def test_bad_files(tmp_path):
     with pytest.raises(GrpoError, match="no such file"):
         PromptDataset([tmp_path / "absent.jsonl"], Characters(), flags())
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(GrpoError, match=r"pipe.jsonl: not a file of a disk"):
+        PromptDataset([tmp_path / "pipe.jsonl"], Characters(), flags())
+    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(GrpoError, match=r"link.jsonl \(a link to gone.jsonl\): no such file"):
+        PromptDataset([tmp_path / "link.jsonl"], Characters(), flags())
     with pytest.raises(GrpoError, match=r"not from \.csv"):
         PromptDataset([tmp_path / "a.csv"], Characters(), flags())
     with pytest.raises(GrpoError, match="has no rows"):
