@@ -3,10 +3,10 @@
 from argparse import Namespace
 from typing import Any, get_args
 
-from megatron_grpo.algorithm.advantages import ADVANTAGES, group_advantages
+from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.kl import KL_ESTIMATORS
 from megatron_grpo.algorithm.losses import LOSSES
-from megatron_grpo.algorithm.registry import TOKEN_STATISTICS, Entry, Estimator, Level, Loss, Registry, call
+from megatron_grpo.algorithm.registry import TOKEN_STATISTICS, Entry, Level, Loss, Registry, call
 from megatron_grpo.utils.arguments import Step
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, REAL, FlagRow
@@ -76,7 +76,7 @@ LOSS: tuple[FlagRow, ...] = (
     ),
 )
 
-SCALES = ("group", "batch", "none", "gdpo")
+SCALES = ("group", "batch", "none")
 
 ADVANTAGE: tuple[FlagRow, ...] = (
     ("--advantage-estimator", ADVANTAGES.entries, "grpo", "advantage estimator: docs/algorithms.md"),
@@ -251,8 +251,6 @@ def check_advantages(args: Namespace) -> None:
             f"--advantage-estimator {estimator} {divides}, so --scale-rewards {args.scale_rewards} has no effect: "
             "leave it out, or use --advantage-estimator grpo"
         )
-    if args.scale_rewards == "gdpo":
-        _check_gdpo(args, entry)
     if args.num_generations < 2 and entry.compares_group:
         others = " or ".join(other.name for other in ADVANTAGES.entries.values() if not other.compares_group)
         raise GrpoError(
@@ -264,24 +262,6 @@ def check_advantages(args: Namespace) -> None:
         call(entry.check, {}, args)
     _check_kl(args)
     _check_token_advantages(args)
-
-
-def _check_gdpo(args: Namespace, entry: Estimator) -> None:
-    if entry.function is not group_advantages:
-        raise GrpoError(
-            f"--scale-rewards gdpo computes the advantages itself, over groups and then over the batch, and replaces "
-            f"--advantage-estimator {args.advantage_estimator}: leave one of them out"
-        )
-    if args.reward_funcs and len(args.reward_funcs) < 2:
-        raise GrpoError(
-            "--scale-rewards gdpo normalises each reward function separately, but --reward-funcs names only one: give "
-            "--scale-rewards group, which is the same up to a constant"
-        )
-    if args.kl_in_reward:
-        raise GrpoError(
-            "--kl-in-reward and --scale-rewards gdpo cannot both be given: gdpo normalises each reward function "
-            "separately, so that there is no sum from which the KL could be subtracted"
-        )
 
 
 def _check_kl(args: Namespace) -> None:

@@ -367,7 +367,7 @@ def index_of(file: AnyRows) -> Index:
                     length = min(length, file.size)  # what has been appended since does not count
                 digest.update(str(length).encode())
                 for start in (0, length // 2, max(0, length - _SAMPLE_BYTES)):
-                    digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, start))
+                    digest.update(os.pread(stream.fileno(), min(_SAMPLE_BYTES, length - start), start))
             size += length
     except OSError as error:
         raise GrpoError(f"{part}: cannot be read: {error.strerror}") from error
@@ -388,12 +388,14 @@ def _open_indexed(path: Path, index: Index) -> AnyRows:
     except GrpoError as error:
         raise GrpoError(f"host {socket.gethostname()}: {error}; {cure}") from error
     if own.bytes != index.bytes:
-        raise GrpoError(
-            f"{path} has {own.bytes:,} bytes on host {own.host} and {index.bytes:,} on host {index.host}: {cure}"
-        )
-    if own.samples != index.samples:
-        raise GrpoError(f"{path} has another content on host {own.host} than on host {index.host}: {cure}")
-    return file
+        differ = f"has {own.bytes:,} bytes on host {own.host} and {index.bytes:,} for rank 0 on host {index.host}"
+    elif own.samples != index.samples:
+        differ = f"has another content on host {own.host} than for rank 0 on host {index.host}"
+    else:
+        return file
+    if own.host == index.host:
+        cure = "it was changed since rank 0 has read it: start again once nothing writes to it"
+    raise GrpoError(f"{path} {differ}: {cure}")
 
 
 def open_rows(path: Path, index: Index | None = None) -> AnyRows:

@@ -47,7 +47,7 @@ def test_every_estimator_has_a_scale():
 @pytest.mark.parametrize(
     "flags",
     [
-        "--scale-rewards gdpo --reward-funcs a b",
+        "--advantage-estimator gdpo --reward-funcs a b",
         "--advantage-estimator rloo --kl-in-reward --kl-estimator k1",
         "--advantage-estimator reinforce_plus_plus --num-generations 1 --gamma 0.99 --kl-in-reward",
         "--advantage-estimator reinforce_plus_plus --loss-type gmpo --off-policy-sequence-mask-delta 1",

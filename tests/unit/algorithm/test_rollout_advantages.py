@@ -94,7 +94,7 @@ def test_advantages_beyond_float32_are_refused(first, largest):
 
 def test_gdpo_takes_the_matrix_and_the_weights():
     batch = rollout([[1, 0], [0, 9], [0, 0], [1, 5]])
-    args = arguments("--scale-rewards gdpo --reward-funcs a b")
+    args = arguments("--advantage-estimator gdpo --reward-funcs a b")
     args = replaced(args, reward_weights=[1.0, 0.5])
     batch, _ = estimate_advantages(args, batch, np.zeros(4, np.float32))
     z = 0.5**0.5  # one standard deviation of two values, from their mean
