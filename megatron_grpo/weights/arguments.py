@@ -10,6 +10,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import FlagRow
 from megatron_grpo.utils.json_files import read_config
 from megatron_grpo.utils.rules import flag
+from megatron_grpo.vision.kinds import KINDS
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
 
@@ -52,8 +53,13 @@ def check_architecture(args: Namespace) -> None:
 
 
 def check_family(args: Namespace) -> None:
-    """Raise GrpoError for a setting that no model family supports."""
+    """Raise GrpoError for a setting that no model family supports, and for a vision family without its tower."""
     check_only(args, ONLY)
+    if args.model_family in KINDS and not args.vision_config:
+        raise GrpoError(
+            f"--model-family {args.model_family} needs the vision tower of a config.json: give --load-hf, "
+            "or --vision-config"
+        )
 
 
 def default_architecture() -> dict[str, Any]:

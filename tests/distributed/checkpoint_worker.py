@@ -550,7 +550,7 @@ def refuse(root):
     args = replaced(args, save=str(root / "frozen"))
     checkpoint.save_checkpoint(args, 2, *train_step.setup_optimizer(args, model), {})
     now, model = enter(f"{LATENT} --mtp-loss-scaling-factor 0.1", "PP2")
-    now.load = args.save
+    now = replaced(now, load=args.save)
     try:
         checkpoint.load_checkpoint(now, *train_step.setup_optimizer(now, model))
     except GrpoError as error:

@@ -94,7 +94,7 @@ def memory(root, kind):
     fresh, *others = build(*flags, "--load", str(root / "a"), "--save", str(root / "b"), seed=9)
     with Allocations() as loaded:
         assert checkpoint.load_checkpoint(fresh, *others) == (2, POSITION)
-    fresh.async_save = False
+    fresh = replaced(fresh, async_save=False)
     for mine, theirs in zip(state(parts[1]), state(others[1]), strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
     checkpoint.save_checkpoint(fresh, 2, *others, POSITION)

@@ -12,7 +12,6 @@ for comparison the mean of |log p(new weights) - log p(old weights)|, the update
 """
 
 import argparse
-import copy
 import json
 import os
 import sys
@@ -75,8 +74,8 @@ class Weights:
 
     def log_probs(self, batch: RolloutBatch) -> np.ndarray:
         """Return the log-probabilities ``[total]`` of a rollout under the model's present weights."""
-        one_by_one = copy.copy(self._args)  # the number of completions is not a multiple of the micro-batch size
-        one_by_one.micro_batch_size, one_by_one.max_tokens_per_microbatch = 1, None
+        # The number of completions is not a multiple of the micro-batch size.
+        one_by_one = replaced(self._args, micro_batch_size=1, max_tokens_per_microbatch=None)
         return forward.log_probs(one_by_one, self._model, pretrain_grpo.forward_step, batch)
 
 

@@ -567,8 +567,8 @@ def test_verify_compares_logits(convert, source, tmp_path, monkeypatch, capsys):
     config = json.loads((source / "config.json").read_text())
     words = ("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron", "--verify")
 
-    def other_theta(*arguments, theirs=conversion._logits):
-        return theirs(replaced(arguments[0], rotary_base=2), *arguments[1:])
+    def other_theta(args, *others, theirs=conversion._logits):
+        return theirs(replaced(args, rotary_base=2), *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "_logits", other_theta)

@@ -29,7 +29,7 @@ LONGROPE = {
 def args(**changed) -> Namespace:
     """Four channels a head."""
     shape = {"kv_channels": 4, "max_position_embeddings": 4096, "vllm_max_model_len": 64}
-    return replaced(parse_args([]), **shape, **changed)
+    return replaced(parse_args([]), **shape | changed)
 
 
 def test_frequencies_by_hand():

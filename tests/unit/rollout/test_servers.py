@@ -462,8 +462,8 @@ def test_rank_0_ends_the_stream_after_an_error_too(start, tmp_path, weights, one
     with pytest.raises(GrpoError, match=r"--weight-sync-dir .* cannot be written: .*; make room there, or choose"):
         engine.update_weights(left, 1)
     assert next(left, None) is None
-    args.weight_sync_dir, left = str(tmp_path), iter(weights.items())
-    engine = build_vllm_servers(args)
+    left = iter(weights.items())
+    engine = build_vllm_servers(replaced(args, weight_sync_dir=str(tmp_path)))
     double.fault = "die"
     with pytest.raises(EngineLost, match="no server is left"):
         engine.update_weights(left, 1)

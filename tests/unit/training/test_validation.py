@@ -102,6 +102,7 @@ SGLANG = "--rollout-engine sglang --sglang-server-base-url http://localhost:1"
 
 NGRAM = '--vllm-speculative-config {"method":"ngram","num_speculative_tokens":2}'
 REFUSED = {
+    "--model-family qwen3_vl": "--model-family qwen3_vl needs the vision tower of a config.json",
     "--recompute-granularity selective --recompute-modules layernorm": "--recompute-modules layernorm needs --trans",
     f"{GPT_OSS} --sequence-parallel": "experts with biases cannot be split over 2 tensor-parallel ranks",
     f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --bias-activation-fusion": (
