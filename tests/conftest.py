@@ -33,9 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests first: they are quick, and their failures explain those of the tests that start processes."""
-    # Of the others, files that take a minute or more, the longest first: lanes side by side then end at about one time.
-    files = "end_to_end parallel_layouts resume rollout checkpoint_layouts stream reward_model_servers".split()
-    long = {f"test_{name}": place for place, name in enumerate(files)}
+    # Of the others, files that take half a minute or more, the longest first: lanes then end at about one time.
+    files = "parallel_layouts environment_runs vision_environments speculative torchrun_report vision_runs resume "
+    files += "rollout end_to_end offload_ranks placed_ranks checkpoint_layouts lost_engine reward_model_servers"
+    long = {f"test_{name}": place for place, name in enumerate(files.split())}
 
     starting = {item.path for item in items for name in ("distributed", "vllm") if item.get_closest_marker(name)}
 

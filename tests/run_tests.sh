@@ -62,7 +62,8 @@ END
     exit $failed
 fi
 
-export VENV=${VENV:-.venv} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Compiled modules are written, whatever the caller's setting: hundreds of processes import them.
+export VENV=${VENV:-.venv} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONDONTWRITEBYTECODE=
 selection=(-m "not slow")
 if [[ ${1:-} == --all ]]; then
     shift

@@ -48,11 +48,12 @@ from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWrite
 from megatron_grpo.checkpointing.checkpoint_directory import find, latest_iteration, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.parallel.agreement import on_all_ranks, on_rank_0
-from megatron_grpo.parallel.initialize import host_group, print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import host_group, set_random_seed
 from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0
 
 __all__ = ["find", "latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
 __all__ += ["read_weights", "save_checkpoint", "save_weights", "subfolder"]
@@ -99,6 +100,7 @@ def save_checkpoint(
     `wait_for_background`, raises its error.
     """
     wait_for_background()
+    background = _background if args.async_save else None
     temporary = on_rank_0(checkpoint_directory.start, args.save, iteration)
     metadata = _with_group(CONTENT_METADATA)
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration} | _model_state(model_chunks, metadata)
@@ -112,21 +114,20 @@ def save_checkpoint(
     state["optimizer_type"] = optimizer_state.type_name(optimizer)
     keep = args.max_checkpoints_to_keep
     try:
-        if args.async_save:
-            assert _background is not None
-            _background.begin(temporary)
+        if background is not None:
+            background.begin(temporary)
         write_state(state, temporary, metadata)
         if save_reference is not None:
             save_reference(temporary / REFERENCE)
         problem = f"checkpoint {temporary} cannot be written"
         on_all_ranks(lambda: save_on_this_rank and save_on_this_rank(temporary), problem)
-        if args.async_save:
-            _background.submit(args_to_json(args), keep)
+        if background is not None:
+            background.submit(args_to_json(args), keep)
         else:
             on_rank_0(checkpoint_directory.publish, temporary, args_to_json(args), keep)
     except GrpoError:  # on all ranks
-        if _background is not None:
-            _background.abandon()
+        if background is not None:
+            background.abandon()
         on_rank_0(checkpoint_directory.discard, temporary)
         raise
 
@@ -325,9 +326,9 @@ def _find_verified(root: str | Path) -> tuple[int, Path]:
     iteration, directory = checkpoint_directory.find(root)
     checkpoint_directory.verify(directory)
     if line := checkpoint_directory.note(root):
-        print(line, flush=True)
+        print_rank_0(line)
     if not checkpoint_directory.has_checksums(directory):
-        print(f"{directory} has no {CHECKSUMS}: damage within its *.distcp files cannot be found", flush=True)
+        print_rank_0(f"{directory} has no {CHECKSUMS}: damage within its *.distcp files cannot be found")
     return iteration, directory
 
 

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -86,14 +87,20 @@ def check_data(args: Namespace) -> None:
     for dest in ("chat_template", "chat_template_kwargs", "trust_remote_code"):
         if getattr(args, dest) and args.tokenizer_type != "HuggingFaceTokenizer":
             raise GrpoError(f"{flag(dest)} needs --tokenizer-type HuggingFaceTokenizer")
-    if args.chat_template:
-        args.chat_template = read_chat_template(args.chat_template)
 
 
-def check_tokenizer_model(args: Namespace) -> None:
-    """Refuse a missing tokenizer; set --tokenizer-model from --load-hf."""
-    if args.tokenizer_model is None:
-        args.tokenizer_model = args.load_hf
+def resolve_chat_template(args: Namespace) -> dict[str, Any]:
+    """Return the text of --chat-template."""
+    return {"chat_template": read_chat_template(args.chat_template)} if args.chat_template else {}
+
+
+def resolve_tokenizer(args: Namespace) -> dict[str, Any]:
+    """Return --tokenizer-model, by default that of --load-hf."""
+    return {"tokenizer_model": args.load_hf} if args.tokenizer_model is None else {}
+
+
+def check_tokenizer(args: Namespace) -> None:
+    """Refuse a run without a tokenizer."""
     required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
 
 

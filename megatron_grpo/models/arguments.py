@@ -97,7 +97,7 @@ def check_settings(args: Namespace) -> None:
 
 
 def check_model(args: Namespace) -> None:
-    """Refuse an incomplete architecture, and fill in the sizes that follow from others."""
+    """Refuse an incomplete architecture."""
     for dest in "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings model_family".split():
         if getattr(args, dest) is None:
             raise GrpoError(f"{flag(dest)} is missing: give it, --load-hf, or a checkpoint with --use-checkpoint-args")
@@ -108,11 +108,17 @@ def check_model(args: Namespace) -> None:
         divides(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
     if args.kv_channels is None:
         divides(args, "hidden_size", args.num_attention_heads, "--num-attention-heads, or --kv-channels be given")
-        args.kv_channels = args.hidden_size // args.num_attention_heads
+
+
+def resolve_model_sizes(args: Namespace) -> dict[str, Any]:
+    """Return the sizes that follow from others, for an architecture that `check_model` accepts."""
+    found = {"padded_vocab_size": padded_vocab_size(args)}
+    if args.kv_channels is None:
+        found["kv_channels"] = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:
         # As in Megatron-LM: SwiGLU with as many weights as a plain MLP of four times the width.
-        args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64
-    args.padded_vocab_size = padded_vocab_size(args)
+        found["ffn_hidden_size"] = int(4 * args.hidden_size * 2 / 3) // 64 * 64
+    return found
 
 
 def check_only(args: Namespace, rows: Iterable[Only]) -> None:

@@ -285,12 +285,6 @@ def set_random_seed(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
 
 
-def print_rank_0(message: str) -> None:
-    """Print ``message`` on rank 0 only."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(message, flush=True)
-
-
 def free_port() -> int:
     """Return an unused port of this host."""
     with socket.socket() as probe:

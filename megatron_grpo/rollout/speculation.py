@@ -1,16 +1,16 @@
 """Speculative decoding of a colocated vLLM (``--vllm-speculative-config``): its methods, and what it excludes."""
 
-import copy
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_config
 from megatron_grpo.utils.rules import flag
 from megatron_grpo.weights import families
-from megatron_grpo.weights.arguments import default_architecture, merge_architecture
+from megatron_grpo.weights.arguments import default_architecture, resolve_architecture
 
 FLAG = "--vllm-speculative-config"
 METHODS = ("ngram", "draft_model", "mtp")
@@ -34,17 +34,19 @@ def draft_args(args: Namespace) -> Namespace | None:
     directory = draft_directory(args)
     if not directory:
         return None
-    own, config = copy.copy(args), read_config(directory)
-    own.explicit, own.vllm_speculative_config, own.lora_rank = frozenset(), None, None
+    config = read_config(directory)
     try:
         theirs = families.for_hf_config(config).args_from_hf(config)
     except GrpoError:  # vLLM runs more families than the trainer
         return None
-    vars(own).update(default_architecture())
-    merge_architecture(own, theirs, f"{directory}/config.json")
-    own.kv_channels = own.kv_channels or own.hidden_size // own.num_attention_heads
-    own.padded_vocab_size = -(-own.vocab_size // 64) * 64  # as vLLM pads it
-    return own
+    plain = {"explicit": frozenset(), "vllm_speculative_config": None, "lora_rank": None}
+    own = replaced(args, **plain | default_architecture())
+    own = replaced(own, **resolve_architecture(own, theirs, f"{directory}/config.json"))
+    return replaced(
+        own,
+        kv_channels=own.kv_channels or own.hidden_size // own.num_attention_heads,
+        padded_vocab_size=-(-own.vocab_size // 64) * 64,  # as vLLM pads it
+    )
 
 
 def longest_of_engine(args: Namespace) -> int:

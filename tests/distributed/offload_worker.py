@@ -90,8 +90,9 @@ def sizes(tensors: dict[str, torch.Tensor]) -> set[int]:
 
 def foreign_memory(count: int) -> None:
     """Another owner takes and writes as much memory as was given up, so that nothing is right by having stayed."""
-    for size in (1 << 10, 1 << 14, 1 << 18, count):
-        junk = [torch.full((size,), 255, dtype=torch.uint8, device=device()) for _ in range(max(1, count // size))]
+    place = device()
+    for size in (1 << 12, 1 << 14, 1 << 18, count):
+        junk = [torch.full((size,), 255, dtype=torch.uint8, device=place) for _ in range(max(1, count // size))]
         del junk
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import run_torchrun
 from safetensors.torch import save_file
+from slow import slow_except
 from speculative_worker import DISTURBED, GREEDY, PROMPTS, SAMPLED_TOKENS, SAMPLES, TOP_K
 from toy_checkpoints import add_mtp, make
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -21,6 +22,7 @@ VOCABULARY, TEMPERATURE = 6, 0.8
 TOLERANCE = 1e-5  # nats
 DRAFTS = 2  # tokens of a draft
 METHODS = ("ngram", "draft_model", "draft_model, sampled drafts", "mtp", "ngram, adapter", "draft_model, adapter")
+FEW_METHODS = ("ngram", "draft_model, sampled drafts", "mtp", "draft_model, adapter")  # every drafter, and an adapter
 RANK = 2  # of the adapter
 
 
@@ -131,7 +133,7 @@ def mtp_draft(model, mtp, ids: list[int]) -> list[int]:
     return text[len(ids) :]
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=slow_except(FEW_METHODS, METHODS))
 def found(request, tmp_path_factory):
     return run(tmp_path_factory.mktemp("speculative"), request.param)
 
@@ -270,6 +272,7 @@ def test_tokens_before_new_weights_have_the_old_version(found):
     assert all(before == old for before, old in found.seams)
 
 
+@pytest.mark.slow
 def test_a_wrong_acceptance_of_drafts_is_found(tmp_path):
     found = run(tmp_path, "draft_model", "--wrong-acceptance")
     assert p_value(found, found.sampled) < 1e-6

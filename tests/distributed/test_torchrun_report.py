@@ -46,6 +46,7 @@ def test_traceback_of_a_defect():
     assert text.startswith("Traceback") and text.endswith("ZeroDivisionError: a defect")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_wrong_flag():
     message = "unknown flag --xyzzy; --help-all lists all flags"
@@ -82,7 +83,10 @@ def test_the_parent_of_a_rank_is_killed(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="without fork_rank a signal has no message")
 @pytest.mark.parametrize(
     "name, times",
-    [("SIGINT", 2), ("SIGKILL", 1), *(pytest.param("SIGTERM", n, marks=pytest.mark.slow) for n in (1, 2))],
+    [
+        ("SIGINT", 2),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("SIGKILL", 1), ("SIGTERM", 1), ("SIGTERM", 2))),
+    ],
 )
 def test_a_signal_to_torchrun(name, times, tmp_path):
     """The ranks end, and the message is the last one before torchrun's traceback."""

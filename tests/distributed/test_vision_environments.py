@@ -155,15 +155,11 @@ def test_an_agent_with_pictures_and_its_replay(data, tmp_path, shape):
 
 
 COUNT = """
-import hashlib, os
-from vllm.multimodal.processing.context import InputProcessingContext
-from megatron_grpo.vision import images
+import hashlib, os, sys
 
 def noted(kind, data):
     with open(os.environ["SCREEN_CALLS"], "a") as file:
         file.write(f"{kind} {hashlib.md5(data).hexdigest()}\\n")
-
-decoded, processed = images.decoded, InputProcessingContext.call_hf_processor
 
 def decode(source, number):
     if isinstance(source, bytes):  # the rows have files
@@ -175,7 +171,12 @@ def process(self, processor, data, *more):
         noted("processed", str(image.size).encode() + image.tobytes())
     return processed(self, processor, data, *more)
 
-images.decoded, InputProcessingContext.call_hf_processor = decode, process
+if sys.argv[0].endswith("pretrain_grpo.py"):  # not in the processes of rewards and agents: they would import vLLM
+    from vllm.multimodal.processing.context import InputProcessingContext
+    from megatron_grpo.vision import images
+
+    decoded, processed = images.decoded, InputProcessingContext.call_hf_processor
+    images.decoded, InputProcessingContext.call_hf_processor = decode, process
 """
 
 

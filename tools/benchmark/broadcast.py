@@ -17,9 +17,10 @@ import made_up
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.parallel.initialize import free_port, initialize_distributed, print_rank_0
+from megatron_grpo.parallel.initialize import free_port, initialize_distributed
 from megatron_grpo.rollout.weight_sync.nccl import PACKED, send_packed
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights.stream import describe
 
 

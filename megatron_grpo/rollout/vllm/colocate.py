@@ -7,6 +7,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# numba, with which vLLM drafts n-grams, sets the OpenMP threads of the whole process, by default to all processors.
+if threads := os.environ.get("OMP_NUM_THREADS"):
+    os.environ.setdefault("NUMBA_NUM_THREADS", threads)
 
 import contextlib
 import copy

@@ -111,13 +111,17 @@ def test_a_failure_at_any_rename_leaves_a_loadable_checkpoint(tmp_path, monkeypa
     assert call > 3
 
 
-KILLED = """
-import sys, time
+FORKER = """
+import os, sys
 sys.path.insert(0, {root!r})
 from tests.unit.checkpointing.test_checkpointing import save
-for iteration in range(int(sys.argv[2]), 10**6):
-    save(sys.argv[1], iteration, keep=2)
-    print(iteration, flush=True)
+for line in sys.stdin:
+    if (child := os.fork()) == 0:
+        for iteration in range(int(line), 10**6):
+            save(sys.argv[1], iteration, keep=2)
+            print(os.getpid(), iteration, flush=True)
+    os.waitpid(child, 0)
+    print("killed", flush=True)
 """
 
 
@@ -126,18 +130,21 @@ def test_a_process_killed_at_random_moments_leaves_a_loadable_checkpoint(tmp_pat
     save(root, 1)
     rng = random.Random(0)
     iteration = 1
-    for _ in range(8):
-        program = [sys.executable, "-c", KILLED.format(root=str(ROOT)), str(root), str(iteration + 1)]
-        process = subprocess.Popen(program, stdout=subprocess.PIPE)
-        assert process.stdout.readline() == b"%d\n" % (iteration + 1)
-        time.sleep(rng.uniform(0, 0.03))  # it is now at any moment of the next saves
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        newest = cd.latest_iteration(root)
-        assert newest > iteration
-        check_loadable(root, {newest})
-        iteration = newest
+    program = [sys.executable, "-c", FORKER.format(root=str(ROOT)), str(root)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forker:
+        for _ in range(8):
+            forker.stdin.write(f"{iteration + 1}\n")
+            forker.stdin.flush()
+            process, saved = map(int, forker.stdout.readline().split())
+            assert saved == iteration + 1
+            time.sleep(rng.uniform(0, 0.03))  # it is now at any moment of the next saves
+            os.kill(process, signal.SIGKILL)
+            while forker.stdout.readline() != "killed\n":
+                pass
+            newest = cd.latest_iteration(root)
+            assert newest > iteration
+            check_loadable(root, {newest})
+            iteration = newest
 
 
 def test_leftovers_are_cleared_away(tmp_path):

@@ -1,11 +1,6 @@
 """Layers replayed from graphs: padded packs, and the gradients' way to DDP's buffers. A GPU's graphs are imitated."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_grpo.models.layer_graphs import Size
 from megatron_grpo.utils.errors import GrpoError
 
-WORKER = Path(__file__).with_name("layer_graphs_worker.py")
+WORKER = "tests/unit/models/layer_graphs_worker.py"
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60))
@@ -37,17 +32,11 @@ def test_few_sizes():
     assert len({Size.of(tokens, 20, 900) for tokens in range(15000, 16385)}) <= 6
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("flags", [(), ("--lora-rank", "4"), ("--gradient-accumulation-fusion",)], ids=str)
-def test_updates_are_those_without_graphs(flags):
+def test_updates_are_those_without_graphs(flags, torchrun):
     """Three updates of packs of other lengths: weights and metrics are the same to the last bit on a CPU."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
-    command = [sys.executable, str(WORKER), *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.strip().splitlines()[-1])
+    result = json.loads(torchrun(1, WORKER, *flags).stdout.strip().splitlines()[-1])
     assert result["replays"] >= 4 and result["difference"] == 0, result
     assert result["plain"] == result["graphs"], result
 

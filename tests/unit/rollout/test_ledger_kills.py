@@ -20,6 +20,10 @@ from megatron_grpo.rollout.ledger import content
 from megatron_grpo.rollout.ledger.ledger import load, recorded_prompt
 
 MODES = pytest.mark.parametrize("partial", [False, True], ids=["synchronous", "partial"])
+# The kill before each fsync is a case of both by default.
+FEW_MODES = pytest.mark.parametrize(
+    "partial", [pytest.param(False, marks=pytest.mark.slow, id="synchronous"), pytest.param(True, id="partial")]
+)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +103,7 @@ def test_killed_before_each_fsync(start, tmp_path, partial):
     assert at > 4 * BATCHES  # a run has more than four of them for each batch
 
 
-@MODES
+@FEW_MODES
 def test_killed_again_and_again(start, tmp_path, partial):
     """Twenty kills at random steps of the engine, of one run after the other: each run is killed up to five times."""
     rng, count = random.Random(1), 0
@@ -111,7 +115,7 @@ def test_killed_again_and_again(start, tmp_path, partial):
         )
 
 
-@MODES
+@FEW_MODES
 def test_old_files_go_and_every_kept_checkpoint_can_be_resumed(start, tmp_path, partial):
     """Runs that keep one or two checkpoints are killed up to three times; a copy goes on from each checkpoint.
 
