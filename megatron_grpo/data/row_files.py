@@ -395,7 +395,10 @@ def _open_indexed(path: Path, index: Index) -> AnyRows:
     else:
         return file
     if own.host == index.host:
-        cure = "it was changed since rank 0 has read it: start again once nothing writes to it"
+        cure = (
+            "if ranks start in different directories, give an absolute path; else it was changed since rank 0 has read "
+            "it: start again once nothing writes to it"
+        )
     raise GrpoError(f"{path} {differ}: {cure}")
 
 

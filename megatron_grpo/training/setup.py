@@ -257,7 +257,8 @@ def _join(args, world_size: int) -> Watchdog | None:
         flags = resolve_flags(args, world_size)
     else:
         flags = resolve_args(resolve_origin(args, resume=False), world_size)
-    raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size))
+    workers = args.reward_workers + (args.environment_workers if flags.environment else 0)
+    raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size), workers)
     progress.step("other ranks")
     join(args)
     wait_without_time_out()

@@ -53,7 +53,7 @@ def test_other_ranks_read_no_data_and_verify_no_checkpoint(start, tmp_path):
     stats, _ = numbers(output, 0, "_read_origin")
     assert stats >= len(files)
     stats, _ = numbers(output, 1, "_read_origin")
-    assert stats == 0
+    assert stats == 3  # whether its host has checkpoint, --load-hf and tokenizer
     assert numbers(output, 0, "_read_data")[1] >= 2 * size  # the lines are found, then the rows are checked
     assert numbers(output, 1, "_read_data")[1] < size / 10
 
