@@ -17,6 +17,7 @@ weight sync, by --weights-gigabytes a second.
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
@@ -399,7 +400,7 @@ def start_reads(args: Namespace, ranks: int, folder: Path) -> list[Reads]:
         with (
             mock.patch.dict(os.environ, {"RANK": str(group.place)}),
             mock.patch.object(setup, "launch_group", lambda: group),
-            contextlib.redirect_stdout(None),
+            contextlib.redirect_stdout(io.StringIO()),
             reads() as counted,
         ):
             assert setup._read_origin(own)[1] == args.updates_per_rollout
