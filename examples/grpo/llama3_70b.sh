@@ -16,28 +16,12 @@
 # the CPU. Requires Transformer Engine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 
-NNODES=${NNODES:-2} GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+NNODES=${NNODES:-2}
 HF_MODEL=${HF_MODEL:-/models/Llama-3.1-70B-Instruct}
-TRAIN_DATA=${TRAIN_DATA:-data/train.parquet}
-VALID_DATA=${VALID_DATA:-data/test.parquet}
-SAVE=${SAVE:-runs/llama3_70b}
-GLOBAL_BATCH_SIZE=256        # completions per update
-NUM_GENERATIONS=8            # completions per prompt
-MAX_PROMPT_LENGTH=1024
-MAX_COMPLETION_LENGTH=4096
-MAX_TOKENS=8192              # tokens per micro-batch
-SAVE_INTERVAL=50
-EVAL_INTERVAL=25
+# shellcheck source=examples/grpo/launch.sh
+source examples/grpo/launch.sh # flags of data, loss, optimizer and logging: MATH_ARGS
 
-DISTRIBUTED_ARGS=(
-    --nproc-per-node "$GPUS_PER_NODE"
-    --nnodes "$NNODES"
-    --node-rank "${NODE_RANK:-0}"
-    --master-addr "${MASTER_ADDR:-localhost}"
-    --master-port "${MASTER_PORT:-29500}"
-)
 # A run compares these flags with the model's config.json; a dry run does not read the model.
 MODEL_ARGS=(
     --model-family llama
@@ -68,61 +52,17 @@ PARALLEL_ARGS=(
     --optimizer-cpu-offload
 )
 TRAINING_ARGS=(
-    --bf16
+    --global-batch-size 256         # completions per update
     --transformer-impl transformer_engine # --use-precision-aware-optimizer needs its Adam
-    --bias-activation-fusion
-    --bias-dropout-fusion
-    --global-batch-size "$GLOBAL_BATCH_SIZE"
-    --max-tokens-per-microbatch "$MAX_TOKENS"
-    --train-iters 500
-    --lr 1e-6
-    --lr-warmup-iters 10
-    --weight-decay 0.1
-    --clip-grad 1.0
     --recompute-granularity full
     --recompute-method uniform
     --recompute-num-layers 1
 )
-DATA_ARGS=(
-    --train-data-path "$TRAIN_DATA"
-    --valid-data-path "$VALID_DATA"
-    --system-prompt 'Reason step by step. Put the final answer within \boxed{}.'
-    --max-prompt-length "$MAX_PROMPT_LENGTH"
-    --truncation-strategy delete
-)
 ROLLOUT_ARGS=(
-    --rollout-engine vllm
-    --vllm-mode colocate
+    --max-completion-length 4096
     --vllm-tensor-parallel-size 8
     --vllm-gpu-memory-utilization 0.55
-    --offload-model                 # moves the trainer's tensors to host memory during generation
-    --offload-gradients
-    --offload-optimizer
-    --num-generations "$NUM_GENERATIONS"
-    --max-completion-length "$MAX_COMPLETION_LENGTH"
-    --temperature 1.0
 )
-GRPO_ARGS=(
-    --reward-funcs accuracy
-    --loss-type dapo
-    --epsilon 0.2
-    --epsilon-high 0.28
-    --beta 0                        # no KL term, no reference model
-)
-LOGGING_ARGS=(
-    --save "$SAVE"
-    --load "$SAVE"
-    --save-interval "$SAVE_INTERVAL"
-    --max-checkpoints-to-keep 2
-    --eval-interval "$EVAL_INTERVAL"
-    --mismatch-sample-rate 0.1
-    --tensorboard-dir "$SAVE/tensorboard"
-)
-ARGS=("${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${ROLLOUT_ARGS[@]}"
-    "${GRPO_ARGS[@]}" "${LOGGING_ARGS[@]}")
+[[ ${DRY_RUN:-0} == 1 ]] || MODEL_ARGS+=(--load-hf "$HF_MODEL")
 
-if [[ ${DRY_RUN:-0} == 1 ]]; then
-    WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) python pretrain_grpo.py "${ARGS[@]}" --dry-run "$@"
-else
-    exec torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${ARGS[@]}" --load-hf "$HF_MODEL" "$@"
-fi
+launch "${MATH_ARGS[@]}" "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "$@"

@@ -14,21 +14,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 HF_MODEL=${HF_MODEL:?the folder of Qwen3-0.6B}
 GSM8K=${GSM8K:?the folder of the original train.jsonl and test.jsonl of GSM8K}
-SAVE=${SAVE:-runs/qwen3_0.6b}
-export CUDA_DEVICE_MAX_CONNECTIONS=1
+# shellcheck source=examples/grpo/launch.sh
+source examples/grpo/launch.sh
 
 DATA=$SAVE/data
 for split in train test; do
     [[ -e $DATA/$split.parquet ]] || python tools/data/gsm8k.py --input "$GSM8K/$split.jsonl" --output "$DATA/$split.parquet"
 done
 
-DISTRIBUTED_ARGS=(
-    --nproc-per-node "${GPUS_PER_NODE:-8}"
-    --nnodes "${NNODES:-1}"
-    --node-rank "${NODE_RANK:-0}"
-    --master-addr "${MASTER_ADDR:-localhost}"
-    --master-port "${MASTER_PORT:-29500}"
-)
 PARALLEL_ARGS=(
     --tensor-model-parallel-size 1
     --pipeline-model-parallel-size 1
@@ -88,5 +81,5 @@ LOGGING_ARGS=(
     --tensorboard-dir "$SAVE/tensorboard"
 )
 
-exec torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" \
+launch "${PARALLEL_ARGS[@]}" "${MODEL_ARGS[@]}" "${DATA_ARGS[@]}" \
     "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${OPTIM_ARGS[@]}" "${LOGGING_ARGS[@]}" "$@"

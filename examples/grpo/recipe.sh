@@ -44,11 +44,6 @@ fi
 [[ -n ${RECIPES[$METHOD]:-} ]] || { echo "recipe.sh: no method '$METHOD'; there are: ${!RECIPES[*]}" >&2; exit 1; }
 read -r -d '' -a RECIPE_ARGS <<<"${RECIPES[$METHOD]}" || true
 
-DISTRIBUTED_ARGS=(
-    --nproc-per-node "${GPUS_PER_NODE:-8}"
-    --nnodes "${NNODES:-1}"
-    --node-rank "${NODE_RANK:-0}"
-    --master-addr "${MASTER_ADDR:-localhost}"
-    --master-port "${MASTER_PORT:-29500}"
-)
-exec torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${RECIPE_ARGS[@]}" "$@"
+# shellcheck source=examples/grpo/launch.sh
+source examples/grpo/launch.sh
+launch "${RECIPE_ARGS[@]}" "$@"

@@ -1,6 +1,10 @@
-# Variables of torchrun for the nodes of a SLURM job: source examples/slurm/torchrun.sh, with NNODES, NODELIST and GRACE.
-# torchrun reads PET_<FLAG> for each flag that its command line lacks.
+# What the batch scripts share: source examples/slurm/torchrun.sh with NNODES and NODELIST. It puts the Python environment VENV
+# first in PATH, and sets the variables of torchrun, which reads PET_<FLAG> for each flag that its command line lacks.
 # shellcheck shell=bash
+
+GRACE=${GRACE:-240}
+VENV=${VENV-.venv}
+[[ -z $VENV ]] || PATH=$PWD/$VENV/bin:$PATH
 
 MASTER_ADDR=$(scontrol show hostnames "$NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a node have different ports
@@ -15,3 +19,16 @@ export PET_MAX_RESTARTS=${MAX_RESTARTS:-3}
 # SLURM's SIGUSR1 reaches torchrun, too; without this line it would end torchrun at once.
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 export PET_SHUTDOWN_TIMEOUT=$((GRACE + 30))
+
+# train SRUN_FLAGS COMMAND...: run the command on each node, and end the job with its status; a preempted job goes back to
+# the queue. torchrun returns 1 after a signal, whatever its ranks return: the run marks a preemption by a file.
+train() {
+    local status=0
+    srun --nodes "$NNODES" --ntasks "$NNODES" --ntasks-per-node 1 --kill-on-bad-exit=0 "$@" \
+        --exit-signal-handler --exit-grace-seconds "$GRACE" || status=$?
+    if [[ -e $SAVE/preempted ]]; then
+        echo "preempted; job $SLURM_JOB_ID goes back to the queue"
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+    exit "$status"
+}

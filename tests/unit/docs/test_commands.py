@@ -18,7 +18,9 @@ REPO = Path(__file__).resolve().parents[3]
 PAGES = ["README.md", *(str(path.relative_to(REPO)) for path in sorted((REPO / "docs").rglob("*.md")))]
 PROGRAM = re.compile(r"pretrain_grpo\.py|(?:tools|examples|tests)/[\w/.]+\.(?:py|sh)")
 # A script that hands its words to the trainer, a tool that reads the trainer's flags.
-TRAINS = re.compile(r'pretrain_grpo\.py\b(?:.*\\\n)*.*"\$@"|^import pretrain_grpo|training\.arguments import', re.M)
+TRAINS = re.compile(  # directly, or by examples/grpo/launch.sh
+    r'(?:pretrain_grpo\.py\b|^launch )(?:.*\\\n)*.*"\$@"|^import pretrain_grpo|training\.arguments import', re.M
+)
 ENDS = {"&&", "||", "|", ";", "&", ">", ">>", "<", ")", "("}
 OMITTED = re.compile(r"\.\.\.|[A-Z_]*FLAGS")  # stands for flags that the page does not repeat
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*")  # stands for any value
