@@ -44,9 +44,6 @@ MATH_ARGS=(
     --clip-grad 1.0
     --rollout-engine vllm
     --vllm-mode colocate
-    --offload-model                 # moves the trainer's tensors to host memory during generation
-    --offload-gradients
-    --offload-optimizer
     --num-generations 8             # completions per prompt
     --temperature 1.0
     --save "$SAVE"

@@ -59,6 +59,9 @@ ROLLOUT_ARGS=(
     --vllm-tensor-parallel-size 2
     --vllm-gpu-memory-utilization 0.6
     --sleep-level 2                 # the engine frees its memory during updates
+    --offload-model                 # moves the trainer's tensors to host memory during generation
+    --offload-gradients
+    --offload-optimizer
 )
 [[ ${DRY_RUN:-0} == 1 ]] || MODEL_ARGS+=(--load-hf "$HF_MODEL")
 

@@ -10,7 +10,7 @@ from megatron_grpo.algorithm.registry import TOKEN_STATISTICS, Entry, Level, Los
 from megatron_grpo.utils.arguments import Step
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, REAL, FlagRow
-from megatron_grpo.utils.rules import excludes, flag, needs, within
+from megatron_grpo.utils.rules import excludes, flag, needs, was_given, within
 
 LEVELS = get_args(Level)
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop")
@@ -123,7 +123,7 @@ def check_loss(args: Namespace) -> None:
 def _check_unread_flags(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
     """Refuse flags that this loss or estimator does not read, and parameters without a flag."""
     for dest in registry.flags:
-        if dest in args.explicit and dest not in entry.parameters:
+        if was_given(args, dest) and dest not in entry.parameters:
             raise GrpoError(f"{flag(dest)} has no effect with {registry.option} {entry.name}: leave it out")
     for name, parameter in entry.parameters.items():
         if name not in registry.inputs and not hasattr(args, name) and parameter.default is parameter.empty:

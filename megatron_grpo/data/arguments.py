@@ -10,7 +10,7 @@ from megatron_grpo.data.sampler import read_blend
 from megatron_grpo.parallel.zigzag import padded_lengths
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.flags import COUNT, PATH, SHARE, FlagRow
+from megatron_grpo.utils.flags import COUNT, PATH, SHARE, TEXT, FlagRow
 from megatron_grpo.utils.rules import flag, required
 
 TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
@@ -24,7 +24,7 @@ DATA: tuple[FlagRow, ...] = (
     ),
     ("--valid-data-path", [PATH], None, "JSON-lines or Parquet files of held-out prompts, or saved data sets"),
     ("--prompt-key", str, "prompt", 'column of the prompt, a string or chat messages; "messages" if it is absent'),
-    ("--system-prompt", str, None, "system message that precedes every prompt"),
+    ("--system-prompt", TEXT, None, "system message that precedes every prompt; an empty one is none"),
     ("--chat-template", str, None, "Jinja chat template, a file or the text itself [the tokenizer's]"),
     (
         "--chat-template-kwargs",
@@ -92,6 +92,11 @@ def check_data(args: Namespace) -> None:
 def resolve_chat_template(args: Namespace) -> dict[str, Any]:
     """Return the text of --chat-template."""
     return {"chat_template": read_chat_template(args.chat_template)} if args.chat_template else {}
+
+
+def resolve_system_prompt(args: Namespace) -> dict[str, Any]:
+    """Return --system-prompt; None for an empty one, which takes back that of a launch script."""
+    return {"system_prompt": args.system_prompt or None}
 
 
 def resolve_tokenizer(args: Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from megatron_grpo.environments.threads import DEFAULT_SIZES
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, SECONDS, FlagRow, Number, count_to
-from megatron_grpo.utils.rules import flag, needs
+from megatron_grpo.utils.rules import flag, needs, was_given
 
 AGENT = "agent:"  # begins the environment's name of --agent
 UNDER = " under "  # comes before --agent-python in it
@@ -112,7 +112,7 @@ def check_environments(args: Namespace) -> None:
     if args.environment is None:
         for name, *_ in ENVIRONMENTS:
             dest = name[2:].replace("-", "_")
-            if dest in args.explicit:
+            if was_given(args, dest):
                 raise GrpoError(f"{flag(dest)} needs --environment: without one an episode has one turn")
         if "environment" in (args.reward_funcs or []):
             raise GrpoError("--reward-funcs environment needs --environment, whose rewards it returns")

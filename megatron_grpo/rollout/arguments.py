@@ -29,7 +29,7 @@ from megatron_grpo.utils.flags import (
     Number,
 )
 from megatron_grpo.utils.packages import require
-from megatron_grpo.utils.rules import excludes, flag, needs, required
+from megatron_grpo.utils.rules import excludes, flag, needs, required, was_given
 
 BALANCING = ("static", "dynamic")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -302,7 +302,7 @@ def _check_servers(args: Namespace) -> None:
     if len({(url.hostname, url.port) for url in urls}) < len(urls):
         raise GrpoError(f"{flag(url_flag)} names a server twice: give each server once")
     for dest in ENGINES_OWN:
-        if dest in args.explicit and (kind, dest) != ("sglang", "sleep_level"):
+        if was_given(args, dest) and (kind, dest) != ("sglang", "sleep_level"):
             raise GrpoError(
                 f"{flag(dest)} is for an engine in the training processes: set it when you start the server"
             )
@@ -416,7 +416,7 @@ def check_lora_weight_sync(args: Namespace) -> None:
         return
     if args.rollout_engine == "megatron":
         for dest in ("lora_weight_sync", "no_check_lora_sync"):
-            if dest in args.explicit:
+            if was_given(args, dest):
                 raise GrpoError(f"{flag(dest)} needs an engine with weights of its own: leave it out")
         return
     if args.lora_weight_sync == "adapter" and (reason := adapter_refused(args)):
@@ -557,7 +557,7 @@ def _check_megatron_engine(args: Namespace) -> None:
         if "inference_max_requests" in args.explicit:
             raise GrpoError("--inference-max-requests needs --rollout-engine megatron; vLLM has --vllm-max-num-seqs")
         return
-    theirs = sorted(dest for dest in args.explicit if dest.startswith("vllm_"))
+    theirs = sorted(dest for dest in args.explicit if dest.startswith("vllm_") and was_given(args, dest))
     if theirs:
         raise GrpoError(f"{flag(theirs[0])} is vLLM's, and --rollout-engine megatron runs without vLLM: leave it out")
     for dest, reason in (

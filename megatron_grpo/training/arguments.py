@@ -44,7 +44,18 @@ from megatron_grpo.utils.core_flags import add_core_flags, core_config, core_fla
 from megatron_grpo.utils.core_names import ACCEPTED
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flag_values import METAVARS, json_object
-from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, NOT_NEGATIVE, PATH, POSITIVE, SECONDS, SHARE, FlagRow, Number
+from megatron_grpo.utils.flags import (
+    COUNT,
+    COUNT_OR_0,
+    NOT_NEGATIVE,
+    PATH,
+    POSITIVE,
+    SECONDS,
+    SHARE,
+    TEXT,
+    FlagRow,
+    Number,
+)
 from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.utils.rules import check_value, flag
 from megatron_grpo.vision.arguments import VISION
@@ -230,7 +241,19 @@ def build_parser() -> Parser:
     for registry, title in ((LOSSES, "algorithm"), (ADVANTAGES, "advantages and KL")):
         for dest, owner in registry.owners.items():
             _add_plugin_flag(parser, groups[title], registry.flags[dest], owner)
+    for group in groups.values():
+        _add_opposites(parser, group)
     return parser
+
+
+def _add_opposites(parser: Parser, group: argparse._ArgumentGroup) -> None:
+    """Add the flag that takes each switch back: a launch script's --x is undone by a later --no-x, --no-x by --x."""
+    for action in list(group._group_actions):
+        (name,) = action.option_strings
+        opposite = "--" + name[5:] if name.startswith("--no-") else "--no-" + name[2:]
+        if action.const is True and opposite not in parser._option_string_actions:  # --save-hf has a value
+            reading = {"action": "store_const", "const": False, "dest": action.dest, "default": False}
+            group.add_argument(opposite, help=argparse.SUPPRESS, **reading)
 
 
 def _add_plugin_flag(parser: Parser, group: argparse._ArgumentGroup, flag: Flag, owner: str) -> None:
@@ -258,7 +281,7 @@ def _value_options(kind: Any) -> dict[str, Any]:
         return {**_value_options(kind[0]), "nargs": "+"}
     if kind is dict:
         return {"type": json_object, "metavar": "JSON"}
-    plain = kind.type if isinstance(kind, Number) else str if kind == PATH else kind
+    plain = kind.type if isinstance(kind, Number) else str if kind in (PATH, TEXT) else kind
     return {"type": plain, "metavar": METAVARS[plain]}
 
 

@@ -26,7 +26,7 @@ from megatron_grpo.utils.batch_sizes import trainer_ranks
 from megatron_grpo.utils.core_names import ACCEPTED, EXCLUDED, RENAMED, SWITCHED_OFF_BY
 from megatron_grpo.utils.errors import GrpoError, of_file, prints_for_host, record_for_torchrun
 from megatron_grpo.utils.flag_values import integer_or_pattern, integers, json_object
-from megatron_grpo.utils.flags import PATH, Number
+from megatron_grpo.utils.flags import PATH, TEXT, Number
 from megatron_grpo.utils.rules import check_value, flag
 
 TABLE = Path(__file__).with_name("flags.json")
@@ -250,7 +250,7 @@ def _kind_to_json(kind: Any) -> Any:
         return [_kind_to_json(kind[0])]
     if isinstance(kind, Number):
         return {"type": kind.type.__name__, "low": kind.low, "high": kind.high, "above": kind.above}
-    return PATH if kind == PATH else None
+    return kind if kind in (PATH, TEXT) else None
 
 
 def _kind_from_json(stored: Any) -> Any:

@@ -19,6 +19,7 @@ from megatron_grpo.data.arguments import (
     check_pass_rates,
     check_tokenizer,
     resolve_chat_template,
+    resolve_system_prompt,
     resolve_tokenizer,
 )
 from megatron_grpo.estimate.throughput import stage_costs
@@ -143,6 +144,7 @@ FLAGS: tuple[Step, ...] = (
     resolve_lengths,
     check_lengths,
     check_data,
+    resolve_system_prompt,
     resolve_chat_template,
     resolve_weight_sync,
     resolve_mismatch_sample_rate,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 MOST = 2**31 - 1  # largest 32-bit integer
 PATH = "path"  # kind of a flag that names a file or a directory
+TEXT = "text"  # kind of a flag with a text that may be empty
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ class Flag(NamedTuple):
     """A flag with the range of its values.
 
     A kind is int, float or str; bool for a switch; [str] or [float] for one or more values; a tuple of strings for a
-    choice; dict for a JSON object. This project's own flags have a `Number` in place of int and float, and PATH in
-    place of str where a file or directory is named. Brackets in a help text: the value if the flag is not given.
+    choice; dict for a JSON object. This project's own flags have a `Number` in place of int and float, PATH in place of
+    str where a file or directory is named, and TEXT where an empty text has a meaning. Brackets in a help text: the
+    value if the flag is not given.
     """
 
     name: str  # with hyphens: --foo-alpha

@@ -7,7 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.flags import PATH, Number
+from megatron_grpo.utils.flags import PATH, TEXT, Number
 
 _PATH_BYTES, _NAME_BYTES = 4095, 255  # Linux: PATH_MAX without the final zero, NAME_MAX
 
@@ -28,7 +28,7 @@ def check_value(name: str, kind: Any, value: Any) -> None:
             raise GrpoError(f"{name} is {one}: give a finite number")
         if isinstance(kind, Number) and isinstance(one, int | float) and not kind.contains(one):
             raise GrpoError(f"{name} ({one}) {kind}")
-        if one == "":
+        if one == "" and kind != TEXT:
             raise GrpoError(f"{name} is empty: give a value, or leave the flag out")
         text = json.dumps(one, ensure_ascii=False) if isinstance(one, dict) else one
         if isinstance(text, str) and (shown := text.encode(errors="backslashreplace").decode()) != text:
@@ -55,6 +55,11 @@ def within(args: Namespace, dest: str, low: float, high: float) -> None:
     value = getattr(args, dest)
     if value is not None and not low <= value <= high:
         raise GrpoError(f"{flag(dest)} ({value}) must lie between {low:g} and {high:g}")
+
+
+def was_given(args: Namespace, dest: str) -> bool:
+    """Return whether a flag was given. A switch that a later flag has switched off was not: --x --no-x is neither."""
+    return dest in args.explicit and getattr(args, dest) is not False
 
 
 def required(args: Namespace, dest: str, cure: str) -> None:

@@ -174,7 +174,8 @@ def test_it_fits_beside_the_engine(name):
     for row in rows:
         assert row[7] == pytest.approx(sum(row[2:7]), abs=0.03)  # training: the sum of its parts
         assert row[7] < room
-        assert row[8] == 0  # all of it leaves the GPU while the engine generates
+        if sleeps:
+            assert row[8] == 0  # all of it leaves the GPU while the engine generates
     assert engine + 8 < H100 * utilization  # at least 8 GiB of cache
 
 

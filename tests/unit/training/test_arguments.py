@@ -15,6 +15,7 @@ from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
+from good_args import validated
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -23,7 +24,7 @@ from ranks import REPO
 
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.training import arguments
-from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.arguments import FLAGS, build_parser, parse_args
 from megatron_grpo.utils.arguments import args_to_json, replaced
 from megatron_grpo.utils.core_flags import (
     CHOICES,
@@ -34,6 +35,7 @@ from megatron_grpo.utils.core_flags import (
     core_flags,
     integer_or_pattern,
 )
+from megatron_grpo.utils.errors import GrpoError
 
 
 def latent_config(args):
@@ -183,16 +185,39 @@ def test_underscores_are_hyphens_and_what_was_given_is_known():
     assert args.explicit == {"num_generations", "train_data_path", "no_shuffle", "beta"}  # 0.04 is also the default
 
 
+def test_every_switch_is_taken_back_by_a_later_flag():
+    """A launch script's switch and the opposite at the end of the command line are as neither flag."""
+    switches = {name for rows in FLAGS.values() for name, kind, *_ in rows if kind is bool}
+    for name in switches - {"--no-save-hf"}:  # --save-hf has a value
+        opposite = name.replace("--no-", "--") if name.startswith("--no-") else name.replace("--", "--no-", 1)
+        dest = name[2:].replace("-", "_")
+        assert [getattr(parse_args(words), dest) for words in ([name, opposite], [opposite, name], [opposite])] == [
+            *(False, True, False)
+        ]
+    help_ = build_parser().format_help()
+    assert "--no-offload-model" not in help_ and "--offload-model" in help_
+
+
+def test_a_switch_that_is_off_again_needs_nothing():
+    """Flags that would be refused here are taken back: as for a script with vLLM that runs with other engines."""
+    validated("--rollout-engine megatron --vllm-enforce-eager --no-vllm-enforce-eager")
+    with pytest.raises(GrpoError, match="--vllm-enforce-eager is vLLM's"):
+        validated("--rollout-engine megatron --vllm-enforce-eager")
+
+
+def test_an_empty_system_prompt_is_none():
+    assert validated("--system-prompt Think. --system-prompt=").system_prompt is None
+    assert validated("--system-prompt Think.").system_prompt == "Think."
+    with pytest.raises(GrpoError, match="--prompt-key is empty"):
+        parse_args(["--prompt-key", ""])
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         ("--num-generation 4", "unknown flag --num-generation; did you mean --num-generations?"),
         ("--temprature=1", "unknown flag --temprature; did you mean --temperature?"),
         ("--xyzzy", "unknown flag --xyzzy; --help-all lists all flags"),
-        (
-            "--shuffle-completions",
-            "unknown flag --shuffle-completions: it is the default, leave it out; --no-shuffle-completions switches",
-        ),
         ("--mamba-state-dim 64", "--mamba-state-dim is not a flag of this program: Mamba layers are not supported"),
         (
             "--no-tp-comm-bulk-wgrad",
