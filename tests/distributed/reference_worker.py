@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import made_up
 import numpy as np
 import torch
 from checkpoint_worker import MOE, SHARDED, enter, fill, say
@@ -27,6 +26,7 @@ from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
+from tools import made_up
 
 REF = "--ref-tensor-model-parallel-size 1 --ref-pipeline-model-parallel-size 1 --ref-expert-model-parallel-size 2"
 SHARE = 0.6
