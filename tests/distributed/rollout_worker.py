@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
+from refusals import says
 
 from megatron_grpo.patches import cpu_backend
 
@@ -49,7 +50,6 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
 from megatron_grpo.training.validation import validate_args
-from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf
 from megatron_grpo.weights.arguments import merge_architecture
 from megatron_grpo.weights.stream import stream_hf
@@ -349,15 +349,6 @@ def spoilt(weights, target: str, case: str):
             tensor.view(-1)[5:7] += 1e-3
         if name != target or case == "corrupted":
             yield name, tensor
-
-
-def says(check) -> str | None:
-    """The message with which a check fails; None if it passes."""
-    try:
-        check()
-    except GrpoError as error:
-        return str(error)
-    return None
 
 
 def main() -> None:
