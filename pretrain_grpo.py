@@ -11,7 +11,7 @@ passes ``model_provider`` and `forward_step` to ``setup``. `train` is the algori
 
 The parts are in megatron_grpo/, a folder for each capability. algorithm/ has the mathematics; training/ has the set-up
 (setup.py), the parts of a run and its position (trainer.py), one optimizer step (train_step.py), and the rules that
-refuse invalid configurations (validation.py). docs/arguments.md lists every flag.
+refuse invalid configurations (resolve.py). docs/arguments.md lists every flag.
 """
 
 import gc
@@ -217,10 +217,9 @@ def train(args, trainer: Trainer) -> None:
 
 
 def main() -> None:
-    args = parse_args()
-    trainer = setup(args, model_provider, forward_step)
+    trainer = setup(parse_args(), model_provider, forward_step)
     if trainer is not None:  # None after --dry-run
-        train(args, trainer)
+        train(trainer.args, trainer)
 
 
 if __name__ == "__main__":

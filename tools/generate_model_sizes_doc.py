@@ -26,7 +26,7 @@ from megatron_grpo.estimate.dry_run import GIB
 from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.training.resolve import resolve_args
 from tools.generated import write_or_check
 
 DOCUMENT = REPO / "docs" / "model_sizes.md"
@@ -159,7 +159,7 @@ def plan(row: Row) -> tuple[argparse.Namespace, Plan]:
         environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
         done = subprocess.run(row.command, shell=True, cwd=REPO, env=environment, capture_output=True, check=True)
     args = parse_args(done.stdout.decode().split("\0")[:-1])
-    validate_args(args, row.gpus)
+    args = resolve_args(args, row.gpus)
     return args, Plan(args)
 
 

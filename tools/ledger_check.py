@@ -168,10 +168,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="number of kills [20]")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the moments [1]")
     parser.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="trainers [1]")
-    args = parser.parse_args(own)
-    args.flags, args.directory = flags, args.directory.resolve()
+    options = parser.parse_args(own)
+    options.flags, options.directory = flags, options.directory.resolve()
     try:
-        check(args)
+        check(options)
     except GrpoError as error:
         print(f"ledger_check.py: {error}", file=sys.stderr)
         return 1

@@ -30,17 +30,19 @@ from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.lora.attach import adapters, attach
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import destroy_rank_groups, print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import destroy_rank_groups, set_random_seed
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
+from megatron_grpo.training.resolve import resolve_args
 from megatron_grpo.training.trainer import Trainer
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.device import device
-from megatron_grpo.weights import families, hf, model_weights
-from megatron_grpo.weights.arguments import merge_architecture
+from megatron_grpo.utils.log import print_rank_0
+from megatron_grpo.weights import hf, model_weights
+from megatron_grpo.weights.arguments import architecture_of
 
 # Two updates, with ratios other than 1 and a reference model; Adam's eps is large enough not to magnify rounding.
 COMMON = """--lr 1e-3 --num-generations 4 --global-batch-size 16 --steps-per-generation 2 --train-iters 2 --beta 0.1
@@ -54,10 +56,8 @@ def parse(flags: list[str], world_size: int):
     if args.load_hf:
         # A step of 1e-3 can make a trained model diverge, and its ratios of 1e5 magnify rounding.
         args = parse_args([*COMMON, "--lr", "1e-4", *flags])
-        config = hf.read_config(args.load_hf)
-        merge_architecture(args, families.for_hf_config(config).args_from_hf(config), args.load_hf)
-    validate_args(args, world_size)
-    return args
+        args = replaced(args, **architecture_of(args, args.load_hf))
+    return resolve_args(args, world_size)
 
 
 def lognormal_lengths(count: int, median: float, mean: float, longest: int) -> list[int]:

@@ -17,7 +17,7 @@ import torch
 import transformers.trainer  # noqa: F401  before the stand-ins are installed: it tests which packages exist
 from torch import Tensor
 
-from megatron_grpo.algorithm.arguments import check_loss
+from megatron_grpo.algorithm.arguments import check_loss, check_ratio, resolve_loss
 from megatron_grpo.algorithm.importance_sampling import importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.algorithm.kl import kl_term
 from megatron_grpo.algorithm.losses import LOSSES
@@ -26,6 +26,7 @@ from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced, resolved
 
 GROUP = 4  # completions of a prompt, consecutive as in TRL
 END = 1  # the token that ends a completion
@@ -117,10 +118,9 @@ def our_batch(data: Data) -> RolloutBatch:
 
 def our_args(flags: str):
     args = parse_args([*flags.split(), "--num-generations", str(GROUP)])
-    args.updates_per_rollout = 2
-    args.rollout_importance_sampling_threshold = args.rollout_importance_sampling_threshold or 2.0
-    check_loss(args)
-    return args
+    threshold = args.rollout_importance_sampling_threshold or 2.0
+    args = replaced(args, updates_per_rollout=2, rollout_importance_sampling_threshold=threshold)
+    return resolved(args, check_loss, resolve_loss, check_ratio)
 
 
 def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
@@ -185,10 +185,9 @@ def our_mismatch(data: Data, *names: str) -> Tensor:
 
 def our_advantages(data: Data, flags: str) -> Tensor:
     """Return the advantages of tokens in the loss, [n, s]; 0 elsewhere."""
-    args = our_args(flags)
-    args.reward_weights = [1.0] * data.rewards.shape[1]
+    args = replaced(our_args(flags), reward_weights=[1.0] * data.rewards.shape[1])
     if args.scale_rewards is None:
-        args.scale_rewards = "group" if args.advantage_estimator == "grpo" else "none"
+        args = replaced(args, scale_rewards="group" if args.advantage_estimator == "grpo" else "none")
     batch = our_batch(data)
     batch, _ = estimate_advantages(args, batch, summed(data).float().numpy())
     if batch.token_advantages is None:

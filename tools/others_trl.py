@@ -246,7 +246,7 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
     some = data._replace(rewards=missing)
     yield advantages("some not scored", "--scale-rewards group", "grpo", data=some, scale_rewards="group")
     gdpo = "normalize_then_sum"
-    yield advantages("GDPO", "--scale-rewards gdpo", "grpo", multi_objective_aggregation=gdpo)
+    yield advantages("GDPO", "--advantage-estimator gdpo", "grpo", multi_objective_aggregation=gdpo)
     yield advantages("RLOO", "--advantage-estimator rloo", "rloo", normalize_advantages=False)
     yield advantages(
         "RLOO, some not scored", "--advantage-estimator rloo", "rloo", data=some, normalize_advantages=False

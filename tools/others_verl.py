@@ -334,7 +334,7 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
     )
     yield advantages(
         "GDPO of one reward",
-        "--scale-rewards gdpo",
+        "--advantage-estimator gdpo",
         "gdpo",
         "verl whitens over tokens. The mean and std of the paper's last step are over the prompts and completions of "
         "the batch, as here and in TRL.",

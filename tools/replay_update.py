@@ -31,16 +31,18 @@ from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.environments.registry import tools_of
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.parallel.zigzag import padded_lengths
 from megatron_grpo.rollout.collect import shown_images
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
-from megatron_grpo.training.setup import build_model_and_optimizer, set_architecture
+from megatron_grpo.training.resolve import resolve_args, resolve_origin
+from megatron_grpo.training.setup import build_model_and_optimizer
 from megatron_grpo.training.train_step import train_step
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.json_files import read_json_object
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.vision.images import ImageReader
 from megatron_grpo.vision.images import attach as attach_images
 
@@ -73,14 +75,13 @@ def main() -> None:
     options, flags = parser.parse_known_args()
     batch = RolloutBatch.load(options.folder)
     record = read_json_object(options.folder.with_suffix(".json"))
-    args = parse_args(flags)
-    set_architecture(args, resume=True)
-    validate_args(args, int(os.environ.get("WORLD_SIZE", "1")))
-    args.rollout_ranks = 0  # every rank trains
-    args.train_iters = args.train_iters or record["iteration"]
+    args = resolve_origin(parse_args(flags), resume=True)
+    args = resolve_args(args, int(os.environ.get("WORLD_SIZE", "1")))
+    # Every rank trains.
+    args = replaced(args, rollout_ranks=0, train_iters=args.train_iters or record["iteration"])
     initialize_distributed(args)
     set_random_seed(args.seed)
-    model, optimizer, scheduler, _ = build_model_and_optimizer(args, model_provider, resume=True, ref_args=None)
+    model, optimizer, scheduler, *_ = build_model_and_optimizer(args, model_provider, resume=True, ref_args=None)
     if args.vision_config:
         give_images(args, model, batch)
     iteration, _ = checkpoint.load_checkpoint(args, model, optimizer, scheduler)

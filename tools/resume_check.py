@@ -401,10 +401,10 @@ def main() -> int:
     parser.add_argument("--one-run", action="store_true", help="kill one run again and again")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the moments [1]")
     parser.add_argument("--nproc-per-node", type=int, default=2, metavar="N", help="ranks [2]")
-    args = parser.parse_args(own)
-    args.flags, args.directory = flags, args.directory.resolve()
+    options = parser.parse_args(own)
+    options.flags, options.directory = flags, options.directory.resolve()
     try:
-        return 0 if check(args) else 1
+        return 0 if check(options) else 1
     except GrpoError as error:
         print(f"resume_check.py: {error}", file=sys.stderr)
         return 1

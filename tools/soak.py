@@ -185,11 +185,11 @@ def main() -> int:
     )
     parser.add_argument("--patience", type=float, default=1e5, metavar="X", help="time limit in seconds [100000]")
     parser.add_argument("--server", action="store_true", help="generate with a vLLM server that the tool starts")
-    args = parser.parse_args(own)
-    args.flags, args.directory = flags, args.directory.resolve()
-    args.directory.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args(own)
+    options.flags, options.directory = flags, options.directory.resolve()
+    options.directory.mkdir(parents=True, exist_ok=True)
     try:
-        return 0 if soak(args) else 1
+        return 0 if soak(options) else 1
     except GrpoError as error:
         print(f"soak.py: {error}", file=sys.stderr)
         return 1

@@ -296,18 +296,32 @@ def pass_at_k_advantages(rewards: Float32, group_ids: Int64, pass_at_k: int, sca
     return _scaled(advantages, values, group_ids, scale_rewards)
 
 
-def gdpo_advantages(rewards: Float32, weights: Sequence[float], group_ids: Int64) -> Float32:
+def _check_gdpo(reward_funcs: list[str], kl_in_reward: bool) -> None:
+    if reward_funcs and len(reward_funcs) < 2:
+        raise GrpoError(
+            "--advantage-estimator gdpo normalises each reward function separately, but --reward-funcs names only one: "
+            "give --advantage-estimator grpo, which is the same up to a constant"
+        )
+    if kl_in_reward:
+        raise GrpoError(
+            "--kl-in-reward and --advantage-estimator gdpo cannot both be given: gdpo normalises each reward function "
+            "separately, so that there is no sum from which the KL could be subtracted"
+        )
+
+
+@register_advantage("gdpo", scale="batch", check=_check_gdpo, example=None)
+def gdpo_advantages(function_rewards: Float32, group_ids: Int64, reward_weights: Sequence[float]) -> Float32:
     """Return GDPO's advantages: each reward function is normalised separately before the sum, so that none dominates.
 
-        z_if = (r_if - mean over its group) / (std over its group + 1e-4),   a_i = sum over f of weights[f] z_if
+        z_if = (r_if - mean over its group) / (std over its group + 1e-4),   a_i = sum over f of w_f z_if
         A_i  = (a_i - mean of a over the batch) / (std of a over the batch + 1e-4)
 
     A completion that a function did not score (NaN) is left out of its mean and std, and of the sum.
 
     Args:
-        rewards: [n, f].
-        weights: f numbers.
+        function_rewards: [n, f].
         group_ids: [n].
+        reward_weights: w, f numbers.
 
     Returns:
         [n].
@@ -318,12 +332,12 @@ def gdpo_advantages(rewards: Float32, weights: Sequence[float], group_ids: Int64
     Source: Liu et al. 2026, "GDPO: group reward-decoupled normalization policy optimization for multi-reward RL
     optimization", arXiv:2601.05242.
     """
-    if rewards.ndim != 2 or rewards.shape[1] != len(weights):
-        raise ValueError(f"{len(weights)} reward weights for rewards of shape {rewards.shape}")
-    total = np.zeros(len(rewards))
-    for column, weight in zip(rewards.T, weights, strict=True):
+    if function_rewards.ndim != 2 or function_rewards.shape[1] != len(reward_weights):
+        raise ValueError(f"{len(reward_weights)} reward weights for rewards of shape {function_rewards.shape}")
+    total = np.zeros(len(function_rewards))
+    for column, weight in zip(function_rewards.T, reward_weights, strict=True):
         total += weight * group_advantages(column, group_ids, "group").astype(np.float64)
-    total[np.isnan(rewards).all(axis=1)] = np.nan
+    total[np.isnan(function_rewards).all(axis=1)] = np.nan
     return _whitened(total).astype(np.float32)
 
 

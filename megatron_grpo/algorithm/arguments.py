@@ -3,10 +3,11 @@
 from argparse import Namespace
 from typing import Any, get_args
 
-from megatron_grpo.algorithm.advantages import ADVANTAGES, group_advantages
+from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.kl import KL_ESTIMATORS
 from megatron_grpo.algorithm.losses import LOSSES
-from megatron_grpo.algorithm.registry import TOKEN_STATISTICS, Entry, Estimator, Level, Loss, Registry, call
+from megatron_grpo.algorithm.registry import TOKEN_STATISTICS, Entry, Level, Loss, Registry, call
+from megatron_grpo.utils.arguments import Step
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, REAL, FlagRow
 from megatron_grpo.utils.rules import excludes, flag, needs, within
@@ -75,7 +76,7 @@ LOSS: tuple[FlagRow, ...] = (
     ),
 )
 
-SCALES = ("group", "batch", "none", "gdpo")
+SCALES = ("group", "batch", "none")
 
 ADVANTAGE: tuple[FlagRow, ...] = (
     ("--advantage-estimator", ADVANTAGES.entries, "grpo", "advantage estimator: docs/algorithms.md"),
@@ -110,12 +111,13 @@ def may_need_scores(args: Namespace) -> bool:
 
 
 def check_loss(args: Namespace) -> None:
-    """Check the flags of the loss, and fill in defaults."""
+    """Check the given flags of the loss; `check_ratio` follows the defaults of `resolve_loss`."""
     loss = LOSSES.get(args.loss_type)
     _check_unread_flags(args, LOSSES, loss)
     _check_micro_batch_flags(args, loss)
-    _check_ratio(args, loss)
-    _check_covariance(args)
+    _check_level(args, loss)
+    if loss.check is not None:
+        call(loss.check, {}, args)
 
 
 def _check_unread_flags(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
@@ -147,33 +149,43 @@ def _check_micro_batch_flags(args: Namespace, loss: Loss) -> None:
         )
 
 
-def _check_ratio(args: Namespace, loss: Loss) -> None:
-    """Check level and ranges of the importance ratio, and fill in defaults."""
+def _check_level(args: Namespace, loss: Loss) -> None:
+    """Refuse a level of the importance ratio that the loss does not have."""
     level = args.importance_sampling_level
     if loss.level == "token" != level:
         raise GrpoError(
             f"--importance-sampling-level {level} has no effect with --loss-type {loss.name}, which defines its own "
             "ratio: leave it out"
         )
-    if loss.level is not None:
-        if "importance_sampling_level" in args.explicit and level != loss.level:
-            like = next(other.name for other in LOSSES.entries.values() if other.function is loss.function)
-            raise GrpoError(
-                f"--loss-type {loss.name} is {like} with --importance-sampling-level {loss.level}, not {level}: leave "
-                "one of them out"
-            )
-        args.importance_sampling_level = loss.level
-    if loss.check is not None:
-        call(loss.check, {}, args)
-    sequences = args.importance_sampling_level != "token" and "epsilon" in loss.parameters
-    if sequences and args.epsilon is None:  # of a geometric mean, which is close to 1: arXiv:2507.18071, section 5.1
-        args.epsilon, args.epsilon_high = 3e-4, 4e-4 if args.epsilon_high is None else args.epsilon_high
-    for dest, value in {"epsilon": 0.2, **loss.defaults}.items():
-        if getattr(args, dest) is None:
-            setattr(args, dest, value)
+    if "importance_sampling_level" in args.explicit and loss.level not in (None, level):
+        like = next(other.name for other in LOSSES.entries.values() if other.function is loss.function)
+        raise GrpoError(
+            f"--loss-type {loss.name} is {like} with --importance-sampling-level {loss.level}, not {level}: leave "
+            "one of them out"
+        )
+
+
+def resolve_loss(args: Namespace) -> dict[str, Any]:
+    """Return level and bounds of the importance ratio, and the loss's own defaults."""
+    loss = LOSSES.get(args.loss_type)
+    level = args.importance_sampling_level if loss.level is None else loss.level
+    defaults = {"epsilon": 0.2, **loss.defaults}
+    if _clips_sequences(level, loss) and args.epsilon is None:
+        defaults |= {"epsilon": 3e-4, "epsilon_high": 4e-4}  # arXiv:2507.18071, section 5.1
+    found = {dest: value for dest, value in defaults.items() if getattr(args, dest) is None}
     if args.epsilon_high is None:
-        args.epsilon_high = args.epsilon
-    if sequences and args.epsilon == 0.2:
+        found.setdefault("epsilon_high", found.get("epsilon", args.epsilon))
+    return found | {"importance_sampling_level": level}
+
+
+def _clips_sequences(level: str, loss: Loss) -> bool:
+    """Return whether the ratio of a whole sequence is clipped: a geometric mean, which is close to 1."""
+    return level != "token" and "epsilon" in loss.parameters
+
+
+def check_ratio(args: Namespace) -> None:
+    """Refuse bounds of the importance ratio that have no effect or exclude each other."""
+    if _clips_sequences(args.importance_sampling_level, LOSSES.get(args.loss_type)) and args.epsilon == 0.2:
         raise GrpoError(
             "--epsilon 0.2 never clips the ratio of a sequence, a geometric mean close to 1: leave it out (3e-4, and "
             "4e-4 as --epsilon-high)"
@@ -183,6 +195,7 @@ def _check_ratio(args: Namespace, loss: Loss) -> None:
             f"--dual-clip ({args.dual_clip}) must be greater than 1 + --epsilon-high ({1 + args.epsilon_high:g}), the "
             "upper clip of the ratio"
         )
+    _check_covariance(args)
 
 
 def _check_covariance(args: Namespace) -> None:
@@ -200,12 +213,18 @@ def _check_covariance(args: Namespace) -> None:
         )
 
 
+def resolve_importance_sampling(args: Namespace) -> dict[str, Any]:
+    """Return the default bounds of rollout importance weights."""
+    mode = args.rollout_importance_sampling_mode
+    bounds = {"threshold": 5.0, "lower_bound": 0.5} if mode == "icepop" else {"threshold": 2.0} if mode else {}
+    dests = {f"rollout_importance_sampling_{name}": bound for name, bound in bounds.items()}
+    return {dest: bound for dest, bound in dests.items() if getattr(args, dest) is None}
+
+
 def check_importance_sampling(args: Namespace) -> None:
-    """Check rollout importance weights, and fill in defaults."""
+    """Raise GrpoError for bounds of rollout importance weights without effect, or out of range."""
     mode = args.rollout_importance_sampling_mode
     needs(args, "rollout_importance_sampling_threshold", "rollout_importance_sampling_mode", "it bounds its weights")
-    if mode and args.rollout_importance_sampling_threshold is None:
-        args.rollout_importance_sampling_threshold = 5.0 if mode == "icepop" else 2.0
     if mode != "icepop":
         if args.rollout_importance_sampling_lower_bound is not None:
             raise GrpoError(
@@ -213,25 +232,25 @@ def check_importance_sampling(args: Namespace) -> None:
                 "modes have no lower bound"
             )
         return
-    if args.rollout_importance_sampling_lower_bound is None:
-        args.rollout_importance_sampling_lower_bound = 0.5
     within(args, "rollout_importance_sampling_lower_bound", 0, args.rollout_importance_sampling_threshold)
 
 
+def resolve_advantages(args: Namespace) -> dict[str, Any]:
+    """Return --scale-rewards, by default that of the estimator."""
+    scale = ADVANTAGES.get(args.advantage_estimator).scale
+    return {"scale_rewards": scale if args.scale_rewards is None else args.scale_rewards}
+
+
 def check_advantages(args: Namespace) -> None:
-    """Check the flags of advantages and KL, and fill in defaults."""
+    """Raise GrpoError for flags of advantages and KL that contradict each other or have no effect."""
     entry = ADVANTAGES.get(args.advantage_estimator)
     estimator = entry.name
-    if args.scale_rewards is None:
-        args.scale_rewards = entry.scale
     if "scale_rewards" not in entry.parameters and args.scale_rewards != entry.scale:
         divides = "divides by the standard deviation over the batch" if entry.scale == "batch" else "has its own scale"
         raise GrpoError(
             f"--advantage-estimator {estimator} {divides}, so --scale-rewards {args.scale_rewards} has no effect: "
             "leave it out, or use --advantage-estimator grpo"
         )
-    if args.scale_rewards == "gdpo":
-        _check_gdpo(args, entry)
     if args.num_generations < 2 and entry.compares_group:
         others = " or ".join(other.name for other in ADVANTAGES.entries.values() if not other.compares_group)
         raise GrpoError(
@@ -243,24 +262,6 @@ def check_advantages(args: Namespace) -> None:
         call(entry.check, {}, args)
     _check_kl(args)
     _check_token_advantages(args)
-
-
-def _check_gdpo(args: Namespace, entry: Estimator) -> None:
-    if entry.function is not group_advantages:
-        raise GrpoError(
-            f"--scale-rewards gdpo computes the advantages itself, over groups and then over the batch, and replaces "
-            f"--advantage-estimator {args.advantage_estimator}: leave one of them out"
-        )
-    if args.reward_funcs and len(args.reward_funcs) < 2:
-        raise GrpoError(
-            "--scale-rewards gdpo normalises each reward function separately, but --reward-funcs names only one: give "
-            "--scale-rewards group, which is the same up to a constant"
-        )
-    if args.kl_in_reward:
-        raise GrpoError(
-            "--kl-in-reward and --scale-rewards gdpo cannot both be given: gdpo normalises each reward function "
-            "separately, so that there is no sum from which the KL could be subtracted"
-        )
 
 
 def _check_kl(args: Namespace) -> None:
@@ -301,3 +302,15 @@ def _check_token_advantages(args: Namespace) -> None:
             f"{whole} needs the sign of a completion's advantage, but with {cause} each token has its own advantage: "
             "leave one of them out"
         )
+
+
+# The rules of losses, rollout importance weights, advantages and KL, in order.
+STEPS: tuple[Step, ...] = (
+    check_loss,
+    resolve_loss,
+    check_ratio,
+    resolve_importance_sampling,
+    check_importance_sampling,
+    resolve_advantages,
+    check_advantages,
+)

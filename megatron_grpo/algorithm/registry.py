@@ -34,13 +34,13 @@ TOKEN_STATISTICS = ("covariances", "entropies")
 LOSS_INPUTS = ("log_probs", "old_log_probs", "log_ratio", "advantages", "completion", *TOKEN_STATISTICS)
 # Inputs of update_advantages, [n] each: the completions of an update. scores is the mean of d over each completion.
 UPDATE_INPUTS = ("scores", "advantages", "group_ids")
-# Inputs of an estimator, of all completions of the rollout: rewards and group_ids [n]. Of the tokens that this rank
-# holds, those of other completions are left out: response_mask and penalties [total] (penalties is None without
-# --kl-in-reward); cu_seqlens [n + 1]. gather(values [..., n]) returns a number of each completion, computed from its
-# tokens, of all completions.
+# Inputs of an estimator, of all completions of the rollout: rewards (the weighted sums) and group_ids [n], and
+# function_rewards [n, f] of each of --reward-funcs. Of the tokens that this rank holds, those of other completions are
+# left out: response_mask and penalties [total] (penalties is None without --kl-in-reward); cu_seqlens [n + 1].
+# gather(values [..., n]) returns a number of each completion, computed from its tokens, of all completions.
 # turns [n], and of episodes with an environment turn_rewards and turn_states [n, most turns]: `RolloutBatch`.
 ADVANTAGE_INPUTS = (
-    *("rewards", "group_ids", "response_mask", "cu_seqlens", "penalties", "gather"),
+    *("rewards", "function_rewards", "group_ids", "response_mask", "cu_seqlens", "penalties", "gather"),
     *("turns", "turn_rewards", "turn_states"),
 )
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from megatron_grpo.algorithm.advantages import ADVANTAGES, gdpo_advantages
+from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.distillation import on_policy_distillation
 from megatron_grpo.algorithm.kl import kl_penalties
 from megatron_grpo.algorithm.registry import call
@@ -24,10 +24,7 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> tuple
     if args.kl_in_reward:
         penalties = kl_penalties(batch.old_log_probs, batch.ref_log_probs, batch.response_mask, args.beta)
         metrics["reward/kl_penalty"] = float(_sum_per_completion(batch, penalties).mean())
-    if args.scale_rewards == "gdpo":
-        advantages, of_tokens = gdpo_advantages(batch.rewards, args.reward_weights, batch.group_ids), None
-    else:
-        advantages, of_tokens = _estimate(args, batch, rewards, penalties)
+    advantages, of_tokens = _estimate(args, batch, rewards, penalties)
     if batch.teacher_log_probs is not None:
         metrics["teacher/kl"] = mean_in_loss(batch, batch.old_log_probs - batch.teacher_log_probs)
         of_tokens = on_policy_distillation(
@@ -54,6 +51,7 @@ def _estimate(
         rewards = (rewards - _sum_per_completion(batch, penalties)).astype(np.float32)
     inputs = {
         "rewards": rewards,
+        "function_rewards": batch.rewards,
         "group_ids": batch.group_ids,
         "response_mask": batch.response_mask,
         "cu_seqlens": batch.cu_seqlens,

@@ -1,6 +1,7 @@
 """Flags and rules of checkpoints and Hugging Face directories: the origin of the weights, saves and exports."""
 
 from argparse import Namespace
+from typing import Any
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, PATH, FlagRow
@@ -45,7 +46,7 @@ CHECKPOINTS: tuple[FlagRow, ...] = (
 
 
 def check_checkpoints(args: Namespace) -> None:
-    """Raise GrpoError for conflicting origins or destinations of weights; set the default of --save-hf."""
+    """Raise GrpoError for conflicting origins or destinations of weights."""
     for dest in ("save_interval", "max_checkpoints_to_keep", "async_save", "on_save_error"):
         needs(args, dest, "save", "there is no directory to write to")
     for dest in ("finetune", "no_load_optim", "no_load_rng"):
@@ -59,5 +60,9 @@ def check_checkpoints(args: Namespace) -> None:
             "--use-checkpoint-args needs --load or --pretrained-checkpoint: a checkpoint with stored arguments"
         )
     excludes(args, "save_hf", "no_save_hf", "one enables the export, the other disables it")
-    if args.save and not args.save_hf and not args.no_save_hf and not args.lora_rank:  # the export is the adapter
-        args.save_hf = f"{args.save}/hf_model"
+
+
+def resolve_export(args: Namespace) -> dict[str, Any]:
+    """Return --save-hf, by default in --save; call it when --lora-rank is known, whose export is the adapter."""
+    by_default = args.save and not args.save_hf and not args.no_save_hf and not args.lora_rank
+    return {"save_hf": f"{args.save}/hf_model"} if by_default else {}

@@ -31,6 +31,7 @@ from torch.futures import Future
 from megatron_grpo.checkpointing import checkpoint_directory, data_files
 from megatron_grpo.checkpointing.background_writer import LENGTH, Item, Job, Part, pauses, report_failure
 from megatron_grpo.utils import page_locked, progress
+from megatron_grpo.utils.log import log
 
 _LOOK = 5.0  # seconds between two looks at the files that are being written
 _SETTLE = 60.0  # seconds that a run which ends with an error waits for its last save
@@ -92,7 +93,7 @@ class BackgroundSaves:
         """Copy the items of the data file ``file`` into shared memory."""
         assert self.job is not None
         data = [planner.resolve_data(item) for item in items]
-        dtypes = [item.tensor_data and item.tensor_data.properties.dtype for item in items]
+        dtypes = [item.tensor_data.properties.dtype if item.tensor_data else torch.uint8 for item in items]
         sizes = [
             len(d.getbuffer()) if isinstance(d, io.BytesIO) else d.numel() * dtype.itemsize
             for d, dtype in zip(data, dtypes, strict=True)
@@ -152,7 +153,7 @@ class BackgroundSaves:
         if job is None:
             return
         if error := self.written(timeout):
-            print(f"checkpoint {job.temporary} was not written: {error}", flush=True)
+            log(f"checkpoint {job.temporary} was not written: {error}")
             return
         if self.job is not None:
             return

@@ -162,11 +162,13 @@ def _describe(part: Part) -> None:
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.storage import WriteResult
 
     from megatron_grpo.checkpointing import data_files
     from megatron_grpo.utils.errors import GrpoError
 
-    directory, results = part.file.parent, []
+    directory = part.file.parent
+    results: list[WriteResult] = []
     for rank in range(part.world_size):
         file = directory / data_files.file_name(rank)
         for pause in pauses():
@@ -176,7 +178,7 @@ def _describe(part: Part) -> None:
                 raise GrpoError(f"{directory} was deleted")
             time.sleep(pause)
         text = listing(file).read_text()
-        written = json.loads(text) if text else {"error": "it could write neither its part nor the reason"}
+        written: dict[str, Any] = json.loads(text or '{"error": "it could write neither its part nor the reason"}')
         if "error" in written:
             raise GrpoError(f"rank {rank}: {written['error']}")
         for fqn, offset, index, start, length, checksum in written["items"]:

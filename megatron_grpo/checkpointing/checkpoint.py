@@ -45,16 +45,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimizer_state
 from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWriter
-from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, read_checkpoint_args
+from megatron_grpo.checkpointing.checkpoint_directory import find, latest_iteration, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.parallel.agreement import on_all_ranks, on_rank_0
-from megatron_grpo.parallel.initialize import host_group, print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import host_group, set_random_seed
 from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0
 
-__all__ = ["latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
+__all__ = ["find", "latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
 __all__ += ["read_weights", "save_checkpoint", "save_weights", "subfolder"]
 __all__ += ["start_background_saves", "wait_for_background", "write_state"]
 
@@ -99,6 +100,7 @@ def save_checkpoint(
     `wait_for_background`, raises its error.
     """
     wait_for_background()
+    background = _background if args.async_save else None
     temporary = on_rank_0(checkpoint_directory.start, args.save, iteration)
     metadata = _with_group(CONTENT_METADATA)
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": iteration} | _model_state(model_chunks, metadata)
@@ -112,21 +114,20 @@ def save_checkpoint(
     state["optimizer_type"] = optimizer_state.type_name(optimizer)
     keep = args.max_checkpoints_to_keep
     try:
-        if args.async_save:
-            assert _background is not None
-            _background.begin(temporary)
+        if background is not None:
+            background.begin(temporary)
         write_state(state, temporary, metadata)
         if save_reference is not None:
             save_reference(temporary / REFERENCE)
         problem = f"checkpoint {temporary} cannot be written"
         on_all_ranks(lambda: save_on_this_rank and save_on_this_rank(temporary), problem)
-        if args.async_save:
-            _background.submit(args_to_json(args), keep)
+        if background is not None:
+            background.submit(args_to_json(args), keep)
         else:
             on_rank_0(checkpoint_directory.publish, temporary, args_to_json(args), keep)
     except GrpoError:  # on all ranks
-        if _background is not None:
-            _background.abandon()
+        if background is not None:
+            background.abandon()
         on_rank_0(checkpoint_directory.discard, temporary)
         raise
 
@@ -184,7 +185,7 @@ def read_weights(checkpoint: Path, model_chunks) -> None:
     common = on_rank_0(_common_state, checkpoint)
     _check_architecture(checkpoint, model_chunks)
     if not hasattr(unwrap_model(model_chunks)[0], "lora"):
-        checkpoint_directory.refuse_adapter(checkpoint)
+        on_rank_0(checkpoint_directory.refuse_adapter, checkpoint)
     metadata = _with_group(common.get("content_metadata") or CONTENT_METADATA)
     _set_model_state(model_chunks, _load(_model_state_to_load(model_chunks, metadata), common, checkpoint))
 
@@ -206,6 +207,15 @@ def check_shared(root: str | Path) -> None:
         raise GrpoError(
             f"--save {root} is another directory on host {', '.join(blind[:4])}{' ...' * (len(blind) > 4)} than on "
             f"{everywhere[0][0]}: give one that all hosts of trainers share, such as on NFS or Lustre"
+        )
+
+
+def check_seen(name: str, path: str | Path) -> None:
+    """Raise GrpoError if this host has not the ``path`` of a flag ``name``, which rank 0 has; one rank a host looks."""
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not _appears(Path(path)):
+        raise GrpoError(
+            f"{name}: {path} is on the host of rank 0, and not on host {socket.gethostname()}, where ranks read it, "
+            "too: give a directory that all hosts see, such as on NFS or Lustre, or copy it to each host"
         )
 
 
@@ -316,9 +326,9 @@ def _find_verified(root: str | Path) -> tuple[int, Path]:
     iteration, directory = checkpoint_directory.find(root)
     checkpoint_directory.verify(directory)
     if line := checkpoint_directory.note(root):
-        print(line, flush=True)
+        print_rank_0(line)
     if not checkpoint_directory.has_checksums(directory):
-        print(f"{directory} has no {CHECKSUMS}: damage within its *.distcp files cannot be found", flush=True)
+        print_rank_0(f"{directory} has no {CHECKSUMS}: damage within its *.distcp files cannot be found")
     return iteration, directory
 
 
@@ -417,8 +427,11 @@ def _stored_keys(directory: Path) -> set[str]:
 
 
 def _check_architecture(directory: Path, model_chunks) -> None:
-    """Compare the stored arguments with the built model; a checkpoint written by Megatron-LM has no args.json."""
-    stored = checkpoint_directory.stored_args(directory)
+    """Compare the stored arguments with the built model; a checkpoint written by Megatron-LM has no args.json.
+
+    Collective: a stage may have an attribute that the others have not.
+    """
+    stored = on_rank_0(checkpoint_directory.stored_args, directory)
     model = unwrap_model(model_chunks)[0]
     fields = {name: core_flags()[name].feeds[0][1] for name in ARCHITECTURE}
     built = {name: getattr(model.config, field, None) for name, field in fields.items()}
@@ -430,11 +443,11 @@ def _check_architecture(directory: Path, model_chunks) -> None:
         for name, value in built.items()
         if stored.get(name) is not None and value is not None and stored[name] != value
     ]
-    if different:
-        raise GrpoError(
-            f"checkpoint {directory} is of another architecture: {'; '.join(different)}. "
-            "Give flags that agree, or --use-checkpoint-args"
-        )
+    problem = (
+        f"checkpoint {directory} is of another architecture: {'; '.join(different)}. Give flags that agree, or "
+        "--use-checkpoint-args"
+    )
+    _raise_everywhere(problem if different else None)
 
 
 def _parallel_configuration() -> dict[str, int]:

@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron_grpo.checkpointing import checksums
 from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.durable import flush_to_disk
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
@@ -44,13 +45,13 @@ def latest_iteration(root: str | Path) -> int | None:
     file = Path(root, LATEST)
     if not file.exists():
         there = [path for path in Path(root).glob("iter_*") if re.fullmatch(r"iter_[0-9]+(\.old)?", path.name)]
-        whole = [_number(path) for path in there if (path / MANIFEST).exists() and not any(damage(path))]
+        whole = [path for path in there if (path / MANIFEST).exists() and not any(damage(path))]
         if there and not whole:
             raise GrpoError(
                 f"{root} holds checkpoints ({_list_others(root)}) but no {LATEST}, and none of them is known to be "
                 "whole: write the number of one to that file, or choose another directory"
             )
-        return max(whole, default=None)
+        return max((number for path in whole if (number := _number(path)) is not None), default=None)
     try:
         text = file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
@@ -102,7 +103,7 @@ def note(root: str | Path) -> str:
         return ""
     if not Path(root, LATEST).exists():
         return f"{root} has no {LATEST}: iteration {newest} is its newest whole checkpoint"
-    later = [path.name for path in iterations(root) if _number(path) > newest]
+    later = [path.name for path in iterations(root) if (_number(path) or 0) > newest]
     return f"{Path(root, LATEST)} names iteration {newest}: {', '.join(later)} not used" if later else ""
 
 
@@ -158,6 +159,7 @@ def damage(directory: Path, content: bool = False) -> Iterator[str]:
     if iteration is not None and _number(directory) not in (iteration, None):
         yield f"{MANIFEST} is that of iteration {iteration}: the directory was renamed, or its files were replaced"
     for name, (size, digest) in manifest["files"].items():
+        progress.advance()
         try:
             found = (directory / name).stat().st_size
             if found != size:

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
@@ -93,7 +93,7 @@ def write_items(file: Path, items: Iterable[tuple[MetadataIndex, Data]]) -> list
             for index, data in items:
                 start, checked = stream.tell(), _ChecksumStream(stream)
                 if isinstance(data, torch.Tensor):
-                    torch.save(data, checked)
+                    torch.save(data, cast(IO[bytes], checked))  # it needs write and flush alone
                 else:
                     checked.write(data.getbuffer())
                 length = stream.tell() - start
@@ -143,7 +143,7 @@ class Writer(torch_checkpoint.FileSystemWriter):
         # megatron-core's CheckpointingConfig. The process of background saves runs this, and needs no megatron-core.
         kind = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         Path(self.path, "metadata.json").write_text(json.dumps(kind))
-        write_checksums(Path(self.path), [item for of_rank in results for item in of_rank])
+        write_checksums(Path(self.path), [cast(Written, item) for of_rank in results for item in of_rank])
         super().finish(metadata, results)
 
 

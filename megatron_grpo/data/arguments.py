@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +72,7 @@ CURRICULUM: tuple[FlagRow, ...] = (
 
 
 def check_data(args: Namespace) -> None:
-    """Refuse missing or contradictory flags of prompts and tokenizers; set --tokenizer-model from --load-hf."""
+    """Refuse contradictory flags of prompts and tokenizers."""
     weights = read_blend(args.train_data_path or [])[1]
     if weights and args.num_epochs is not None:
         raise GrpoError(
@@ -80,16 +81,26 @@ def check_data(args: Namespace) -> None:
         )
     if read_blend(args.valid_data_path or [])[1]:
         raise GrpoError("--valid-data-path has weights, but every held-out prompt counts the same: leave them out")
-    if args.tokenizer_model is None:
-        args.tokenizer_model = args.load_hf
     for dest in ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"):
         if dest in args.explicit and args.tokenizer_type != "TikTokenizer":
             raise GrpoError(f"{flag(dest)} needs --tokenizer-type TikTokenizer")
     for dest in ("chat_template", "chat_template_kwargs", "trust_remote_code"):
         if getattr(args, dest) and args.tokenizer_type != "HuggingFaceTokenizer":
             raise GrpoError(f"{flag(dest)} needs --tokenizer-type HuggingFaceTokenizer")
-    if args.chat_template:
-        args.chat_template = read_chat_template(args.chat_template)
+
+
+def resolve_chat_template(args: Namespace) -> dict[str, Any]:
+    """Return the text of --chat-template."""
+    return {"chat_template": read_chat_template(args.chat_template)} if args.chat_template else {}
+
+
+def resolve_tokenizer(args: Namespace) -> dict[str, Any]:
+    """Return --tokenizer-model, by default that of --load-hf."""
+    return {"tokenizer_model": args.load_hf} if args.tokenizer_model is None else {}
+
+
+def check_tokenizer(args: Namespace) -> None:
+    """Refuse a run without a tokenizer."""
     required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
 
 

@@ -1,7 +1,6 @@
 """Tokenised prompts of JSON-lines and Parquet files: checked at the start, or when they are read (streaming)."""
 
 import argparse
-import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from megatron_grpo.data.sampler import WINDOW_BYTES, BlendedSampler, PromptSampl
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0, rank
 from megatron_grpo.vision.images import ImageReader, RowImages, without_bytes
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds and which the data tools do not need
@@ -159,7 +159,7 @@ class PromptDataset:
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
         self.has_videos = False
         answers, in_json, with_start = AnswerCounts(), 0, 0
-        for number in tqdm(range(total), "checking prompts", disable=not is_rank_0() or total < _PROGRESS_FROM):
+        for number in tqdm(range(total), "checking prompts", disable=rank() > 0 or total < _PROGRESS_FROM):
             progress.advance()
             try:
                 prompt = self.read(number, decode=True)
@@ -389,14 +389,3 @@ def draw(dataset: PromptDataset, sampler: PromptSampler | BlendedSampler, count:
         else:
             raise GrpoError(f"no prompts left in all files: {'; '.join(dataset.summary())}")
     return prompts
-
-
-def is_rank_0() -> bool:
-    """Return whether this process prints for the run; needs no process group."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def print_rank_0(text: str) -> None:
-    """Print ``text`` on rank 0 only."""
-    if is_rank_0():
-        print(text, flush=True)

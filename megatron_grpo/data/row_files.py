@@ -28,7 +28,7 @@ import pyarrow.parquet
 
 from megatron_grpo.data.saved_datasets import PREFIX, cached_files, saved_files
 from megatron_grpo.utils import progress
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError, of_file
 
 Int64 = npt.NDArray[np.int64]
 
@@ -367,7 +367,7 @@ def index_of(file: AnyRows) -> Index:
                     length = min(length, file.size)  # what has been appended since does not count
                 digest.update(str(length).encode())
                 for start in (0, length // 2, max(0, length - _SAMPLE_BYTES)):
-                    digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, start))
+                    digest.update(os.pread(stream.fileno(), min(_SAMPLE_BYTES, length - start), start))
             size += length
     except OSError as error:
         raise GrpoError(f"{part}: cannot be read: {error.strerror}") from error
@@ -385,15 +385,21 @@ def _open_indexed(path: Path, index: Index) -> AnyRows:
     try:
         file = open_rows(path, index)
         own = index_of(file)
-    except GrpoError as error:
-        raise GrpoError(f"host {socket.gethostname()}: {error}; {cure}") from error
+    except (GrpoError, PermissionError) as error:
+        reason = of_file(error) if isinstance(error, PermissionError) else error
+        raise GrpoError(f"host {socket.gethostname()}: {reason}; {cure}") from error
     if own.bytes != index.bytes:
-        raise GrpoError(
-            f"{path} has {own.bytes:,} bytes on host {own.host} and {index.bytes:,} on host {index.host}: {cure}"
+        differ = f"has {own.bytes:,} bytes on host {own.host} and {index.bytes:,} for rank 0 on host {index.host}"
+    elif own.samples != index.samples:
+        differ = f"has another content on host {own.host} than for rank 0 on host {index.host}"
+    else:
+        return file
+    if own.host == index.host:
+        cure = (
+            "if ranks start in different directories, give an absolute path; else it was changed since rank 0 has read "
+            "it: start again once nothing writes to it"
         )
-    if own.samples != index.samples:
-        raise GrpoError(f"{path} has another content on host {own.host} than on host {index.host}: {cure}")
-    return file
+    raise GrpoError(f"{path} {differ}: {cure}")
 
 
 def open_rows(path: Path, index: Index | None = None) -> AnyRows:
@@ -411,7 +417,9 @@ def open_rows(path: Path, index: Index | None = None) -> AnyRows:
             f"{path}: prompts are read from .jsonl, .parquet or .arrow files, not from {path.suffix or 'this'}"
         )
     if not path.is_file():
-        raise GrpoError(f"{path}: no such file")
+        there = "not a file of a disk, in which rows are read in any order" if path.exists() else "no such file"
+        link = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""
+        raise GrpoError(f"{path}{link}: {there}")
     if path.suffix == ".arrow":
         return ArrowRows(path, [path])
     return ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path, index)

@@ -1,6 +1,7 @@
 """Flags and rules of environments."""
 
 from argparse import Namespace
+from typing import Any
 
 from megatron_grpo.environments.threads import DEFAULT_SIZES
 from megatron_grpo.utils.errors import GrpoError
@@ -81,8 +82,8 @@ ENVIRONMENTS: tuple[FlagRow, ...] = (
 )
 
 
-def check_environments(args: Namespace) -> None:
-    """Raise GrpoError for flags of environments without one, and for what does not work with one."""
+def check_agent(args: Namespace) -> None:
+    """Raise GrpoError for flags that do not go with an agent program, or need one."""
     if args.agent is not None:
         if "environment" in args.explicit or "max_turns" in args.explicit:
             raise GrpoError(
@@ -95,9 +96,19 @@ def check_environments(args: Namespace) -> None:
             )
         if "environment_sandboxes" in args.explicit:
             raise GrpoError("--environment-sandboxes has no effect with --agent, whose tools are its own: leave it out")
-        args.environment = f"{AGENT}{args.agent}" + (f"{UNDER}{args.agent_python}" if args.agent_python else "")
     elif args.agent_python is not None:
         raise GrpoError("--agent-python needs --agent: it is the interpreter of the agent program")
+
+
+def resolve_environment(args: Namespace) -> dict[str, Any]:
+    """Return --environment: the name that stands for the program of --agent."""
+    if args.agent is None:
+        return {}
+    return {"environment": f"{AGENT}{args.agent}" + (f"{UNDER}{args.agent_python}" if args.agent_python else "")}
+
+
+def check_environments(args: Namespace) -> None:
+    """Raise GrpoError for flags of environments without one, and for what does not work with one."""
     if args.environment is None:
         for name, *_ in ENVIRONMENTS:
             dest = name[2:].replace("-", "_")

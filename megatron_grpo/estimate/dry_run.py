@@ -13,6 +13,7 @@ from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import has_colocated_vllm, has_servers
 from megatron_grpo.rollout.speculation import draft_directory, method_of
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.rules import flag
 
@@ -223,7 +224,7 @@ def _offload_lines(plan: Plan, peak: float) -> list[str]:
     if has_colocated_vllm(args) and not args.sleep_level:
         lines.append("nothing is moved with --sleep-level 0: the engine keeps its memory; the columns show the most")
     elif share is not None and share + 2 * MARGIN < 1 and args.offload_model | args.offload_optimizer:
-        nothing = Plan(Namespace(**vars(args) | {"offload_model": False, "offload_optimizer": False}))
+        nothing = Plan(replaced(args, offload_model=False, offload_optimizer=False))
         stays = max(nothing.memory(stage).stays for stage in range(len(plan.stages))) / GIB
         lines.append(
             f"copied to the host: what does not fit beside the engine and {2 * MARGIN:g} of the GPU; the columns show "

@@ -8,6 +8,7 @@ import psutil
 from megatron_grpo.estimate.memory import GIB, Plan
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.rollout.arguments import has_servers
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 
 # Limits of a container, in bytes or "max": cgroup versions 2 and 1.
@@ -22,11 +23,11 @@ def check_host_memory(args: Namespace, ranks: int) -> None:
         return
     cures = []
     for dest in FLAGS:
-        less = need - needed(Namespace(**{**vars(args), dest: False}), ranks)
+        less = need - needed(replaced(args, **{dest: False}), ranks)
         if less > 0:
             cures.append(f"leave out --{dest.replace('_', '-')} ({less / GIB:.0f} GiB less)")
     if args.sleep_level == 1 and not has_servers(args):
-        less = need - needed(Namespace(**{**vars(args), "sleep_level": 2}), ranks)
+        less = need - needed(replaced(args, sleep_level=2), ranks)
         cures.append(f"give --sleep-level 2 ({less / GIB:.0f} GiB less)")
     raise GrpoError(
         f"the {ranks} processes of this host keep {need / GIB:.0f} GiB of tensors in host memory, and it has "

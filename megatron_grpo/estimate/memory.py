@@ -27,6 +27,7 @@ from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import has_colocated_vllm
 from megatron_grpo.rollout.speculation import draft_args, method_of
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.core_flags import DTYPES
 from megatron_grpo.vision.kinds import is_trained, patches_per_token
@@ -93,9 +94,7 @@ class Memory:
 def pipeline(args: Namespace) -> list[list[Chunk]]:
     """Return the model parts as ``[stage][virtual stage]``, with megatron-core's assignment of layers."""
     # Without Transformer Engine megatron-core refuses flags that need it; they do not affect the assignment of layers.
-    config = transformer_config_from_args(
-        Namespace(**{**vars(args), **dict.fromkeys([*NEED_TRANSFORMER_ENGINE, "fp8_format"])})
-    )
+    config = transformer_config_from_args(replaced(args, **dict.fromkeys([*NEED_TRANSFORMER_ENGINE, "fp8_format"])))
     pp, virtual = args.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     layout = config.pipeline_model_parallel_layout
 

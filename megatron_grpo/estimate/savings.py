@@ -4,6 +4,7 @@ from argparse import Namespace
 
 from megatron_grpo.data.arguments import smallest_budget
 from megatron_grpo.estimate.memory import GIB, Plan
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 
 SMALL = 2**28  # bytes; smaller differences are not worth a flag
@@ -15,7 +16,7 @@ def savings(args: Namespace, stage: int) -> list[tuple[str, float]]:
     found = []
     for flags, changes in _changes(args):
         try:
-            less = now - Plan(Namespace(**{**vars(args), **changes})).memory(stage).total
+            less = now - Plan(replaced(args, **changes)).memory(stage).total
         except GrpoError:  # megatron-core refuses the change for this model, such as experts with biases at ETP 2
             continue
         if less >= SMALL:

@@ -1,6 +1,7 @@
 """Flags and rules of low-rank adapters."""
 
 from argparse import Namespace
+from typing import Any
 
 from megatron_grpo.lora import table
 from megatron_grpo.utils.errors import GrpoError
@@ -76,8 +77,6 @@ def check_lora(args: Namespace) -> None:
     for dest, reason in refused.items():
         if getattr(args, dest):
             raise GrpoError(f"{flag(dest)} and --lora-rank cannot both be given: {reason}")
-    if args.save and not args.save_adapter:
-        args.save_adapter = f"{args.save}/adapter"
     excludes(args, "lora_use_dora", "lora_dropout", "dropout would change the norms' part of the output, too")
     etp, tp = args.expert_tensor_parallel_size, args.tensor_model_parallel_size
     if args.num_experts and etp not in (1, tp):
@@ -92,3 +91,8 @@ def check_lora(args: Namespace) -> None:
         )
     needs(args, "reference_adapter", "beta", "there is no reference model without the KL term")
     table.check(args)
+
+
+def resolve_adapter_export(args: Namespace) -> dict[str, Any]:
+    """Return --save-adapter, by default in --save."""
+    return {"save_adapter": f"{args.save}/adapter"} if args.lora_rank and args.save and not args.save_adapter else {}

@@ -55,21 +55,21 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(integers).sum(dtype=torch.int64)
 
 
-def merge_stored(args: Namespace, stored: dict[str, Any]) -> None:
-    """Set what a resumed run with an adapter leaves out: the adapter's settings, and where its base is."""
+def resolve_stored(args: Namespace, stored: dict[str, Any]) -> dict[str, Any]:
+    """Return what a resumed run with an adapter leaves out: the adapter's settings, and where its base is."""
     if not stored.get("lora_rank"):
-        return
-    for dest in (*SHARED, "lora_dropout"):
-        if dest not in args.explicit:
-            setattr(args, dest, stored.get(dest, getattr(args, dest)))  # none for a flag newer than the checkpoint
+        return {}
+    # A checkpoint has no value for a flag that is newer than it.
+    found = {dest: stored[dest] for dest in (*SHARED, "lora_dropout") if dest in stored.keys() - args.explicit}
     if not (args.load_hf or args.pretrained_checkpoint):
-        args.load_hf, args.pretrained_checkpoint = stored["load_hf"], stored["pretrained_checkpoint"]
+        found |= {dest: stored[dest] for dest in ("load_hf", "pretrained_checkpoint")}
+    return found
 
 
-def check(args: Namespace, stored: dict[str, Any]) -> None:
+def check(args: Namespace, now: dict[str, Any], stored: dict[str, Any]) -> None:
     """Raise GrpoError unless a checkpoint's adapter fits the run: its shape and its base.
 
-    ``stored``: the arguments of the run that wrote the checkpoint.
+    ``now``: the base of the run (`describe`); ``stored``: the arguments of the run that wrote the checkpoint.
     """
     if not stored.get("lora_rank"):
         raise GrpoError(
@@ -83,7 +83,7 @@ def check(args: Namespace, stored: dict[str, Any]) -> None:
                 f"{args.load} holds an adapter with {name} {stored[dest]}, this run has {getattr(args, dest)}: give "
                 "the same"
             )
-    was, now = stored["lora_base"], args.lora_base
+    was = stored["lora_base"]
     if was["checksum"] != now["checksum"]:
         raise GrpoError(
             f"{args.load} holds an adapter of other base weights: those of {was['path']} in {was['dtype']} (checksum "

@@ -121,8 +121,8 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     return config
 
 
-def merge_config(args: Namespace, directory: str | Path) -> None:
-    """Set rank, alpha, rsLoRA, target modules and the base's storage from an adapter's files.
+def resolve_adapter(args: Namespace, directory: str | Path) -> dict[str, Any]:
+    """Return rank, alpha, rsLoRA, target modules and the base's storage from an adapter's files.
 
     Raises GrpoError, which names the flag and both values, when a flag that was given differs.
     """
@@ -136,14 +136,13 @@ def merge_config(args: Namespace, directory: str | Path) -> None:
         "lora_target_modules": [entries] if isinstance(entries, str) else sorted(entries),
         "lora_modules_to_save": sorted(config.get("modules_to_save") or []),
     }
-    if "lora_base_dtype" not in args.explicit:  # another one is allowed
-        args.lora_base_dtype = read_base(directory)["lora_base_dtype"]
     for dest, value in settings.items():
         given = getattr(args, dest)
         if dest in args.explicit and given != value and "modules" not in dest:
             raise GrpoError(f"{flag(dest)} is {given}, the adapter in {directory} has {value}: leave the flag out")
-        if dest not in args.explicit:
-            setattr(args, dest, value)
+    if "lora_base_dtype" not in args.explicit:  # another one may be given
+        settings["lora_base_dtype"] = read_base(directory)["lora_base_dtype"]
+    return {dest: value for dest, value in settings.items() if dest not in args.explicit}
 
 
 def check_same_shape(args: Namespace, directory: str | Path) -> None:

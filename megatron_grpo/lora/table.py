@@ -45,14 +45,14 @@ def pairs(args: Namespace) -> list[Pair]:
     ]
 
 
-_newest: tuple[dict, list[Weight]] = ({}, [])
+_newest: tuple[Namespace | None, list[Weight]] = (None, [])
 
 
 def adapter_table(args: Namespace) -> list[Weight]:
     """Return the weights of the whole adapter; the same matrix of all experts of a layer follow each other."""
     global _newest
-    if _newest[0] != vars(args):  # every weight sync needs the table, and making it takes longer than the rest
-        _newest = dict(vars(args)), _table(args)
+    if _newest[0] is not args:  # every weight sync needs the table, and making it takes longer than the rest
+        _newest = args, _table(args)
     return _newest[1]
 
 

@@ -340,7 +340,7 @@ ALGORITHM = (
     Row(
         "--scale_rewards",
         "--scale-rewards",
-        Conversion("true → group; false → none; others → the same", scaled_rewards),
+        Conversion("true → group; false → none; group, batch, none → the same", scaled_rewards),
     ),
     Row("--kl_in_reward", "--kl-in-reward", SWITCH),
     Row("--dynamic_sample", "--dynamic-sample", SWITCH),

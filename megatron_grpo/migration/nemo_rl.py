@@ -545,7 +545,7 @@ ALGORITHM = (
         "grpo.adv_estimator.name",
         "--advantage-estimator",
         choice(
-            {"grpo": None, "gdpo": None, "reinforce_plus_plus": "reinforce_plus_plus"},
+            {"grpo": None, "gdpo": "gdpo", "reinforce_plus_plus": "reinforce_plus_plus"},
             "docs/algorithms.md lists the estimators",
         ),
     ),

@@ -86,7 +86,9 @@ def tracked(settings: Settings) -> bool:
 
 def scaled_rewards(value: object, settings: Settings) -> Converted:
     """Return our --scale-rewards: true and false are older forms of group and none."""
-    names = {"true": "group", "false": "none", "group": "group", "batch": "batch", "none": "none", "gdpo": "gdpo"}
+    if str(value).lower() == "gdpo":  # of ms-swift
+        raise Undecided("give --advantage-estimator gdpo, an estimator of its own here")
+    names = {"true": "group", "false": "none", "group": "group", "batch": "batch", "none": "none"}
     return names.get(str(value).lower())
 
 
@@ -261,7 +263,7 @@ ALGORITHM = (
     ),
     Row(
         "multi_objective_aggregation",
-        "--scale-rewards",
+        "--advantage-estimator",
         choice({"sum_then_normalize": None, "normalize_then_sum": "gdpo"}),
     ),
     Row("mask_truncated_completions", "--overlong-filter", SWITCH),

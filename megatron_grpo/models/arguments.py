@@ -91,12 +91,16 @@ ONLY: tuple[Only, ...] = (
 )
 
 
+def check_settings(args: Namespace) -> None:
+    """Refuse settings that no model can have in this program."""
+    check_only(args, ONLY)
+
+
 def check_model(args: Namespace) -> None:
-    """Refuse an architecture that no model family has, and fill in the sizes that follow from others."""
+    """Refuse an incomplete architecture."""
     for dest in "num_layers hidden_size num_attention_heads vocab_size max_position_embeddings model_family".split():
         if getattr(args, dest) is None:
             raise GrpoError(f"{flag(dest)} is missing: give it, --load-hf, or a checkpoint with --use-checkpoint-args")
-    check_only(args, ONLY)
     needs(args, "num_query_groups", "group_query_attention", "otherwise each head has its own keys and values")
     if args.group_query_attention:
         if args.num_query_groups is None:
@@ -104,11 +108,17 @@ def check_model(args: Namespace) -> None:
         divides(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
     if args.kv_channels is None:
         divides(args, "hidden_size", args.num_attention_heads, "--num-attention-heads, or --kv-channels be given")
-        args.kv_channels = args.hidden_size // args.num_attention_heads
+
+
+def resolve_model_sizes(args: Namespace) -> dict[str, Any]:
+    """Return the sizes that follow from others, for an architecture that `check_model` accepts."""
+    found = {"padded_vocab_size": padded_vocab_size(args)}
+    if args.kv_channels is None:
+        found["kv_channels"] = args.hidden_size // args.num_attention_heads
     if args.ffn_hidden_size is None:
         # As in Megatron-LM: SwiGLU with as many weights as a plain MLP of four times the width.
-        args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64
-    args.padded_vocab_size = padded_vocab_size(args)
+        found["ffn_hidden_size"] = int(4 * args.hidden_size * 2 / 3) // 64 * 64
+    return found
 
 
 def check_only(args: Namespace, rows: Iterable[Only]) -> None:
@@ -125,14 +135,18 @@ def padded_vocab_size(args: Namespace) -> int:
     return -(-args.vocab_size // multiple) * multiple
 
 
-# What --cuda-graphs cannot record: (attribute, reason and cure).
-_UNRECORDED = (
+Excluded = tuple[tuple[str, str], ...]  # (attribute, reason and cure)
+
+# What --cuda-graphs cannot record.
+_UNRECORDED_MODELS: Excluded = (
     ("num_experts", "the host waits for each layer's counts of tokens: leave the flag out"),
     ("multi_latent_attention", "it has not been recorded yet: leave the flag out"),
     ("mtp_num_layers", "multi-token prediction has not been recorded yet: leave the flag out"),
     ("vision_config", "the layers of a vision-language model have not been recorded yet: leave the flag out"),
     ("rotary_base_local", "two rotary embeddings in one model have not been recorded yet: leave the flag out"),
     ("attn_logit_softcapping", "the mask of soft-capped attention is made for each pack: leave the flag out"),
+)
+_UNRECORDED: Excluded = (
     ("recompute_granularity", "recomputation has not been recorded yet: leave one of them out"),
     ("overlap_grad_reduce", "the gradients of a graph are ready together: leave one of them out"),
     ("overlap_param_gather", "a graph cannot wait for the weights of a layer: leave one of them out"),
@@ -156,21 +170,21 @@ def check_cuda_graphs(args: Namespace) -> None:
                 f"--cuda-graphs with {flag(dest)} {getattr(args, dest)}: only whole models are recorded, with any "
                 "number of data-parallel ranks: leave the flag out"
             )
-    for dest, reason in _UNRECORDED:
-        if getattr(args, dest):
-            raise GrpoError(f"--cuda-graphs with {flag(dest)}: {reason}")
+    _check_excluded(args, "cuda_graphs", _UNRECORDED)
 
 
 _OF_TOKENS = "it counts tokens, of which a shared prompt has fewer: leave one of them out"
-# What --share-prompts excludes: (attribute, reason and cure).
-_UNSHARED = (
-    ("cuda_graphs", "packs with shared prompts have not been recorded yet: leave one of them out"),
+# What --share-prompts excludes.
+_UNSHARED_MODELS: Excluded = (
     ("multi_latent_attention", "latent attention knows the positions of whole sequences only: leave the flag out"),
     ("mtp_num_layers", "multi-token prediction needs whole sequences: leave the flag out"),
     ("attn_logit_softcapping", "the mask of soft-capped attention knows whole sequences only: leave the flag out"),
+    ("moe_router_enable_expert_bias", _OF_TOKENS),
+)
+_UNSHARED: Excluded = (
+    ("cuda_graphs", "packs with shared prompts have not been recorded yet: leave one of them out"),
     ("moe_aux_loss_coeff", _OF_TOKENS),
     ("moe_z_loss_coeff", _OF_TOKENS),
-    ("moe_router_enable_expert_bias", _OF_TOKENS),
 )
 
 
@@ -191,7 +205,17 @@ def check_share_prompts(args: Namespace) -> None:
         raise GrpoError("--share-prompts with --on-rewritten-history split: an episode has several prompts")
     if args.router_replay_mode != "disabled":
         raise GrpoError("--share-prompts with --router-replay-mode: experts are replayed for whole sequences only")
-    for dest, reason in _UNSHARED:
+    _check_excluded(args, "share_prompts", _UNSHARED)
+
+
+def check_excluded_models(args: Namespace) -> None:
+    """Refuse --cuda-graphs and --share-prompts with a model that they do not support."""
+    _check_excluded(args, "cuda_graphs", _UNRECORDED_MODELS)
+    _check_excluded(args, "share_prompts", _UNSHARED_MODELS)
+
+
+def _check_excluded(args: Namespace, given: str, excluded: Excluded) -> None:
+    for dest, reason in excluded if getattr(args, given) else ():
         values = getattr(args, dest)
         if any(values) if isinstance(values, list) else values:
-            raise GrpoError(f"--share-prompts with {flag(dest)}: {reason}")
+            raise GrpoError(f"{flag(given)} with {flag(dest)}: {reason}")

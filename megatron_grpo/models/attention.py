@@ -200,7 +200,8 @@ def blocks(
     queries += (cu - cu_queries)[np.searchsorted(cu_queries, queries, side="right")]  # ends are aligned
     keys = slots if shared is not None else slots[_gathered_positions(cu, cp_size)]
     indices = slots[queries], keys, later
-    return Blocks(*map(torch.from_numpy, indices), int(counts.sum()), int(size), scale)
+    of_queries, of_keys, of_later = map(torch.from_numpy, indices)
+    return Blocks(of_queries, of_keys, of_later, int(counts.sum()), int(size), scale)
 
 
 @lru_cache(maxsize=8)
@@ -239,8 +240,8 @@ def segments(
     places = np.repeat((cu_whole[:-1, None] + first_key).ravel() - cu_keys[:-1], key_counts) + np.arange(cu_keys[-1])
     keys = np.argsort(_gathered_positions(cu, cp_size))[keys[places]]
     arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
-    cu_queries, cu_keys, keys = (to_device(torch.from_numpy(x), device) for x in arrays)
-    return (cu_queries, cu_keys, int(chunk.max()), int(key_counts.max())), RowCopies(keys, int(cu[-1]))
+    of_queries, of_keys, rows = (to_device(torch.from_numpy(x), device) for x in arrays)
+    return (of_queries, of_keys, int(chunk.max()), int(key_counts.max())), RowCopies(rows, int(cu[-1]))
 
 
 @lru_cache(maxsize=8)
@@ -250,9 +251,9 @@ def visible_keys(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: 
     last = zigzag(cu, cp_size, cp_rank)
     start = cu[np.searchsorted(cu, last, side="right") - 1]  # begin of the query's sequence
     arrays = np.maximum(start, last - left) if left >= 0 else start, last, _gathered_positions(cu, cp_size)
-    first, last, positions = (to_device(torch.from_numpy(x), device) for x in arrays)
+    lowest, highest, positions = (to_device(torch.from_numpy(x), device) for x in arrays)
 
     def mask_mod(batch, head, query, key):
-        return (first[query] <= positions[key]) & (positions[key] <= last[query])
+        return (lowest[query] <= positions[key]) & (positions[key] <= highest[query])
 
     return mask_mod

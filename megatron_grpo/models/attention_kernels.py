@@ -192,8 +192,8 @@ class Blocks:
         )
         out, lse = _flash(q, k, v, self.scale)
         if len(self.later):
-            (q,), keys = self._with_previous([q], [k, v])
-            before, lse_before = (x.flip(2) for x in _flash(q, *keys, self.scale))
+            (q,), (k, v) = self._with_previous([q], [k, v])
+            before, lse_before = (x.flip(2) for x in _flash(q, k, v, self.scale))
             own, lse_own = out[self.later], lse[self.later]
             lse_both = torch.logaddexp(lse_own, lse_before)
             own, before = (x * (y - lse_both).exp()[..., None] for x, y in ((own, lse_own), (before, lse_before)))
@@ -206,8 +206,8 @@ class Blocks:
         k, v = self._to_blocks(k, self.key_slots), self._to_blocks(v, self.key_slots)
         grad_q, grad_k, grad_v = _flash_backward(grad, q, k, v, out, lse[..., 0], self.scale)
         if len(self.later):
-            (grad, q, out, lse), keys = self._with_previous([grad, q, out, lse], [k, v])
-            more = [x.flip(2) for x in _flash_backward(grad, q, *keys, out, lse[..., 0], self.scale)]
+            (grad, q, out, lse), (k, v) = self._with_previous([grad, q, out, lse], [k, v])
+            more = [x.flip(2) for x in _flash_backward(grad, q, k, v, out, lse[..., 0], self.scale)]
             grad_q.index_add_(0, self.later, more[0])
             grad_k.index_add_(0, self.later - 1, more[1])
             grad_v.index_add_(0, self.later - 1, more[2])

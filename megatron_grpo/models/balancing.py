@@ -6,6 +6,7 @@ follows the optimizer's step.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ def begin_update(
         router.counted = torch.zeros_like(router.local_tokens_per_expert)
     with torch.no_grad():
         count([_without_labels(pack) for pack in packs])
-    for router, counts in zip(own, _of_all_ranks([router.counted for router in own]), strict=True):
+    for router, counts in zip(own, _of_all_ranks([cast(torch.Tensor, router.counted) for router in own]), strict=True):
         router.frequencies = (counts.double() / counts.sum().clamp(min=1)).float()
         router.counted = None
 
@@ -141,7 +142,7 @@ def _of_all_ranks(counts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         return counts
     total = torch.stack(counts)
     dist.all_reduce(total, group=ranks_of_stage())
-    return total
+    return total.unbind()
 
 
 def _size(packs: Sequence[Pack], mtp_layers: int) -> UpdateSize:
@@ -151,7 +152,8 @@ def _size(packs: Sequence[Pack], mtp_layers: int) -> UpdateSize:
     rest = np.maximum(lengths - np.arange(1 + mtp_layers)[:, None], 0)
     sums = torch.from_numpy(np.stack([rest.sum(1), (rest > 0).sum(1)])).to(device())
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return UpdateSize(*sums.tolist(), scale=len(packs) * parallel_state.get_data_parallel_world_size())
+    tokens, sequences = sums.tolist()
+    return UpdateSize(tokens, sequences, scale=len(packs) * parallel_state.get_data_parallel_world_size())
 
 
 def _without_labels(pack: Pack) -> Pack:

@@ -6,6 +6,7 @@ the precision of the tokens, with atomic operations; these sum in float32, in th
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 class AllGatherDispatcher(MoEAllGatherTokenDispatcher):
     """Every rank receives all tokens, and returns for each the sum of its own experts' outputs."""
+
+    routing_map: Any  # bool [t, E], of megatron-core's class; None while no tokens are under way
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -56,7 +56,7 @@ class GroupedExperts(MegatronModule):
         name: str | None = None,
     ):
         super().__init__(config)
-        assert self.can_compute(config)
+        assert self.can_compute(config) and pg_collection is not None
         self.num_local_experts = num_local_experts
         self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         # Every rank would add the whole bias of linear_fc2 to its partial sum.
@@ -217,7 +217,7 @@ def _parameter(config: TransformerConfig, shape: tuple, partition_dim: int, stri
     """Create a stacked parameter with the attributes that megatron-core's buffers, gradient norm and resharding use."""
     stack = torch.nn.Parameter(torch.empty(shape, device=torch.cuda.current_device(), dtype=config.params_dtype))
     set_tensor_model_parallel_attributes(stack, True, partition_dim, stride)
-    stack.allreduce = not has_own_ranks(config)
+    vars(stack)["allreduce"] = not has_own_ranks(config)
     return stack
 
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -56,10 +57,10 @@ def build_model(args, model_provider: Callable) -> Model:
     return model
 
 
-def for_each(functions: Iterable[Callable]) -> list[Callable] | Callable:
-    """Return the list of functions, or the function itself if there is only one, as megatron-core expects."""
-    functions = list(functions)
-    return functions if len(functions) > 1 else functions[0]
+def for_each[T](chunks: Iterable[T]) -> list[T] | T:
+    """Return a list, one of each model chunk, or the item itself if there is only one, as megatron-core expects."""
+    items = list(chunks)
+    return items if len(items) > 1 else items[0]
 
 
 def assignment(
@@ -78,7 +79,7 @@ def assignment(
     together = batch.image_keys[completions] if args.vision_config else None
     dp_size = parallel_state.get_data_parallel_world_size()
     cp_size = parallel_state.get_context_parallel_world_size()
-    how = {
+    how: dict[str, Any] = {
         "max_tokens": max_tokens,
         "microbatch_multiple": args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
         "attention_coefficient": _attention_coefficient(args),
@@ -247,13 +248,13 @@ def _set_dropout(chunk: torch.nn.Module, on: bool) -> None:
 def parameters_complete(args, model: Model) -> Iterator[None]:
     """Gather all parameters for this context; ``--overlap-param-gather`` would do so only in the next forward pass."""
     if args.overlap_param_gather:
-        for chunk in model:
+        for chunk in cast(list[Any], model):
             chunk.disable_forward_pre_hook(param_sync=True)
     try:
         yield
     finally:
         if args.overlap_param_gather:
-            for chunk in model:
+            for chunk in cast(list[Any], model):
                 chunk.enable_forward_pre_hook()
 
 

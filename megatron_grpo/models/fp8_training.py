@@ -25,7 +25,7 @@ BLOCK = 128
 
 
 def check_fp8(args: Namespace) -> None:
-    """Refuse --fp8-format with flags, sizes and recipes that cannot work with it."""
+    """Refuse --fp8-format with flags that cannot work with it."""
     if args.fp8_format is None:
         return
     given = f"--fp8-format {args.fp8_format}"
@@ -44,6 +44,13 @@ def check_fp8(args: Namespace) -> None:
     for dest in ("cpu_offloading", "fine_grained_activation_offloading"):
         if getattr(args, dest):
             raise GrpoError(f"{given} with {flag(dest)} has not been checked: leave one of them out")
+
+
+def check_fp8_sizes(args: Namespace) -> None:
+    """Refuse --fp8-format with layers of a size that its kernels do not take."""
+    if args.fp8_format is None:
+        return
+    given = f"--fp8-format {args.fp8_format}"
     unit = token_multiple(args)
     tp, etp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1
     for name, size, parts, multiple in _sizes(args, tp, etp):

@@ -30,20 +30,20 @@ class Fp8Weight(Tensor):
     ``rows`` int32 ``[rows]``, ``columns`` int32 ``[columns]``: the row and the column of blocks that each one is in.
     """
 
-    values: Tensor
+    values: Tensor  # type: ignore[assignment]  # of a sparse tensor a method of this name
     scales: Tensor
     rows: Tensor
     columns: Tensor
 
     @staticmethod
     def __new__(cls, values: Tensor, scales: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype):
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             cls, values.shape, strides=values.stride(), dtype=dtype, device=values.device
         )
         made.values, made.scales, made.rows, made.columns = values, scales, rows, columns
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Fp8Weight({tuple(self.shape)}, {self.dtype})"
 
     def dequantized(self) -> Tensor:
@@ -75,7 +75,7 @@ class Fp8Weight(Tensor):
             return function(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
         aten, first = torch.ops.aten, args[0]
         if function is aten.detach.default:
             return cls(first.values, first.scales, first.rows, first.columns, first.dtype)
@@ -96,7 +96,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight.dequantized())
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         (weight,) = ctx.saved_tensors
         return grad @ weight.dequantized(), None
 

@@ -46,14 +46,14 @@ class HeadsOfPack(torch.autograd.Function):
         heads, weight_q, weight_k, cos, sin = ctx.saved_tensors
         eps, one = ctx.options
         tokens, groups, slots, size = heads.shape
-        grads = [grad.contiguous() for grad in grads]
+        of_parts = [grad.contiguous() for grad in grads]
         rows = HEADS // size
         out, blocks = torch.empty_like(heads), triton.cdiv(tokens, rows)
         trained = ctx.needs_input_grad[1]
         of_weights = heads.new_empty((blocks * groups, 2, size) if trained else 0, dtype=torch.float32)
         if tokens:
             _heads_gradient[(groups, blocks)](
-                heads, weight_q, weight_k, cos, sin, *grads, out, of_weights,
+                heads, weight_q, weight_k, cos, sin, *of_parts, out, of_weights,
                 tokens, groups, eps, one, slots, size // 2, weight_q is not None, trained, rows,
             )  # fmt: skip
         if not trained:

@@ -9,13 +9,14 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 
 from megatron_grpo.models.attention import PackedAttention, attend, blocks, visible_keys
-from megatron_grpo.models.attention_kernels import Attention, Varlen
+from megatron_grpo.models.attention_kernels import Attention, Blocks, Varlen
 from megatron_grpo.models.softcap import soft_cap, soft_capped_attention
 
 
@@ -65,8 +66,10 @@ class KVCache:
             rows = self.slots * self.length
             self.layers = [
                 # Zeros, because masked values must not be nan: 0 times nan is nan.
-                tuple(torch.zeros(2, rows, *shape, dtype=self._dtype, device=self._device).unbind())
-                for shape in self._shapes
+                (zeros[0], zeros[1])
+                for zeros in (
+                    torch.zeros(2, rows, *shape, dtype=self._dtype, device=self._device) for shape in self._shapes
+                )
             ]
 
     def free(self) -> None:
@@ -74,14 +77,14 @@ class KVCache:
         self.layers = []
 
 
-def _attentions(model: list[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+def _attentions(model: list[torch.nn.Module]) -> Iterator[Any]:
     """Yield the decoder's self-attention modules; multi-token-prediction layers are not used in generation."""
     for chunk in unwrap_model(model):
         for layer in chunk.decoder.layers:
             yield layer.self_attention
 
 
-def _shape(attention: torch.nn.Module) -> tuple[int, int]:
+def _shape(attention: Any) -> tuple[int, int]:
     """Return (key/value heads on this rank, channels of a head).
 
     With MLA keys and values differ in size; the smaller one is padded with zeros.
@@ -134,6 +137,7 @@ class RopeByPosition(torch.nn.Module):
 
     def forward(self, *args, **kwargs):
         """Return ``[t, 1, 1, d]``, or ``[2, t, 1, 1, d]`` for `TwoRopes`; a pair with the factor for YaRN."""
+        assert self.cache.step is not None
         rows = self.table.index_select(self.table.ndim - 4, self.cache.step.positions)
         return rows if self.factor is None else (rows, self.factor)
 
@@ -145,7 +149,7 @@ class CachedAttention(torch.nn.Module):
     ``step`` and returns ``[t, 1, heads * d_v]``, 0 for padding. Each context-parallel rank has other, whole sequences.
     """
 
-    def __init__(self, attention: torch.nn.Module, cache: KVCache, keys: torch.Tensor, values: torch.Tensor):
+    def __init__(self, attention: Any, cache: KVCache, keys: torch.Tensor, values: torch.Tensor):
         super().__init__()
         config = attention.config
         self.core, self.cache, self.keys, self.values = attention.core_attention, cache, keys, values
@@ -160,6 +164,7 @@ class CachedAttention(torch.nn.Module):
 
     def forward(self, query, key, value, attention_mask, **unused) -> torch.Tensor:
         step = self.cache.step
+        assert step is not None
         q, k, v = query[:, 0], key[:, 0], value[:, 0]
         channels = v.shape[-1]
         self.keys[..., : k.shape[-1]].index_copy_(0, step.rows, k.index_select(0, step.source))
@@ -175,9 +180,11 @@ class CachedAttention(torch.nn.Module):
     def _prefill_attention(self, q, k, v) -> torch.Tensor:
         """Compute causal attention within each prompt, with the kernels of training."""
         step = self.cache.step
+        assert step is not None
         if self.softcap is not None:
             mask_mod = visible_keys(step.prompt_ends, 1, 0, self.left, q.device)
             return soft_capped_attention(q, k, v, mask_mod, self.scale, self.softcap)
+        kernel: Varlen | Blocks
         if q.is_cuda:
             longest = step.longest_prompt
             kernel = Varlen(step.cu_prompts, step.cu_prompts, longest, longest, self.left, self.scale)
@@ -188,6 +195,7 @@ class CachedAttention(torch.nn.Module):
     def _decode_attention(self, q) -> torch.Tensor:
         """Compute attention of one query for each running completion over the cache: ``[n, heads, d]``."""
         step = self.cache.step
+        assert step is not None
         q = torch.nn.functional.pad(q, (0, self.keys.shape[-1] - q.shape[-1]))
         if self.softcap is None and q.is_cuda:
             kernel = Decode(step, self.cache.length, self.left, self.scale)

@@ -70,7 +70,7 @@ class LayerGraphs:
 
     reserved = 0
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: Any):
         self._model, self._decoder, self._plain = model, model.decoder, model.decoder.forward
         self._seen: set[Size] = set()
         self._recorded: OrderedDict[Size, _Recorded] = OrderedDict()
@@ -141,7 +141,7 @@ class _Recorded:
             cu_seqlens_kv_padded=cu_seqlens,
             max_seqlen_q=size.longest,
             max_seqlen_kv=size.longest,
-            rotation=tuple(part.new_zeros(size.tokens, *part.shape[1:]) for part in rotation),
+            rotation=(self._room(rotation[0]), self._room(rotation[1])),
         )
         passes: list[tuple] = []
 
@@ -158,6 +158,9 @@ class _Recorded:
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._grad_hidden, self._backward = record(lambda: _backward(passes, self._grad_output), pool)
 
+    def _room(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        return of_tokens.new_zeros(self._size.tokens, *of_tokens.shape[1:])
+
     def moved(self) -> bool:
         """Return whether the weights or their gradients have other addresses than in the graphs."""
         return [tensor.data_ptr() for tensor in self._tensors] != self._addresses
@@ -167,6 +170,7 @@ class _Recorded:
         offsets = torch.from_numpy(self._size.offsets(cu_seqlens))
         self._pack.cu_seqlens_q.copy_(to_device(offsets, self._pack.cu_seqlens_q.device))
         self._pack.cu_seqlens_q_padded = self._pack.cu_seqlens_kv_padded = offsets
+        assert self._pack.rotation is not None
         for own, part in zip(self._pack.rotation, rotation, strict=True):
             own[: len(part)].copy_(part)
 
@@ -213,7 +217,8 @@ class _Replay(torch.autograd.Function):
 
 def _forward(decoder, hidden: torch.Tensor, pack: StaticPack) -> list[tuple]:
     """Return (input, output, leaves of trained weights) of each layer and of the final norm; the inputs are cut off."""
-    passes = []
+    passes: list[tuple] = []
+    assert pack.rotation is not None
     for module in [*decoder.layers, *filter(None, [decoder.final_layernorm])]:
         if passes:
             hidden = passes[-1][1].detach().requires_grad_()
@@ -254,7 +259,8 @@ def _own_leaves(model: torch.nn.Module) -> Iterator[None]:
 
 def _trained(output: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaves that ``output`` depends on; those of adapters are not in the layer."""
-    nodes, found, seen = [output.grad_fn], [], {None}
+    nodes: list[Any] = [output.grad_fn]
+    found, seen = [], {None}
     while nodes:
         node = nodes.pop()
         if node in seen:
@@ -266,7 +272,7 @@ def _trained(output: torch.Tensor, hidden: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def _backward(passes: list[tuple], grad: torch.Tensor) -> torch.Tensor | None:
+def _backward(passes: list[tuple], grad: torch.Tensor | None) -> torch.Tensor | None:
     """Add the gradients of the weights to DDP's buffers; return that of the first input. Empties ``passes``."""
     while passes:
         hidden, output, leaves = passes.pop()

@@ -16,10 +16,11 @@ class RMSNorm(torch.nn.RMSNorm):
     """
 
     before_branch = False
+    eps: float
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight.sequence_parallel = config.sequence_parallel
+        vars(self.weight)["sequence_parallel"] = config.sequence_parallel
         self.zero_centered = config.layernorm_zero_centered_gamma
         if self.zero_centered:
             torch.nn.init.zeros_(self.weight)
@@ -30,7 +31,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
             out, again = RootMeanSquareNorm.apply(x, self.weight, self.eps)
             if self.before_branch:
-                x.for_residual = again
+                vars(x)["for_residual"] = again
             return out
         return rms_norm(x, self.weight, self.eps, self.zero_centered)
 

@@ -49,8 +49,8 @@ class PackTokens:
         places = own_tokens(config, zigzag(offsets, pack.cp_size, pack.cp_rank))
         sequences = np.searchsorted(offsets, places, "right") - 1
         further = np.maximum(pack.real_lengths[sequences] - 1 - (places - offsets[sequences]), -1)
-        on_device = (to_device(torch.from_numpy(values), device()) for values in (sequences, further))
-        return cls(*on_device, len(offsets) - 1, pack.cp_size)
+        of_tokens, behind = (to_device(torch.from_numpy(values), device()) for values in (sequences, further))
+        return cls(of_tokens, behind, len(offsets) - 1, pack.cp_size)
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class Router(TopKRouter):
     megatron-core's losses depend on the packs, its counts are buffers that are cast to 16 bits, its count of tokens per
     expert fails with a padding mask, and its list of replay records keeps them alive after the model is freed.
     """
+
+    router_replay: Any  # megatron-core's or ours
 
     def __init__(self, config: TransformerConfig, pg_collection=None, **more: Any):
         super().__init__(config, pg_collection, **more)
@@ -163,6 +165,7 @@ class Router(TopKRouter):
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if coefficient == 0:
             return probs
+        assert self.pack is not None and self.update is not None
         counts = routing_map.new_zeros(self.pack.num_sequences, self.config.num_moe_experts, dtype=torch.int32)
         counts.index_add_(0, self.pack.sequences, routing_map.int())
         for group in self.tp_group, sharing_ranks(self.pack.degree):
@@ -178,6 +181,7 @@ class Router(TopKRouter):
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if coefficient == 0:
             return probs
+        assert self.update is not None
         total = self.config.num_moe_experts * (scores_for_aux_loss.sum(0) * self.frequencies).sum()
         scaled = total * (self.update.scale / max(self.update.tokens[self.depth], 1))
         return self._attach(probs, coefficient, scaled)
@@ -194,6 +198,7 @@ class Router(TopKRouter):
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
+        assert self.update is not None and padding_mask is not None
         squares = torch.logsumexp(logits.float(), -1).square()
         total = squares.masked_fill(padding_mask, 0.0).sum()
         scaled = total * (coefficient * self.update.scale / max(self.update.tokens[self.depth], 1))

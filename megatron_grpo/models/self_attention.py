@@ -60,7 +60,8 @@ class PackedSelfAttention(SelfAttention):
             for norm in (self.q_layernorm, self.k_layernorm)
         ]
         compute = _function(heads, cos, interleaved)
-        return tuple(part[:, None] for part in compute(heads, *norms, cos, sin, interleaved))
+        queries, keys, values = compute(heads, *norms, cos, sin, interleaved)
+        return queries[:, None], keys[:, None], values[:, None]
 
 
 def _function(heads: torch.Tensor, cos: torch.Tensor, interleaved: bool) -> Callable:
@@ -74,7 +75,7 @@ def _function(heads: torch.Tensor, cos: torch.Tensor, interleaved: bool) -> Call
 def _by_kernel(heads, of_queries: Norm | None, of_keys: Norm | None, cos, sin, interleaved):
     from megatron_grpo.models.gpu_kernels import HeadsOfPack  # Triton exists with a GPU only
 
-    if of_queries is None:
+    if of_queries is None or of_keys is None:  # there are both or none
         return HeadsOfPack.apply(heads, None, None, cos, sin, 0.0, 0.0)
     one = float(of_queries.zero_centered)
     return HeadsOfPack.apply(heads, of_queries.weight, of_keys.weight, cos, sin, of_queries.eps, one)
@@ -110,11 +111,12 @@ def queries_keys_values(
     ``heads`` ``[t, groups, n + 2, d]`` is the output of megatron-core's projection: n queries, a key and a value for
     each group. The other arguments are those of `rotate`.
     """
-    parts = []
-    for part, norm in ((heads[:, :, :-2], of_queries), (heads[:, :, -2:-1], of_keys)):
+
+    def turned(part: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         normed = part if norm is None else rms_norm(part, *norm)
-        parts.append(rotate(normed, cos, sin, interleaved).flatten(1, 2))
-    return *parts, heads[:, :, -1].contiguous()
+        return rotate(normed, cos, sin, interleaved).flatten(1, 2)
+
+    return turned(heads[:, :, :-2], of_queries), turned(heads[:, :, -2:-1], of_keys), heads[:, :, -1].contiguous()
 
 
 @cache

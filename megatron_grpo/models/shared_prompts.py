@@ -14,12 +14,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_grpo.data.pack import SharedPrompts
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SharedPack(PackedSeqParams):
     """A pack with shared prompts; ``max_seqlen_kv`` is the largest number of keys that a sequence has."""
 
-    shared: SharedPrompts | None = None
-    position_ids: torch.Tensor | None = None  # int64 [t], those of `SharedPrompts`
+    shared: SharedPrompts
+    position_ids: torch.Tensor  # int64 [t], those of `SharedPrompts`
 
 
 def angles_of_tokens(angles: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ of its tokens.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ def placeholder(weight: torch.Tensor) -> torch.Tensor:
 
     DDP's hook runs when a gradient arrives, and ignores this one.
     """
-    weight.grad_added_to_main_grad = True
+    vars(weight)["grad_added_to_main_grad"] = True
     return torch.empty_like(weight)
 
 
@@ -63,7 +64,7 @@ class AddingEmbedding(layers.VocabParallelEmbedding):
     of_head = False  # whether the head has the same weight, and gives its `placeholder`
 
     @classmethod
-    def replace(cls, model: torch.nn.Module) -> None:
+    def replace(cls, model: Any) -> None:
         """Let the embedding of ``model`` be of this class."""
         embedding = model.embedding.word_embeddings
         core.EMBEDDING.install_class(embedding, cls)

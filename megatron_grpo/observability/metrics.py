@@ -32,6 +32,7 @@ from megatron_grpo.observability.trackers import build_trackers, completion_tabl
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0
 
 _MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/peak", "memory/peak_update"}
 _MINIMA = {"completion/length_min", "ratio/min"}
@@ -129,7 +130,7 @@ class MetricsLogger:
                 path = Path(args.save, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if damaged := truncate_after(path, start_iteration):
-                    print(f"{path}: {damaged} damaged lines left out", flush=True)
+                    print_rank_0(f"{path}: {damaged} damaged lines left out")
             self.open_files()
         self.trackers = build_trackers(args, start_iteration)
         # disable=None: no bar if the output is not a terminal.
@@ -191,7 +192,7 @@ class MetricsLogger:
             text += f" of replica 1/{num_replicas}" if num_replicas > 1 else ""
             text += f", {tokens / (now - began):,.0f} tokens/s"
             if self.bar.disable:
-                self.print(f"{text}, {now - began:.0f} s")
+                print_rank_0(f"{text}, {now - began:.0f} s")
             else:
                 self.bar.set_postfix_str(text)
 
@@ -228,12 +229,6 @@ class MetricsLogger:
         if self.bar is not None:
             self.bar.close()
 
-    def print(self, text: str) -> None:
-        """Print a line on rank 0 without breaking the progress bar."""
-        if self.active:
-            tqdm.write(text)
-            sys.stdout.flush()  # output to a pipe is buffered
-
     def _write_row(self) -> None:
         if not self.interval:
             return
@@ -244,7 +239,7 @@ class MetricsLogger:
             self._append("metrics.jsonl", {"iteration": self.iteration} | row)
         remaining, with_kl = self._remaining_seconds(row), self.args.beta > 0
         for line in console_lines(self.iteration, self.total, row, remaining, terminal_width(), with_kl):
-            self.print(line)
+            print_rank_0(line)
         self._to_trackers("log_row", self.iteration, row)
 
     def _remaining_seconds(self, row: dict) -> float | None:
@@ -281,7 +276,7 @@ class MetricsLogger:
                 if self.args.on_save_error == "stop":
                     raise GrpoError(message) from error
                 self.trackers.remove(tracker)
-                self.print(f"{message}; the run goes on without it")
+                print_rank_0(f"{message}; the run goes on without it")
 
     @contextlib.contextmanager
     def _file_errors(self, name: str) -> Iterator[None]:
@@ -298,7 +293,7 @@ class MetricsLogger:
                 raise GrpoError(message) from error
             if name not in self.failing:
                 self.failing.add(name)
-                self.print(f"{message}; its rows are written when that is possible again")
+                print_rank_0(f"{message}; its rows are written when that is possible again")
 
 
 def aggregate(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_grpo.utils.log import log
+
 PHASE = "phase/"  # prefix of the profiler range that Timers opens for each phase
 ROWS = 30  # of each table
 PHASES = 3  # with a table of kernels of their own
@@ -60,7 +62,7 @@ class Profiler:
                 # PyTorch raises nothing if it cannot write its trace.
                 cut_off = isinstance(error, (FileNotFoundError, ValueError))
                 reason = "its trace is not whole, as on a full disk" if cut_off else error
-                print(f"the profile of rank {self.rank} cannot be written to {directory}: {reason}", flush=True)
+                log(f"the profile cannot be written to {directory}: {reason}")
         elif self.recording:
             torch.cuda.profiler.stop()
         self.recording = False

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,13 @@ MASK = "***"
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s\"]+@")  # http://user:password@host
 
 
-def write_run_record(args: Namespace, iteration: int) -> None:
-    """Write both files to ``--save``; a resumed run overwrites them, with the update that it resumes from."""
-    for name, content in {"args.json": args_to_json(args), "environment.json": environment(args, iteration)}.items():
+def write_run_record(args: Namespace, given: Collection[str], iteration: int) -> None:
+    """Write both files to ``--save``; a resumed run overwrites them, with the update that it resumes from.
+
+    ``given``: the attributes that flags of the command line set.
+    """
+    of_run = environment(args, given, iteration)
+    for name, content in {"args.json": args_to_json(args), "environment.json": of_run}.items():
         path = Path(args.save, name)
         temporary = path.with_name(name + ".tmp")
         text = json.dumps(content, indent=1, sort_keys=name == "args.json")
@@ -39,14 +43,14 @@ def write_run_record(args: Namespace, iteration: int) -> None:
         os.replace(temporary, path)
 
 
-def environment(args: Namespace, iteration: int) -> dict[str, Any]:
+def environment(args: Namespace, given: Collection[str], iteration: int) -> dict[str, Any]:
     """Return the content of environment.json: time, command, given flags, version, commit, device, packages."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "start_iteration": iteration,
         "launch": launch_id(),
         "command": shlex.join(without_secrets(sys.argv)),
-        "given": sorted(args.explicit - set(SECRET)),
+        "given": sorted(set(given) - set(SECRET)),
         "version": __version__,
         "commit": commit(Path(__file__).parent),
         "device": device_name(),

@@ -110,16 +110,19 @@ def find_hang(states: Sequence[State], unheard: Sequence[float], patience: float
 
     ``unheard``: seconds since each rank's state last changed; above ``patience`` the rank is silent. Silent ranks are
     the cause. Without one it is the ranks that do not wait for others, and of several those that are furthest behind.
+    A rank that is silent for longer than its limit has ended with its host, although others are still at work: torchrun
+    ends only the ranks of its own host.
     """
     silent = [rank for rank, seconds in enumerate(unheard) if seconds > patience]
     answering = [rank for rank in range(len(states)) if rank not in silent and not states[rank].ended]
     running = [rank for rank, state in enumerate(states) if not state.ended]
     limit = max((states[rank].limit for rank in running), default=0.0)
     still = min((states[rank].seconds for rank in answering), default=max(unheard))
-    if not running or still <= limit:
+    lost = [rank for rank in silent if rank in running and unheard[rank] > states[rank].limit]
+    if not running or (still <= limit and not lost):
         return None
     seconds = [max(still, state.seconds + gone) for state, gone in zip(states, unheard, strict=True)]
-    causes = [rank for rank in silent if rank in running]
+    causes = lost or [rank for rank in silent if rank in running]
     if not causes:
         working = [rank for rank in answering if not states[rank].waits] or answering
         first = min(states[rank].entered for rank in working)
@@ -370,8 +373,9 @@ class Watchdog:
                 silent |= {int(rank): tuple(read) for rank, read in json.loads(text).items()}
         stacks = f"Stacks of all ranks: {directory}/. " if directory else ""
         limit = max(state.limit for state in hang.states if not state.ended)
+        who = "It gave no sign of life" if set(hang.causes) <= set(hang.silent) else "No rank made progress"
         message = (
-            f"the run hangs: {in_words(hang, silent)}. No rank made progress for {limit:.0f} s "
+            f"the run hangs: {in_words(hang, silent)}. {who} for {limit:.0f} s "
             f"(--watchdog-timeout, --watchdog-phase-timeouts). {stacks}{newest_in_words(self.save)}"
         )
         self._print(message, began=time.time() - max(hang.seconds[rank] for rank in hang.causes))

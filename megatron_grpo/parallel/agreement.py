@@ -67,16 +67,33 @@ def on_all_ranks[Result](step: Callable[[], Result], problem: str) -> list[Resul
 
 
 def _broadcast[Value](value: Value, group: dist.ProcessGroup) -> Value:
-    """Return the object of the group's rank 0 on all its ranks. Collective."""
-    sends = group.rank() == 0
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if sends else torch.empty(0)
-    size = torch.tensor(len(data))
-    # The method of the group: that of all roles is not registered, as torch's function expects.
-    group.broadcast(size, 0).wait()
-    if not sends:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    group.broadcast(data, 0).wait()
-    return value if sends else pickle.loads(data.numpy())
+    """Return the object of the group's rank 0 on all its ranks. Collective.
+
+    Arrays are sent from where they are and received where they stay, without a copy: the index of the rows is large.
+    """
+
+    def broadcast(tensor: torch.Tensor) -> torch.Tensor:
+        # The method of the group: that of all roles is not registered, as torch's function expects.
+        group.broadcast(tensor, 0).wait()
+        return tensor
+
+    if group.rank() == 0:
+        arrays: list[torch.Tensor] = []
+        text = pickle.dumps(value, 5, buffer_callback=lambda array: arrays.append(_as_tensor(array.raw())))
+        head = _as_tensor(memoryview(pickle.dumps((text, [len(array) for array in arrays]))))
+        for tensor in (torch.tensor(len(head)), head, *arrays):
+            broadcast(tensor)
+        return value
+    length = int(broadcast(torch.tensor(0)))
+    text, sizes = pickle.loads(broadcast(torch.empty(length, dtype=torch.uint8)).numpy())
+    return pickle.loads(text, buffers=[broadcast(torch.empty(size, dtype=torch.uint8)).numpy() for size in sizes])
+
+
+def _as_tensor(data: memoryview) -> torch.Tensor:
+    """Return bytes as a tensor; a copy if they are read-only, because torch warns of such a tensor."""
+    if not len(data):  # torch refuses it
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
 
 
 @contextlib.contextmanager

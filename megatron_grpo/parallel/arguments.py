@@ -5,13 +5,15 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby, product
+from typing import Any
 
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron_grpo.utils.arguments import Step
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.core_flags import core_flags
-from megatron_grpo.utils.core_rules import changed, check_core_flags
+from megatron_grpo.utils.core_rules import changed, check_core_flags, check_core_flags_of_model
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, FlagRow, Number
 from megatron_grpo.utils.rules import divides, excludes, flag, needs
@@ -100,23 +102,25 @@ def generating_width(args: Namespace) -> int:
 StageCosts = Callable[[Namespace], tuple[Sequence[float], float]]
 
 
-def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
-    """Refuse parallel configurations that cannot work, and fill in the sizes that follow from others.
+def resolve_recomputation(args: Namespace) -> dict[str, Any]:
+    """Return the flags of recomputation that follow from --recompute-granularity full or --moe-layer-recompute."""
+    if args.recompute_granularity == "full":  # includes the experts
+        return {
+            "recompute_method": args.recompute_method or "uniform",
+            "recompute_num_layers": args.recompute_num_layers or 1,
+        }
+    if args.moe_layer_recompute:
+        modules = sorted({*(args.recompute_modules or []), "moe"})
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {}
 
-    ``costs``: for --pipeline-model-parallel-layout auto.
-    """
-    tp = args.tensor_model_parallel_size
-    check_heads(args, tp, "tensor parallel size")
-    divides(args, "ffn_hidden_size", tp, "tensor parallel size")
-    if args.sequence_parallel and tp == 1:
+
+def check_parallel_flags(args: Namespace) -> None:
+    """Refuse flags of parallelism and recomputation that cannot work with any model."""
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         raise GrpoError(
             "--sequence-parallel needs --tensor-model-parallel-size 2 or more: it splits the tokens over "
             "tensor-parallel ranks"
-        )
-    if args.multi_latent_attention and tp > 1 and not args.sequence_parallel:
-        raise GrpoError(
-            f"--multi-latent-attention with --tensor-model-parallel-size {tp} needs --sequence-parallel: without it "
-            "megatron-core loses gradients of the rotary channels of the keys"
         )
     if args.transformer_impl == "local":
         for dest in NEED_TRANSFORMER_ENGINE:
@@ -128,6 +132,41 @@ def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
                     f"--recompute-modules {module} needs --transformer-impl transformer_engine: give that, or "
                     f"recompute {instead} instead"
                 )
+    _check_pipeline_flags(args)
+    if args.hybrid_context_parallel:
+        _check_hybrid_context_parallelism(args)
+    if args.cp_comm_type is not None and args.context_parallel_size == 1:
+        raise GrpoError("--cp-comm-type needs --context-parallel-size 2 or more")
+    full = args.recompute_granularity == "full"
+    if full and args.recompute_method == "uniform" and args.mtp_loss_scaling_factor:
+        raise GrpoError(
+            "--mtp-loss-scaling-factor with --recompute-granularity full: megatron-core recomputes "
+            "multi-token-prediction layers for packs without their gradients: give --recompute-method block, which "
+            "leaves these layers out, with --recompute-num-layers"
+        )
+    check_core_flags(args)
+
+
+def resolve_experts(args: Namespace) -> dict[str, Any]:
+    """Return the defaults of the experts' sizes: those of the dense layers."""
+    if args.num_experts is None:
+        return {}
+    return {
+        "moe_ffn_hidden_size": args.ffn_hidden_size if args.moe_ffn_hidden_size is None else args.moe_ffn_hidden_size,
+        "expert_tensor_parallel_size": args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+    }
+
+
+def check_layers(args: Namespace) -> None:
+    """Refuse layers that cannot be computed, or split over tensor and expert parallel ranks, with these flags."""
+    tp = args.tensor_model_parallel_size
+    check_heads(args, tp, "tensor parallel size")
+    divides(args, "ffn_hidden_size", tp, "tensor parallel size")
+    if args.multi_latent_attention and tp > 1 and not args.sequence_parallel:
+        raise GrpoError(
+            f"--multi-latent-attention with --tensor-model-parallel-size {tp} needs --sequence-parallel: without it "
+            "megatron-core loses gradients of the rotary channels of the keys"
+        )
     excludes(args, "use_te_activation_func", "quick_geglu", "Transformer Engine has no quick GELU")
     backends = ("auto", "local", "flash") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:
@@ -138,18 +177,13 @@ def check_parallelism(args: Namespace, costs: StageCosts | None = None) -> None:
     if uses_flash_attention_4(args):
         _check_flash_attention(args)
     _check_experts(args)
-    _check_pipeline(args, costs)
+
+
+def check_parallelism(args: Namespace) -> None:
+    """Refuse pipeline stages, context parallelism and flags of megatron-core that do not fit the model."""
+    _check_pipeline(args)
     _check_context_parallelism(args)
-    if args.recompute_granularity == "full":
-        args.recompute_method = args.recompute_method or "uniform"
-        args.recompute_num_layers = args.recompute_num_layers or 1
-        if args.recompute_method == "uniform" and args.mtp_loss_scaling_factor:
-            raise GrpoError(
-                "--mtp-loss-scaling-factor with --recompute-granularity full: megatron-core recomputes "
-                "multi-token-prediction layers for packs without their gradients: give --recompute-method block, which "
-                "leaves these layers out, with --recompute-num-layers"
-            )
-    check_core_flags(args)
+    check_core_flags_of_model(args)
 
 
 def recompute_note(args: Namespace) -> str | None:
@@ -167,39 +201,54 @@ def recompute_note(args: Namespace) -> str | None:
     return None
 
 
-def _check_pipeline(args: Namespace, costs: StageCosts | None) -> None:
+def _check_pipeline_flags(args: Namespace) -> None:
+    """Refuse flags of pipeline stages without stages, and two numbers of virtual stages."""
+    per_stage, stages = "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"
+    excludes(args, per_stage, stages, "each determines the number of virtual stages")
+    if args.pipeline_model_parallel_size > 1:
+        return
+    uneven = "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split()
+    for dest in (per_stage, stages, *uneven):
+        if getattr(args, dest) and (dest, getattr(args, dest)) != (stages, 1):
+            raise GrpoError(f"{flag(dest)} needs --pipeline-model-parallel-size 2 or more")
+
+
+def check_virtual_stages(args: Namespace) -> None:
+    """Refuse layers that do not divide into virtual stages of --num-layers-per-virtual-pipeline-stage."""
     pp, per_stage = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
-    if per_stage is not None:
-        if pp == 1:
-            raise GrpoError("--num-layers-per-virtual-pipeline-stage needs --pipeline-model-parallel-size 2 or more")
-        excludes(
-            args,
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "each determines the number of virtual stages",
+    if per_stage is not None and args.num_layers % (pp * per_stage):
+        raise GrpoError(
+            f"--num-layers ({args.num_layers}) must be divisible by --pipeline-model-parallel-size ({pp}) x "
+            f"--num-layers-per-virtual-pipeline-stage ({per_stage}); for uneven pipeline stages give "
+            "--num-virtual-stages-per-pipeline-rank"
         )
-        if args.num_layers % (pp * per_stage):
-            raise GrpoError(
-                f"--num-layers ({args.num_layers}) must be divisible by --pipeline-model-parallel-size ({pp}) x "
-                f"--num-layers-per-virtual-pipeline-stage ({per_stage}); for uneven pipeline stages give "
-                "--num-virtual-stages-per-pipeline-rank"
-            )
-        args.num_virtual_stages_per_pipeline_rank = args.num_layers // pp // per_stage
-    if args.pipeline_model_parallel_layout == "auto" and pp > 1:
-        args.pipeline_model_parallel_layout = _balanced_layout(args, costs)
-    if args.pipeline_model_parallel_layout and pp > 1:
-        _set_virtual_stages(args)
-    if args.num_virtual_stages_per_pipeline_rank == 1:
-        args.num_virtual_stages_per_pipeline_rank = None
+
+
+def resolve_pipeline(args: Namespace, costs: StageCosts | None = None) -> dict[str, Any]:
+    """Return the layout of --pipeline-model-parallel-layout auto, the number of virtual stages, and their overlap.
+
+    ``costs``: for the layout. Raises GrpoError for layers that cannot be divided as the layout says.
+    """
+    pp, per_stage = args.pipeline_model_parallel_size, args.num_layers_per_virtual_pipeline_stage
+    virtual, layout = args.num_virtual_stages_per_pipeline_rank, args.pipeline_model_parallel_layout
+    if per_stage is not None:
+        virtual = args.num_layers // pp // per_stage
+    if layout and pp > 1:
+        if layout == "auto":
+            layout = _balanced_layout(args, pp * (virtual or 1), costs)
+        virtual = _virtual_stages_of(layout, pp, virtual)
+    found = {
+        "pipeline_model_parallel_layout": layout,
+        "num_virtual_stages_per_pipeline_rank": None if virtual == 1 else virtual,
+    }
+    if found["num_virtual_stages_per_pipeline_rank"] and pp > 1 and "overlap_p2p_comm" not in args.explicit:
+        found["overlap_p2p_comm"] = True  # as in Megatron-LM
+    return found
+
+
+def _check_pipeline(args: Namespace) -> None:
+    pp = args.pipeline_model_parallel_size
     virtual = args.num_virtual_stages_per_pipeline_rank
-    uneven: tuple[str, ...] = (
-        "pipeline_model_parallel_layout",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-    )
-    if pp == 1 and (virtual or any(getattr(args, dest) for dest in uneven)):
-        dest = "num_virtual_stages_per_pipeline_rank" if virtual else next(d for d in uneven if getattr(args, d))
-        raise GrpoError(f"{flag(dest)} needs --pipeline-model-parallel-size 2 or more")
     if virtual:
         _check_interleaved_schedule(args, pp)
     else:
@@ -210,9 +259,7 @@ def _check_pipeline(args: Namespace, costs: StageCosts | None) -> None:
 
 
 def _check_interleaved_schedule(args: Namespace, pp: int) -> None:
-    """Refuse what the schedule of virtual stages cannot run; switch the overlap of its messages on by default."""
-    if "overlap_p2p_comm" not in args.explicit:
-        args.overlap_p2p_comm = True  # as in Megatron-LM
+    """Refuse what the schedule of virtual stages cannot run."""
     if pp == 2 and not args.overlap_p2p_comm:
         raise GrpoError(
             "--no-overlap-p2p-communication with 2 pipeline stages and virtual stages would give wrong gradients "
@@ -299,8 +346,8 @@ def _written(sizes: Sequence[int], mtp_layers: int) -> str:
     return f"E{text}t*{sizes[-1]}{'m' * mtp_layers}L"
 
 
-def _balanced_layout(args: Namespace, costs: StageCosts | None) -> str:
-    """Return the --pipeline-model-parallel-layout whose most expensive stage is the cheapest possible."""
+def _balanced_layout(args: Namespace, stages: int, costs: StageCosts | None) -> str:
+    """Return the --pipeline-model-parallel-layout of ``stages`` stages whose most expensive one is cheapest."""
     name = "--pipeline-model-parallel-layout auto"
     if costs is None:
         raise GrpoError(f"{name}: a reference model needs a layout in full, or none")
@@ -312,7 +359,6 @@ def _balanced_layout(args: Namespace, costs: StageCosts | None) -> str:
     ):
         if getattr(args, dest):
             raise GrpoError(f"{name} and {flag(dest)} both divide the layers over the stages: leave one of them out")
-    stages = args.pipeline_model_parallel_size * (args.num_virtual_stages_per_pipeline_rank or 1)
     if args.num_layers < stages:
         raise GrpoError(f"{name}: {args.num_layers} layers are too few for {stages} stages of one or more")
     return _written(balanced(*costs(args), stages), args.mtp_num_layers or 0)
@@ -342,31 +388,28 @@ def balanced(layers: Sequence[float], last: float, stages: int) -> list[int]:
     return list(best(0, 0)[2])
 
 
-def _set_virtual_stages(args: Namespace) -> None:
-    """Set the number of virtual stages from --pipeline-model-parallel-layout."""
-    pp, text = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
+def _virtual_stages_of(text: str, pp: int, given: int | None) -> int:
+    """Return the number of virtual stages of a --pipeline-model-parallel-layout; GrpoError if another one is given."""
     try:
         layout = PipelineParallelLayerLayout(text, pp)
     except (AssertionError, KeyError, ValueError) as error:
         raise GrpoError(f"--pipeline-model-parallel-layout {text}: {error}") from error
     virtual = layout.virtual_pipeline_model_parallel_size
-    if args.num_virtual_stages_per_pipeline_rank not in (None, virtual):
+    if given not in (None, virtual):
         raise GrpoError(
             f"--pipeline-model-parallel-layout {text} has {virtual} virtual stages on each of {pp} pipeline ranks, "
-            f"but --num-virtual-stages-per-pipeline-rank is {args.num_virtual_stages_per_pipeline_rank}: leave it out"
+            f"but --num-virtual-stages-per-pipeline-rank is {given}: leave it out"
         )
-    args.num_virtual_stages_per_pipeline_rank = virtual
     if any(LayerType.mtp in stage for rank in layout.layout for stage in rank if LayerType.loss not in stage):
         raise GrpoError(
             f"--pipeline-model-parallel-layout {text}: multi-token-prediction layers (m) must be on the stage of "
             "the head (L), which uses their outputs"
         )
+    return virtual
 
 
 def _check_context_parallelism(args: Namespace) -> None:
     cp, kinds = args.context_parallel_size, args.cp_comm_type
-    if args.hybrid_context_parallel:
-        _check_hybrid_context_parallelism(args)
     if cp > 1 and args.window_size and not has_packed_attention(args) and kinds not in ("a2a", ["a2a"]):
         raise GrpoError(
             f"--context-parallel-size {cp} with --window-size needs --cp-comm-type a2a: Transformer Engine's p2p has "
@@ -374,8 +417,6 @@ def _check_context_parallelism(args: Namespace) -> None:
         )
     if kinds is None:
         return
-    if cp == 1:
-        raise GrpoError("--cp-comm-type needs --context-parallel-size 2 or more")
     kinds = set(kinds if isinstance(kinds, list) else [kinds])
     if has_packed_attention(args):
         allowed, reason = {"all_gather"}, "only all_gather exists, and it is the default: leave it out"
@@ -417,9 +458,6 @@ def _check_hybrid_context_parallelism(args: Namespace) -> None:
 
 def _check_experts(args: Namespace) -> None:
     ep, experts = args.expert_model_parallel_size, args.num_experts
-    if args.moe_layer_recompute and args.recompute_granularity != "full":  # full recomputation includes the experts
-        args.recompute_granularity = "selective"
-        args.recompute_modules = sorted({*(args.recompute_modules or []), "moe"})
     if experts is None:
         needing = [d for d in core_flags() if d.startswith(("moe_", "expert_")) and changed(args, d)]
         needing = [d for d in needing if not (d in _EXPERT_SIZES and getattr(args, d) == 1)]
@@ -430,10 +468,7 @@ def _check_experts(args: Namespace) -> None:
         if needing:
             raise GrpoError(f"{flag(sorted(needing)[0])} needs --num-experts: the model has no experts")
         return
-    if args.moe_ffn_hidden_size is None:
-        args.moe_ffn_hidden_size = args.ffn_hidden_size
-    tp = args.tensor_model_parallel_size
-    etp = args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or tp
+    tp, etp = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
     divides(args, "num_experts", ep, "expert parallel size")
     divides(args, "moe_ffn_hidden_size", etp, "expert tensor parallel size")
     if args.world_size % (ep * etp * args.pipeline_model_parallel_size):
@@ -492,3 +527,17 @@ def _check_expert_biases(args: Namespace) -> None:
 def query_groups(args: Namespace) -> int:
     """Return the number of key/value heads; without grouped-query attention, one for each query head."""
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
+def parallel_steps(costs: StageCosts | None = None) -> tuple[Step, ...]:
+    """Return the rules of a model's parallel configuration, in order. They follow `check_parallel_flags`.
+
+    ``costs``: see `resolve_pipeline`.
+    """
+    return (
+        resolve_experts,
+        check_layers,
+        check_virtual_stages,
+        functools.partial(resolve_pipeline, costs=costs),
+        check_parallelism,
+    )

@@ -45,8 +45,25 @@ def join(args) -> None:
         # No device_id: with it each of megatron-core's groups would allocate its memory (7 GiB of one GPU) at once,
         # used or not, and keep it while the engine generates.
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timeout, **_rendezvous(args, timeout))
-        _host_group = dist.new_group(backend="gloo", timeout=timeout)
+        with _explained():
+            dist.init_process_group(backend, timeout=timeout, **_rendezvous(args, timeout))
+            _host_group = dist.new_group(backend="gloo", timeout=timeout)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Context in which the ranks meet; GrpoError with the place to look at in place of an error of store or sockets."""
+    try:
+        yield
+    except RuntimeError as error:
+        host, store = socket.gethostname(), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
+        raise GrpoError(
+            f"host {host} has not met the other ranks, whose store is {store} ({reason}). "
+            "Either a rank or the torchrun of another host has ended: read the logs of all hosts, that of rank 0 "
+            f"first. Or hosts do not reach each other: check {store}, the ports between the hosts, and that the name "
+            "of each host is its address in their network (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose another)"
+        ) from error
 
 
 def initialize_distributed(args) -> None:
@@ -148,8 +165,8 @@ def host_group() -> dist.ProcessGroup:
     """Return the gloo process group of all ranks, for tensors in host memory, and for what takes ranks unequal time.
 
     A rank that has finished a rollout, a file or a request waits here for the others, who may need hours more. In a run
-    with a watchdog, and while rank 0 reads the data, such a wait has no time-out (`wait_without_time_out`); elsewhere
-    and in collectives of the model's groups it is --distributed-timeout-minutes.
+    with a watchdog, and while rank 0 reads checkpoints and data, such a wait has no time-out (`wait_without_time_out`);
+    elsewhere and in collectives of the model's groups it is --distributed-timeout-minutes.
     """
     assert _host_group is not None, "join comes first"
     return _host_group
@@ -266,12 +283,6 @@ def set_random_seed(seed: int) -> None:
     np.random.seed(stage_seed)
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
-
-
-def print_rank_0(message: str) -> None:
-    """Print ``message`` on rank 0 only."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(message, flush=True)
 
 
 def free_port() -> int:

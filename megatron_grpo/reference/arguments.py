@@ -74,18 +74,20 @@ def check_reference_models(args: Namespace) -> None:
         needs(args, dest, "beta", "there is no reference model without the KL term")
     excludes(args, "ref_load", "ref_load_hf", "the reference model has one origin")
     excludes(args, "ref_micro_batch_size", "logprobs_max_tokens_per_microbatch", "both set the size of micro-batches")
-    for prefix in sizes:
-        experts = [f"{prefix}_{size}" for size in SIZES if size.startswith("expert")]
-        for dest in experts if prefix == "ref" and not args.num_experts else []:
-            if (getattr(args, dest) or 1) > 1:
-                raise GrpoError(f"{flag(dest)} needs --num-experts: the model has no experts")
+    _check_ema_update(args)
+    _check_teacher(args, sizes["teacher"])
+
+
+def check_reference_of_model(args: Namespace) -> None:
+    """Raise GrpoError for a parallel configuration that the reference of this policy cannot have."""
+    for dest in (f"ref_{size}" for size in SIZES if size.startswith("expert")):
+        if not args.num_experts and (getattr(args, dest) or 1) > 1:
+            raise GrpoError(f"{flag(dest)} needs --num-experts: the model has no experts")
     if args.vision_config and args.beta > 0 and has_own_parallel_configuration(args):
         raise GrpoError(
             f"a reference model of family {args.model_family} has the parallel configuration of the policy, because "
             "only the policy's ranks read images: leave --ref-tensor-model-parallel-size and its like out"
         )
-    _check_ema_update(args)
-    _check_teacher(args, sizes["teacher"])
 
 
 def _check_ema_update(args: Namespace) -> None:

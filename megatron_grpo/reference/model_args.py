@@ -1,23 +1,24 @@
 """Arguments of reference model and teacher: the policy's, with another parallel configuration or architecture."""
 
-import copy
 from argparse import Namespace
+from typing import Any
 
 from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
-from megatron_grpo.models.arguments import check_model, padded_vocab_size
-from megatron_grpo.models.fp8_training import check_fp8
+from megatron_grpo.models.arguments import check_model, resolve_model_sizes
+from megatron_grpo.models.fp8_training import check_fp8_sizes
 from megatron_grpo.models.rope import check_rope
-from megatron_grpo.parallel.arguments import check_parallelism
+from megatron_grpo.parallel.arguments import check_parallel_flags, parallel_steps
 from megatron_grpo.reference.arguments import SIZES, has_own_parallel_configuration
+from megatron_grpo.utils.arguments import replaced, resolved
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import divides, flag
 from megatron_grpo.weights import families, hf
-from megatron_grpo.weights.arguments import ARCHITECTURE, check_family, default_architecture, merge_architecture
+from megatron_grpo.weights.arguments import ARCHITECTURE, architecture_of, check_family, default_architecture
 
 # Arguments that divide, overlap or recompute the policy's layers, and their values for a model with its own parallel
 # configuration.
-_WITHOUT_POLICY_PIPELINE = {
+_WITHOUT_POLICY_PIPELINE: dict[str, Any] = {
     "num_layers_per_virtual_pipeline_stage": None,
     "num_virtual_stages_per_pipeline_rank": None,
     "pipeline_model_parallel_layout": None,
@@ -37,14 +38,24 @@ _WITHOUT_POLICY_PIPELINE = {
     "recompute_modules": None,
 }
 
+# Arguments of a model without training and without router replay.
+_WITHOUT_TRAINING: dict[str, Any] = {
+    "explicit": frozenset(),
+    "router_replay_mode": "disabled",
+    "overlap_param_gather": False,
+    "mtp_loss_scaling_factor": 0.0,
+    "perform_initialization": False,
+    "lora_rank": None,
+}
+
 
 def reference_args(args: Namespace) -> Namespace:
     """Return the reference model's arguments, for validated ``args``; raise GrpoError when its sizes do not fit."""
-    own = _without_training(args)
+    own = replaced(args, **_WITHOUT_TRAINING)
     if args.ref_micro_batch_size:
-        own.micro_batch_size, own.max_tokens_per_microbatch = args.ref_micro_batch_size, None
+        own = replaced(own, micro_batch_size=args.ref_micro_batch_size, max_tokens_per_microbatch=None)
     if has_own_parallel_configuration(args):
-        _set_parallel_configuration(own, args, "ref")
+        own = _with_parallel_configuration(own, args, "ref")
     _check_micro_batches(own, "ref", "--ref-micro-batch-size")
     if args.ref_load_hf:
         config = hf.read_config(args.ref_load_hf)
@@ -64,20 +75,18 @@ def teacher_args(args: Namespace) -> Namespace:
     ``args``: validated arguments. Raises GrpoError when its sizes do not fit, or its vocabulary has another size than
     the policy's.
     """
-    own, directory = _without_training(args), args.teacher_load_hf
+    directory = args.teacher_load_hf
     # Its log-probabilities are targets: quantization would only add noise. A reference quantizes as the policy does,
     # so that the KL of equal weights is 0.
-    own.load_hf, own.fp8_format, own.share_prompts = directory, None, False
-    own.sync_ref_model = False  # it does not follow the policy
-    vars(own).update(default_architecture())
-    config = hf.read_config(directory)
-    merge_architecture(own, families.for_hf_config(config).args_from_hf(config), f"{directory}/config.json")
+    plain = {"load_hf": directory, "fp8_format": None, "share_prompts": False, "sync_ref_model": False}
+    own = replaced(args, **_WITHOUT_TRAINING | plain | default_architecture())
+    own = replaced(own, **architecture_of(own, directory))
     if own.vocab_size != args.vocab_size:
         raise GrpoError(
             f"--teacher-load-hf {directory} has vocab_size {own.vocab_size}, the policy has {args.vocab_size}: "
             "give a teacher with the policy's tokenizer"
         )
-    _set_parallel_configuration(own, args, "teacher")
+    own = _with_parallel_configuration(own, args, "teacher")
     _check_micro_batches(own, "teacher", "--micro-batch-size")
     return own
 
@@ -94,44 +103,44 @@ def check_teacher_tokenizer(args: Namespace, tokenizer: Tokenizer) -> None:
         )
 
 
-def _without_training(args: Namespace) -> Namespace:
-    """Return a copy of the arguments for a model without training and without router replay."""
-    own = copy.copy(args)
-    own.explicit, own.router_replay_mode, own.overlap_param_gather = frozenset(), "disabled", False
-    own.mtp_loss_scaling_factor, own.perform_initialization, own.lora_rank = 0.0, False, None
-    return own
-
-
-def _set_parallel_configuration(own: Namespace, args: Namespace, prefix: str) -> None:
-    """Set a model's parallel configuration from --ref-* or --teacher-*; check it with the rules for the policy."""
-    for dest in SIZES:
-        size = getattr(args, f"{prefix}_{dest}")
-        setattr(own, dest, getattr(args, dest) if size is None else size)
-    own.expert_tensor_parallel_size = getattr(args, f"{prefix}_expert_tensor_parallel_size")  # None: TP
-    vars(own).update(_WITHOUT_POLICY_PIPELINE)
-    own.hybrid_context_parallel &= own.context_parallel_size > 1
+def _with_parallel_configuration(own: Namespace, args: Namespace, prefix: str) -> Namespace:
+    """Return a model's arguments with the parallel configuration of --ref-* or --teacher-*, which fits the model."""
+    given = {dest: getattr(args, f"{prefix}_{dest}") for dest in SIZES}
+    sizes = {dest: getattr(args, dest) if size is None else size for dest, size in given.items()}
+    sizes["expert_tensor_parallel_size"] = given["expert_tensor_parallel_size"]  # None: TP
     if not own.num_experts:
-        own.expert_model_parallel_size, own.expert_tensor_parallel_size = 1, None
-    own.sequence_parallel = own.tensor_model_parallel_size > 1
-    tp, pp, cp = (getattr(own, dest) for dest in SIZES[:3])
+        sizes |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    tp, pp, cp = (sizes[dest] for dest in SIZES[:3])
     if args.world_size % (tp * pp * cp):
         raise GrpoError(
             f"world_size ({args.world_size}) must be divisible by the product of --{prefix}-*-parallel-size "
             f"({tp * pp * cp}): TP {tp} x PP {pp} x CP {cp}"
         )
-    own.data_parallel_size = args.world_size // (tp * pp * cp)
+    sizes |= _WITHOUT_POLICY_PIPELINE | {
+        "data_parallel_size": args.world_size // (tp * pp * cp),
+        "hybrid_context_parallel": own.hybrid_context_parallel and cp > 1,
+        "sequence_parallel": tp > 1,
+    }
+
+    def check_equal_stages(own: Namespace) -> None:
+        divides(own, "num_layers", pp, f"--{prefix}-pipeline-model-parallel-size")
+
     try:
-        check_model(own)
-        check_family(own)
-        divides(own, "num_layers", pp, f"--{prefix}-pipeline-model-parallel-size")  # its stages have equal sizes
-        check_parallelism(own)
-        check_fp8(own)
-        check_rope(own)
-        check_budgets(own)
+        return resolved(
+            replaced(own, **sizes),
+            check_parallel_flags,
+            check_model,
+            resolve_model_sizes,
+            check_family,
+            check_equal_stages,
+            *parallel_steps(),
+            check_fp8_sizes,
+            check_rope,
+            check_budgets,
+        )
     except GrpoError as error:
         what = {"ref": "reference model", "teacher": "teacher"}[prefix]
         raise GrpoError(f"{what} with --{prefix}-*-parallel-size: {error}") from error
-    own.padded_vocab_size = padded_vocab_size(own)
 
 
 def _check_micro_batches(own: Namespace, prefix: str, micro_batch_flag: str) -> None:

@@ -1,6 +1,7 @@
 """Flags and rules of rewards; reward_models/arguments.py has those of reward models."""
 
 from argparse import Namespace
+from typing import Any
 
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.rewards.builtin.answer_text import EXTRACTIONS, UNFINISHED
@@ -81,15 +82,18 @@ READ_BY = {
 }
 
 
+def resolve_rewards(args: Namespace) -> dict[str, Any]:
+    """Return --reward-weights, by default 1 for each reward function."""
+    return {"reward_weights": [1.0] * len(args.reward_funcs or [])} if args.reward_weights is None else {}
+
+
 def check_rewards(args: Namespace) -> None:
-    """Check the flags of rewards, and fill in the weights."""
+    """Raise GrpoError for flags of rewards that contradict each other or that nothing reads."""
     functions = args.reward_funcs or []
     if len(set(functions)) < len(functions):
         raise GrpoError(
             f"--reward-funcs {' '.join(functions)}: name each function once; its weight is in --reward-weights"
         )
-    if args.reward_weights is None:
-        args.reward_weights = [1.0] * len(functions)
     if len(args.reward_weights) != len(functions):
         raise GrpoError(
             f"--reward-weights has {len(args.reward_weights)} values, --reward-funcs {len(functions)}: give one each"

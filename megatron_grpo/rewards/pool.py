@@ -25,6 +25,7 @@ from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import log
 from megatron_grpo.utils.process_tree import end_supervised, start_supervised
 
 _CHUNK = 64  # calls per message: makes the cost of a message small
@@ -50,15 +51,14 @@ class Failure:
     traceback: str = ""
 
 
-def print_first_failures(failures: Iterable[Failure], printed: set[str], rank: int) -> None:
+def print_first_failures(failures: Iterable[Failure], printed: set[str]) -> None:
     """Print the first failure of each reward that is not in ``printed``, and add its name there."""
     for failure in failures:
         if failure.reward not in printed:
             printed.add(failure.reward)
-            print(
-                f"[rank {rank}] reward {failure.reward} could not score {failure.source}: {failure.reason} (completion "
-                f"{failure.completion!r}); such completions count as not scored, see reward/failures",
-                flush=True,
+            log(
+                f"reward {failure.reward} could not score {failure.source}: {failure.reason} (completion "
+                f"{failure.completion!r}); such completions count as not scored, see reward/failures"
             )
 
 

@@ -2,6 +2,7 @@
 
 import re
 from argparse import Namespace
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -12,7 +13,7 @@ from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.lora.targets import is_router, linear_layers, targets
 from megatron_grpo.parallel.arguments import check_heads
-from megatron_grpo.rollout.speculation import check_speculation, method_of
+from megatron_grpo.rollout.speculation import check_draft, check_speculation, method_of
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import (
@@ -244,9 +245,31 @@ ENGINES_OWN = (
 ).split()
 
 
+def _kind_of_servers(args: Namespace) -> str | None:
+    return "sglang" if args.rollout_engine == "sglang" else "vllm" if args.vllm_mode == "server" else None
+
+
+def _on_one_host(args: Namespace, kind: str) -> bool:
+    """Return whether all servers run on rank 0's host, as far as their addresses tell it."""
+    urls = getattr(args, f"{kind}_server_base_url") or []
+    return all(urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1") for url in urls)
+
+
+def resolve_weight_sync(args: Namespace) -> dict[str, Any]:
+    """Return the defaults of --weight-sync-method with servers, and of --weight-sync-dir with servers on one host."""
+    kind = _kind_of_servers(args)
+    if kind is None:
+        return {}
+    # The machine of a dry run need not be that of the run.
+    on_gpus = torch.cuda.is_available() or args.dry_run
+    method = args.weight_sync_method or ("nccl" if on_gpus and args.lora_weight_sync != "adapter" else "checkpoint")
+    shared = "/dev/shm" if method == "checkpoint" and _on_one_host(args, kind) else None
+    return {"weight_sync_method": method, "weight_sync_dir": args.weight_sync_dir or shared}
+
+
 def _check_servers(args: Namespace) -> None:
     """Check the flags of engines over HTTP; the servers themselves are checked when the engine is built."""
-    kind = "sglang" if args.rollout_engine == "sglang" else "vllm" if args.vllm_mode == "server" else None
+    kind = _kind_of_servers(args)
     url_flag = f"{kind}_server_base_url"
     for dest in ("base_url", "api_key", "timeout"):
         if f"vllm_server_{dest}" in args.explicit and kind != "vllm":
@@ -285,19 +308,15 @@ def _check_servers(args: Namespace) -> None:
             )
     if args.router_replay_mode == "R3":
         raise GrpoError("--router-replay-mode R3 needs --rollout-engine vllm --vllm-mode colocate: give that, or R2")
-    _check_weight_sync(args, kind, all(url.hostname in ("localhost", "127.0.0.1", "::1") for url in urls))
+    _check_weight_sync(args, kind)
 
 
-def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
-    if args.weight_sync_method is None:
-        # The machine of a dry run need not be that of the run.
-        on_gpus = torch.cuda.is_available() or args.dry_run
-        args.weight_sync_method = "nccl" if on_gpus and args.lora_weight_sync != "adapter" else "checkpoint"
+def _check_weight_sync(args: Namespace, kind: str) -> None:
     method = args.weight_sync_method
     if method == "ipc":
         if kind != "sglang":
             raise GrpoError("--weight-sync-method ipc is for --rollout-engine sglang: give nccl or checkpoint")
-        if not on_one_host:
+        if not _on_one_host(args, kind):
             raise GrpoError("--weight-sync-method ipc needs servers on rank 0's host, as http://127.0.0.1: give nccl")
     if method != "checkpoint":
         if not args.dry_run and not torch.cuda.is_available():
@@ -309,18 +328,11 @@ def _check_weight_sync(args: Namespace, kind: str, on_one_host: bool) -> None:
         if args.weight_sync_dir is not None:
             raise GrpoError("--weight-sync-dir needs --weight-sync-method checkpoint: no other method writes files")
         return
-    if args.model_family == "gpt_oss":
-        raise GrpoError(
-            "--weight-sync-method checkpoint loses gpt-oss's sinks and experts, which vLLM's reload does not load: "
-            "give --vllm-mode colocate"
-        )
     if args.weight_sync_dir is None:
-        if not on_one_host:
-            raise GrpoError(
-                "--weight-sync-dir is missing: with servers on other hosts, --weight-sync-method checkpoint needs a "
-                "directory that they share with rank 0, under one path"
-            )
-        args.weight_sync_dir = "/dev/shm"
+        raise GrpoError(
+            "--weight-sync-dir is missing: with servers on other hosts, --weight-sync-method checkpoint needs a "
+            "directory that they share with rank 0, under one path"
+        )
 
 
 # Arguments of vllm.LLM that must follow from the trainer's configuration.
@@ -332,16 +344,13 @@ OURS |= {"fully_sharded_loras", "speculative_config"}
 KEEP_OLD_CACHE = {"kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"}
 
 
-def check_rollout(args: Namespace, world_size: int) -> None:
+def check_rollout(args: Namespace) -> None:
     """Raise GrpoError for invalid engine and sampling flags."""
     _check_servers(args)
     _check_megatron_engine(args)
     if args.top_k != -1 and args.top_k < 1:
         raise GrpoError(f"--top-k ({args.top_k}) must be at least 1, or -1 for all tokens")
-    check_replicas(args, world_size)
-    check_heads(args, args.vllm_tensor_parallel_size, "--vllm-tensor-parallel-size")
-    if args.vllm_enable_expert_parallel and not args.num_experts:
-        raise GrpoError("--vllm-enable-expert-parallel needs a mixture of experts: leave it out")
+    check_replicas(args)
     of_experts = args.vllm_enable_expert_parallel or (args.vllm_engine_kwargs or {}).get("enable_expert_parallel")
     if of_experts and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes with it; leave it out")
@@ -370,16 +379,37 @@ def check_rollout(args: Namespace, world_size: int) -> None:
         raise GrpoError("--stop-words needs a HuggingFaceTokenizer: the engine finds them in the text that it decodes")
 
 
-def check_replicas(args: Namespace, world_size: int) -> None:
+def check_model_of_engine(args: Namespace) -> None:
+    """Raise GrpoError for a model that the engine cannot hold. Call after `check_rollout`."""
+    check_heads(args, args.vllm_tensor_parallel_size, "--vllm-tensor-parallel-size")
+    if args.vllm_enable_expert_parallel and not args.num_experts:
+        raise GrpoError("--vllm-enable-expert-parallel needs a mixture of experts: leave it out")
+    if has_servers(args) and args.weight_sync_method == "checkpoint" and args.model_family == "gpt_oss":
+        raise GrpoError(
+            "--weight-sync-method checkpoint loses gpt-oss's sinks and experts, which vLLM's reload does not load: "
+            "give --vllm-mode colocate"
+        )
+    check_draft(args)
+
+
+def check_replicas(args: Namespace) -> None:
     """Raise GrpoError if the ranks are no whole number of engine replicas."""
     width = args.vllm_tensor_parallel_size
-    ranks, what = (args.rollout_ranks, "--rollout-ranks") if args.rollout_ranks else (world_size, "world_size")
+    ranks, what = (args.rollout_ranks, "--rollout-ranks") if args.rollout_ranks else (args.world_size, "world_size")
     if ranks % width:
         raise GrpoError(f"{what} ({ranks}) must be divisible by --vllm-tensor-parallel-size ({width})")
 
 
+def resolve_lora_weight_sync(args: Namespace) -> dict[str, Any]:
+    """Return the default of --lora-weight-sync, for adapters that `check_lora` accepts."""
+    if not args.lora_rank or args.rollout_engine == "megatron" or args.lora_weight_sync:
+        return {}
+    # A server takes adapters only if it has been started for them.
+    return {"lora_weight_sync": "merged" if has_servers(args) or adapter_refused(args) else "adapter"}
+
+
 def check_lora_weight_sync(args: Namespace) -> None:
-    """Raise GrpoError for an adapter that the engine cannot hold; set --lora-weight-sync. Call after `check_lora`."""
+    """Raise GrpoError for an adapter that the engine cannot hold."""
     for dest in ("lora_weight_sync", "no_check_lora_sync"):
         needs(args, dest, "lora_rank", "there is no adapter")
     if not args.lora_rank:
@@ -389,11 +419,8 @@ def check_lora_weight_sync(args: Namespace) -> None:
             if dest in args.explicit:
                 raise GrpoError(f"{flag(dest)} needs an engine with weights of its own: leave it out")
         return
-    reason = adapter_refused(args)
-    if args.lora_weight_sync == "adapter" and reason:
+    if args.lora_weight_sync == "adapter" and (reason := adapter_refused(args)):
         raise GrpoError(f"--lora-weight-sync adapter: {reason}; give merged, or leave it out")
-    # A server takes adapters only if it has been started for them.
-    args.lora_weight_sync = args.lora_weight_sync or ("merged" if reason or has_servers(args) else "adapter")
     if args.no_check_lora_sync and args.lora_weight_sync == "merged":
         raise GrpoError("--no-check-lora-sync needs --lora-weight-sync adapter: merged weights are not read back")
 
@@ -493,11 +520,14 @@ def not_measured(args: Namespace) -> str | None:
     )
 
 
-def _check_log_probs(args: Namespace) -> None:
-    """Raise GrpoError for flags that violate the log-probability contract of rollout/engine.py.
+def resolve_mismatch_sample_rate(args: Namespace) -> dict[str, Any]:
+    """Return --mismatch-sample-rate 0 if no flag needs the engine's log-probabilities and they are not comparable."""
+    unread = "mismatch_sample_rate" not in args.explicit and not uses_engine_log_probs(args)
+    return {"mismatch_sample_rate": 0.0} if unread and engine_changes(args) else {}
 
-    Sets --mismatch-sample-rate to 0 where it is not given and the engine's log-probabilities are not comparable.
-    """
+
+def _check_log_probs(args: Namespace) -> None:
+    """Raise GrpoError for flags that violate the log-probability contract of rollout/engine.py."""
     if args.no_top_k_replay and (args.rollout_engine != "vllm" or args.top_k == -1):
         raise GrpoError("--no-top-k-replay needs --rollout-engine vllm and --top-k: otherwise there is no replay")
     if args.teacher_server and replays_top_k(args):
@@ -508,8 +538,6 @@ def _check_log_probs(args: Namespace) -> None:
     changes, user = engine_changes(args), uses_engine_log_probs(args)
     if not changes:
         return
-    if not user and "mismatch_sample_rate" not in args.explicit:
-        args.mismatch_sample_rate = 0.0
     if user or args.mismatch_sample_rate > 0:
         cure = f"leave out {user}" if user else "leave out --mismatch-sample-rate"
         if args.rollout_engine != "vllm":
@@ -576,21 +604,32 @@ def urls_of_replica(args: Namespace, replica: int) -> list[str]:
     return server_urls(args)[replica :: args.rollout_ranks]
 
 
+def resolve_lengths(args: Namespace) -> dict[str, Any]:
+    """Return the default of --vllm-max-model-len: the longest sequence."""
+    return {"vllm_max_model_len": longest_sequence(args)} if args.vllm_max_model_len is None else {}
+
+
 def check_lengths(args: Namespace) -> None:
-    """Raise GrpoError for sequences too long for model, engine or micro-batches; set --vllm-max-model-len."""
-    longest = longest_sequence(args)
-    if args.vllm_max_model_len is None:
-        args.vllm_max_model_len = longest
+    """Raise GrpoError for sequences too long for engine or micro-batches."""
     check_budgets(args)
-    for dest in ("max_position_embeddings", "seq_length", "vllm_max_model_len"):
-        limit = getattr(args, dest)
-        if limit is not None and longest > limit:
-            raise GrpoError(f"{longest_in_words(args)} = {longest} must be at most {flag(dest)} ({limit})")
+    for dest in ("seq_length", "vllm_max_model_len"):
+        _check_longest(args, dest)
+
+
+def check_positions(args: Namespace) -> None:
+    """Raise GrpoError for sequences too long for the model. Call after `check_lengths`."""
+    _check_longest(args, "max_position_embeddings")
     if args.vllm_max_model_len > args.max_position_embeddings:
         raise GrpoError(
             f"--vllm-max-model-len ({args.vllm_max_model_len}) must be at most --max-position-embeddings "
             f"({args.max_position_embeddings})"
         )
+
+
+def _check_longest(args: Namespace, dest: str) -> None:
+    limit, longest = getattr(args, dest), longest_sequence(args)
+    if limit is not None and longest > limit:
+        raise GrpoError(f"{longest_in_words(args)} = {longest} must be at most {flag(dest)} ({limit})")
 
 
 def check_dynamic_sampling(args: Namespace) -> None:
@@ -661,8 +700,14 @@ def recorded_in(args: Namespace) -> str | None:
     return args.replay_rollouts or args.train_only
 
 
+def resolve_ledger(args: Namespace) -> dict[str, Any]:
+    """Return the default of --ledger, in --save, for a run that needs one."""
+    needed = args.save and (args.max_staleness or args.rollout_only) and not recorded_in(args)
+    return {"ledger": f"{args.save}/ledger"} if needed and not args.ledger else {}
+
+
 def check_ledger(args: Namespace) -> None:
-    """Raise GrpoError for contradictory uses of ledgers; set the default of --ledger."""
+    """Raise GrpoError for contradictory uses of ledgers."""
     excludes(args, "replay_rollouts", "train_only", "a replay repeats the recorded run, with its own flags")
     for dest in ("replay_rollouts", "train_only"):
         excludes(args, "ledger", dest, "it generates nothing to write")
@@ -672,16 +717,19 @@ def check_ledger(args: Namespace) -> None:
     excludes(args, "rollout_only", "partial_rollouts", "the weights do not change, and nothing becomes stale")
     for dest in ("save_interval", "eval_interval", "async_save", "save_adapter"):
         excludes(args, "rollout_only", dest, "there are no updates to save or evaluate")
-    if recorded_in(args):
-        return
-    if args.save and (args.max_staleness or args.rollout_only):
-        args.ledger = args.ledger or f"{args.save}/ledger"
-    if args.rollout_only:
+    if args.rollout_only and not recorded_in(args):
         required(args, "ledger", "--rollout-only writes nothing else; give it, or --save")
 
 
+def resolve_placed(args: Namespace) -> dict[str, Any]:
+    """Return the default of --vllm-gpu-memory-utilization for engines on ranks of their own."""
+    if not args.rollout_ranks or args.vllm_mode == "server" or "vllm_gpu_memory_utilization" in args.explicit:
+        return {}
+    return {"vllm_gpu_memory_utilization": 0.9}  # the GPU is the engine's alone
+
+
 def check_placed(args: Namespace) -> None:
-    """Raise GrpoError for flags that cannot go with engines on ranks of their own; set the engine's share of memory."""
+    """Raise GrpoError for flags that cannot go with engines on ranks of their own."""
     needs(args, "weight_update", "rollout_ranks", "other engines are empty when they receive weights")
     if not args.rollout_ranks:
         return
@@ -689,8 +737,6 @@ def check_placed(args: Namespace) -> None:
         raise GrpoError("--rollout-ranks runs vLLM on these ranks, or drives its servers: leave --rollout-engine out")
     if args.vllm_mode == "server":
         _check_placed_servers(args)
-    elif "vllm_gpu_memory_utilization" not in args.explicit:
-        args.vllm_gpu_memory_utilization = 0.9  # the GPU is the engine's alone
     alone = "the engine shares no GPU with the trainer"
     for dest, reason in (
         ("partial_rollouts", "give --max-staleness alone, which continues what new weights interrupt"),
@@ -745,6 +791,11 @@ def _check_placed_servers(args: Namespace) -> None:
     ):
         if given:
             raise GrpoError(f"{flag(dest)} and --rollout-ranks with servers cannot both be given: {reason}")
+
+
+def resolve_decoding(args: Namespace) -> dict[str, Any]:
+    """Return whether the engine decodes tokens, as far as the flags tell it; rows of the data can ask for it, too."""
+    return {"engine_decodes": bool(args.stop_words or args.structured_outputs_regex)}
 
 
 def check_structured_outputs(args: Namespace) -> None:

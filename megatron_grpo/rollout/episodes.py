@@ -39,6 +39,7 @@ from megatron_grpo.environments.tool_calls import ParsedTurn, ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.engine import Completion, Engine, GeneratingEngine, Request, request_seed
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import log
 from megatron_grpo.vision.encoded import as_one, as_source
 from megatron_grpo.vision.images import ImageReader
 
@@ -182,7 +183,7 @@ class Conversing:
 def print_failures(engine: Engine, where: str = "") -> None:
     """Print what went wrong in environments or agents since the last call."""
     for line in engine.failures() if isinstance(engine, Conversing) else []:
-        print(f"[rank {dist.get_rank()}] {where}{line}", flush=True)
+        log(f"{where}{line}")
 
 
 class Episodes(Conversing):

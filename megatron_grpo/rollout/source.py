@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset, draw
 from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
@@ -208,7 +206,7 @@ class WholeRollouts(RolloutSource):
         drafts = metrics_of_all_ranks(self.engine.drafts if self.engine.is_lead else None)
         print_failures(self.engine)
         if self.scorer is not None:
-            print_first_failures(self.scorer.failures, self.failed_rewards, dist.get_rank())
+            print_first_failures(self.scorer.failures, self.failed_rewards)
         check_episodes(rollout.batch)
         return replace(rollout, metrics=metrics | drafts)
 

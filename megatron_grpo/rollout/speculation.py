@@ -1,16 +1,16 @@
 """Speculative decoding of a colocated vLLM (``--vllm-speculative-config``): its methods, and what it excludes."""
 
-import copy
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_config
 from megatron_grpo.utils.rules import flag
 from megatron_grpo.weights import families
-from megatron_grpo.weights.arguments import default_architecture, merge_architecture
+from megatron_grpo.weights.arguments import default_architecture, resolve_architecture
 
 FLAG = "--vllm-speculative-config"
 METHODS = ("ngram", "draft_model", "mtp")
@@ -34,17 +34,19 @@ def draft_args(args: Namespace) -> Namespace | None:
     directory = draft_directory(args)
     if not directory:
         return None
-    own, config = copy.copy(args), read_config(directory)
-    own.explicit, own.vllm_speculative_config, own.lora_rank = frozenset(), None, None
+    config = read_config(directory)
     try:
         theirs = families.for_hf_config(config).args_from_hf(config)
     except GrpoError:  # vLLM runs more families than the trainer
         return None
-    vars(own).update(default_architecture())
-    merge_architecture(own, theirs, f"{directory}/config.json")
-    own.kv_channels = own.kv_channels or own.hidden_size // own.num_attention_heads
-    own.padded_vocab_size = -(-own.vocab_size // 64) * 64  # as vLLM pads it
-    return own
+    plain = {"explicit": frozenset(), "vllm_speculative_config": None, "lora_rank": None}
+    own = replaced(args, **plain | default_architecture())
+    own = replaced(own, **resolve_architecture(own, theirs, f"{directory}/config.json"))
+    return replaced(
+        own,
+        kv_channels=own.kv_channels or own.hidden_size // own.num_attention_heads,
+        padded_vocab_size=-(-own.vocab_size // 64) * 64,  # as vLLM pads it
+    )
 
 
 def longest_of_engine(args: Namespace) -> int:
@@ -113,11 +115,6 @@ def _check_model_that_drafts(args: Namespace, config: dict[str, Any]) -> None:
             )
         if config.get("model"):
             raise GrpoError(f"{FLAG}: method mtp drafts with layers of the policy: leave model out")
-        if not args.mtp_num_layers:
-            raise GrpoError(
-                f"{FLAG}: method is mtp, but the model has no multi-token-prediction layers (--mtp-num-layers): give "
-                "ngram or draft_model"
-            )
         return
     directory = config.get("model")
     if not isinstance(directory, str) or not Path(directory, "config.json").is_file():
@@ -130,10 +127,20 @@ def _check_model_that_drafts(args: Namespace, config: dict[str, Any]) -> None:
         raise GrpoError(
             f"{FLAG}: the draft model {directory} is quantized, which has not been checked: give one in 16 bits"
         )
-    if sizes.get("vocab_size") != args.vocab_size:
+
+
+def check_draft(args: Namespace) -> None:
+    """Raise GrpoError for a policy without the layers, or without the vocabulary, that draft."""
+    if method_of(args) == "mtp" and not args.mtp_num_layers:
         raise GrpoError(
-            f"{FLAG}: the draft model {directory} has vocab_size {sizes.get('vocab_size')}, the policy has "
-            f"{args.vocab_size}: give a draft model with the policy's tokenizer"
+            f"{FLAG}: method is mtp, but the model has no multi-token-prediction layers (--mtp-num-layers): give "
+            "ngram or draft_model"
+        )
+    directory = draft_directory(args)
+    if directory and (theirs := read_config(directory).get("vocab_size")) != args.vocab_size:
+        raise GrpoError(
+            f"{FLAG}: the draft model {directory} has vocab_size {theirs}, the policy has {args.vocab_size}: give a "
+            "draft model with the policy's tokenizer"
         )
 
 

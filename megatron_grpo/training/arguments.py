@@ -1,7 +1,7 @@
 """The parser of all flags: those of every folder, of training (below), and of megatron-core (``core_flags``).
 
 A flag that exists in Megatron-LM has the same name here. An attribute of the parsed arguments has its flag's name with
-underscores. ``validation`` checks combinations of values.
+underscores. ``resolve`` checks combinations of values, and has what follows from them.
 """
 
 import argparse
@@ -39,12 +39,13 @@ from megatron_grpo.rollout.arguments import (
     STRUCTURED_OUTPUTS,
 )
 from megatron_grpo.training.command_line import Accept, Parser, parse_words, plugin_files
-from megatron_grpo.utils.arguments import args_to_json, hyphens
+from megatron_grpo.utils.arguments import Arguments, args_to_json, hyphens, replaced
 from megatron_grpo.utils.core_flags import add_core_flags, core_config, core_flags, help_text
 from megatron_grpo.utils.core_names import ACCEPTED
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flag_values import METAVARS, json_object
 from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, NOT_NEGATIVE, PATH, POSITIVE, SECONDS, SHARE, FlagRow, Number
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.utils.rules import check_value, flag
 from megatron_grpo.vision.arguments import VISION
 from megatron_grpo.weights.arguments import MODEL_FAMILY
@@ -267,7 +268,7 @@ def _parser_with(plugins: str) -> Parser:
     return build_parser()
 
 
-def parse_args(argv: Sequence[str] | None = None) -> Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> Arguments:
     """Parse flags (by default of the command line); ``args.explicit`` holds the attributes of the given flags.
 
     Underscores in flag names are read as hyphens. An error, such as an unknown flag, exits with code 2. The files of
@@ -276,10 +277,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Namespace:
     words = [hyphens(word) for word in (sys.argv[1:] if argv is None else argv)]
     load_plugins(plugin_files(words))
     args = parse_words(_parser_with(repr([(list(r.entries), r.flags, r.owners) for r in (LOSSES, ADVANTAGES)])), words)
-    args.padded_vocab_size = args.engine_decodes = args.engine_sees_videos = None
-    args.end_token_ids = ()
     check_values(args)
-    return args
+    return replaced(args, padded_vocab_size=None, engine_decodes=None, engine_sees_videos=None, end_token_ids=())
 
 
 def flag_kinds() -> dict[str, Any]:
@@ -305,23 +304,22 @@ def print_args(args: Namespace, everything: bool) -> None:
     """
     values = sorted(args_to_json(args).items())
     if everything:
-        print("------------------------ arguments (* given) ------------------------")
+        print_rank_0("------------------------ arguments (* given) ------------------------")
         for dest, value in values:
-            print(f"{'*' if dest in args.explicit else ' '} {dest} {'.' * (48 - len(dest))} {value}")
-        print("---------------------------------------------------------------------")
+            print_rank_0(f"{'*' if dest in args.explicit else ' '} {dest} {'.' * (48 - len(dest))} {value}")
+        print_rank_0("---------------------------------------------------------------------")
     else:
         given = " ".join(f"{dest}={value}" for dest, value in values if dest in args.explicit)
         width = shutil.get_terminal_size(fallback=(120, 24)).columns
         layout = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-        print(textwrap.fill(f"given (--print-arguments shows all {len(values)}): {given}", width, **layout))
+        print_rank_0(textwrap.fill(f"given (--print-arguments shows all {len(values)}): {given}", width, **layout))
     for name in args.accepted:
-        print(f"note: {name} has no effect: {ACCEPTED[name][1]}")
+        print_rank_0(f"note: {name} has no effect: {ACCEPTED[name][1]}")
     for dest in ("init_method_std", "embedding_init_method_std"):
         if dest in args.explicit and (args.load_hf or args.load or args.pretrained_checkpoint):
-            print(f"note: {flag(dest)} has no effect: the initial weights are loaded")
+            print_rank_0(f"note: {flag(dest)} has no effect: the initial weights are loaded")
     if args.repeated:
-        print(f"note: set more than once, the last value counts: {', '.join(args.repeated)}")
-    sys.stdout.flush()
+        print_rank_0(f"note: set more than once, the last value counts: {', '.join(args.repeated)}")
 
 
 def optimizer_config_from_args(args: Namespace) -> OptimizerConfig:

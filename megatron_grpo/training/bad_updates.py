@@ -22,6 +22,7 @@ from megatron_grpo.data.share import first_holders
 from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0
 
 ENOUGH = 20  # updates before which no spike is detected
 WINDOW = 100  # updates of the medians
@@ -136,8 +137,8 @@ class BadUpdates:
                 f"{what}.{many} The parameters are those before it. {newest_in_words(self.save)}; "
                 "--on-bad-update skip or restore goes on without it"
             )
-        if not self.restore_due and dist.get_rank() == 0:
-            print(f"{what}; it is skipped (--on-bad-update {self.action})", flush=True)
+        if not self.restore_due:
+            print_rank_0(f"{what}; it is skipped (--on-bad-update {self.action})")
         self.restore_due = self.action == "restore"
 
     def _write(self, iteration: int, batch: RolloutBatch, completions: np.ndarray, metrics: dict[str, float]) -> str:

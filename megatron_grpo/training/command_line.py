@@ -21,10 +21,10 @@ from megatron_grpo.migration.table import answer
 from megatron_grpo.patches import megatron_core
 from megatron_grpo.patches.replacement import check_all
 from megatron_grpo.training.early_checks import check_early
-from megatron_grpo.utils.arguments import hyphens
+from megatron_grpo.utils.arguments import Arguments, hyphens
 from megatron_grpo.utils.batch_sizes import trainer_ranks
 from megatron_grpo.utils.core_names import ACCEPTED, EXCLUDED, RENAMED, SWITCHED_OFF_BY
-from megatron_grpo.utils.errors import GrpoError, prints_for_host, record_for_torchrun
+from megatron_grpo.utils.errors import GrpoError, of_file, prints_for_host, record_for_torchrun
 from megatron_grpo.utils.flag_values import integer_or_pattern, integers, json_object
 from megatron_grpo.utils.flags import PATH, Number
 from megatron_grpo.utils.rules import check_value, flag
@@ -141,24 +141,20 @@ class Accept(argparse.Action):
         namespace.accepted = [*given, option_string]
 
 
-def parse_words(parser: Parser, words: Sequence[str]) -> Namespace:
+def parse_words(parser: Parser, words: Sequence[str]) -> Arguments:
     """Parse flags; ``explicit`` has the attributes that they set, ``repeated`` the flags that replace earlier ones."""
     defaults = vars(parser.parse_args([]))
-    args, unknown = parser.parse_known_args(words, Namespace(**dict.fromkeys(defaults, NOT_GIVEN)))
+    found, unknown = parser.parse_known_args(words, Namespace(**dict.fromkeys(defaults, NOT_GIVEN)))
     if unknown:
         parser.error(_explain_unknown(unknown, parser))
-    explicit = frozenset(dest for dest in defaults if getattr(args, dest) is not NOT_GIVEN)
-    for dest in defaults.keys() - explicit:
-        setattr(args, dest, defaults[dest])
-    args.explicit = explicit
-    args.repeated = tuple(sorted(_repeated(words, parser)))
-    return args
+    given = {dest: value for dest, value in vars(found).items() if value is not NOT_GIVEN}
+    return Arguments(**defaults | given, explicit=frozenset(given), repeated=tuple(sorted(_repeated(words, parser))))
 
 
 def check_flags(argv: Sequence[str]) -> None:
     """Exit with one line if a flag is unknown, its value is wrong, or flags contradict each other; answer --help.
 
-    Else print what is next. The rules that need torch follow in ``validation.validate_args``.
+    Else print what is next. The rules that need torch follow in ``resolve.MODEL``.
 
     Leaves the check to ``arguments.parse_args`` with --external-plugins, whose losses may add flags, and with another
     megatron-core than the one of ``flags.json``.
@@ -183,6 +179,8 @@ def _check(argv: Sequence[str]) -> None:
             if row["dest"] in args.explicit and value != row.get("default"):
                 check_value(row["options"][0], _kind_from_json(row.get("kind")), value)
         check_early(args, trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1"))))
+    except PermissionError as error:  # of a folder
+        parser.end(of_file(error), code=1)
     except GrpoError as error:
         parser.end(str(error), code=1)
 

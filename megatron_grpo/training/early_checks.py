@@ -3,12 +3,12 @@
 from argparse import Namespace
 from pathlib import Path
 
-from megatron_grpo.models.arguments import check_model
+from megatron_grpo.models.arguments import check_model, check_settings
 from megatron_grpo.patches import vllm
 from megatron_grpo.patches.replacement import check_all
 from megatron_grpo.rewards.registry import check_package, get_rewards, known_rewards
 from megatron_grpo.rewards.reward_models.arguments import reward_models
-from megatron_grpo.training.run_rules import check_run
+from megatron_grpo.training.run_rules import resolve_run
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_config
 from megatron_grpo.utils.packages import require
@@ -25,11 +25,9 @@ def check_packages(args: Namespace) -> None:
 
 
 def check_early(args: Namespace, world_size: int) -> None:
-    """Raise GrpoError for what ``setup`` would refuse after the imports, as far as the flags alone tell it.
-
-    Sets attributes as ``validate_args`` does: the run parses its flags again.
-    """
-    check_run(args, world_size)
+    """Raise GrpoError for what ``setup`` would refuse after the imports, as far as the flags alone tell it."""
+    args = resolve_run(args, world_size)
+    check_settings(args)
     if not (args.load_hf or args.load or args.pretrained_checkpoint):  # the flags alone give the architecture
         check_model(args)
     for dest in ("load_hf", "ref_load_hf", "teacher_load_hf"):

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
-from megatron_grpo.parallel.initialize import host_group, print_rank_0
+from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.engine import GeneratingEngine
 from megatron_grpo.utils.errors import Preempted
+from megatron_grpo.utils.log import print_rank_0
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MARKER = "preempted"  # file in --save as long as a preempted run has not been started again

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import peer_has_ended
-from megatron_grpo.parallel.initialize import host_group, joint, print_rank_0
+from megatron_grpo.parallel.initialize import host_group, joint
 from megatron_grpo.utils.errors import GrpoError, Preempted, of_file, prints_for_host, record_for_torchrun
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.utils.process_tree import end_with_launcher
 
 _last_steps: list[Callable[[], None]] = []

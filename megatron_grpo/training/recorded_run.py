@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import on_rank_0
-from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.rollout.arguments import recorded_in
 from megatron_grpo.rollout.engine import Engine
 from megatron_grpo.rollout.ledger import content
@@ -22,6 +21,7 @@ from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import PATH
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.utils.rules import flag
 
 # Flags of these groups change neither what is sampled nor what is learnt from it, except by rounding.

@@ -1,30 +1,19 @@
-"""Rules of a run's length, evaluation, batch sizes and optimizer; this module does not import torch."""
+"""Rules of a run's length, evaluation, batch sizes and optimizer; and the first rules about flags alone.
+
+This module does not import torch.
+"""
 
 import math
 from argparse import Namespace
 
 from megatron_grpo.checkpointing.arguments import check_checkpoints
-from megatron_grpo.environments.arguments import check_environments
-from megatron_grpo.rewards.arguments import check_rewards
+from megatron_grpo.environments.arguments import check_agent, check_environments, resolve_environment
+from megatron_grpo.rewards.arguments import check_rewards, resolve_rewards
 from megatron_grpo.rewards.reward_models.arguments import check_reward_models
+from megatron_grpo.utils.arguments import Step, replaced, resolved
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import excludes, flag, needs, required
-
-
-def check_run(args: Namespace, world_size: int) -> None:
-    """Check the flags of a run that do not depend on the model, and set the batch sizes."""
-    check_required(args)
-    set_batch_sizes(args, world_size)
-    check_evaluation(args)
-    check_rewards(args)
-    check_environments(args)
-    check_reward_models(args)
-    check_ends(args)
-    check_weight_decay(args)
-    check_duration(args)
-    check_optimizer(args)
-    check_checkpoints(args)
 
 
 def check_required(args: Namespace) -> None:
@@ -36,12 +25,13 @@ def check_required(args: Namespace) -> None:
         required(args, "train_iters", "give it, or --num-epochs")
 
 
-def set_batch_sizes(args: Namespace, world_size: int) -> None:
-    """Set the batch sizes that follow from others; GrpoError for sizes that contradict each other."""
-    sizes = batch_arithmetic(args, world_size)
-    args.world_size, args.data_parallel_size = world_size, sizes.dp_size
-    args.global_batch_size, args.generation_batch_size = sizes.global_batch_size, sizes.generation_batch_size
-    args.steps_per_generation, args.updates_per_rollout = sizes.steps_per_generation, sizes.updates_per_rollout
+def resolve_batch_sizes(args: Namespace) -> dict[str, int]:
+    """Return the batch sizes that follow from others; GrpoError for sizes that contradict each other."""
+    sizes = batch_arithmetic(args, args.world_size)
+    return {"data_parallel_size": sizes.dp_size} | {
+        dest: getattr(sizes, dest)
+        for dest in ("global_batch_size", "generation_batch_size", "steps_per_generation", "updates_per_rollout")
+    }
 
 
 def check_evaluation(args: Namespace) -> None:
@@ -116,3 +106,27 @@ def check_warmup(args: Namespace) -> None:
         raise GrpoError(
             f"--lr-warmup-iters ({args.lr_warmup_iters}) must be at least 0 and less than the updates in all ({decay})"
         )
+
+
+# The rules of the flags of a run, in order.
+RUN: tuple[Step, ...] = (
+    check_required,
+    resolve_batch_sizes,
+    check_evaluation,
+    resolve_rewards,
+    check_rewards,
+    check_agent,
+    resolve_environment,
+    check_environments,
+    check_reward_models,
+    check_ends,
+    check_weight_decay,
+    check_duration,
+    check_optimizer,
+    check_checkpoints,
+)
+
+
+def resolve_run[A: Namespace](args: A, world_size: int) -> A:
+    """Return parsed arguments with what follows from `RUN` on ``world_size`` training ranks."""
+    return resolved(replaced(args, world_size=world_size), *RUN)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,7 @@ from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.lora import base
 from megatron_grpo.lora.attach import attach, trained
-from megatron_grpo.lora.files import check_same_shape, load_adapter, merge_config
+from megatron_grpo.lora.files import check_same_shape, load_adapter
 from megatron_grpo.models import forward
 from megatron_grpo.observability.log_level import set_log_level
 from megatron_grpo.observability.metrics import MetricsLogger, Timers, terminal_width
@@ -43,7 +42,6 @@ from megatron_grpo.parallel.initialize import (
     join,
     joint,
     launch_group,
-    print_rank_0,
     set_random_seed,
     wait_with_time_out,
     wait_without_time_out,
@@ -62,7 +60,6 @@ from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
 from megatron_grpo.rollout.agents.agents import Agents
 from megatron_grpo.rollout.arguments import (
-    check_replicas,
     has_colocated_vllm,
     has_servers,
     lora_note,
@@ -92,18 +89,19 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
-from megatron_grpo.training.run_rules import check_run, check_warmup
+from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
+from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.trainer import Trainer
-from megatron_grpo.training.validation import validate_args
 from megatron_grpo.utils import launch, progress
-from megatron_grpo.utils.arguments import args_to_json
+from megatron_grpo.utils.arguments import args_to_json, replaced, resolved
 from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
 from megatron_grpo.utils.descriptors import raise_limit
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0
+from megatron_grpo.utils.rules import flag
 from megatron_grpo.vision.images import ImageReader
 from megatron_grpo.vision.images import attach as attach_images
 from megatron_grpo.weights import families, hf
-from megatron_grpo.weights.arguments import merge_architecture
 
 
 def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
@@ -117,15 +115,13 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
 def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
     world_size = trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1")))
-    if not args.dry_run:
-        _join(args, world_size)
-    found = _read_origin(args)
+    watchdog = None if args.dry_run else _join(args, world_size)
+    progress.step("origin")
+    args, found = _read_origin(args)
     resume = found is not None
-    validate_args(args, world_size)
+    args = resolve_args(args, world_size)
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
-    if not args.dry_run:
-        check_packages(args)
     if found is not None:
         _check_position(args, found)
     if args.dry_run:
@@ -133,17 +129,11 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         return None
     set_log_level(args.log_level)
     roles = joint()
-    trains = roles is None or roles.role.replica is None
-    watchdog = Watchdog(phase_limits(args), args.save).start() if args.watchdog_timeout and trains else None
-    if watchdog is not None:
-        before_exit(watchdog.close)
     progress.step("data")
-    wait_without_time_out()  # for rank 0, which reads all data
     inputs = _read_inputs(args, teach_args)
     if not args.watchdog_timeout:
         wait_with_time_out()
-    if args.train_iters is None:
-        _set_train_iters(args, len(inputs.train))
+    args = resolved(args, partial(resolve_data, inputs=inputs), check_warmup)
     _check_destinations(args)
     if torch.cuda.is_available() and (trainers := _trainers_here(world_size)):
         check_host_memory(args, trainers)
@@ -168,11 +158,15 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     OutOfMemory.explain = memory.explanation
     image_store = None
     with memory.phase("the construction of model and optimizer"):
-        model, optimizer, scheduler, reference = build_model_and_optimizer(args, model_provider, resume, ref_args)
+        model, optimizer, scheduler, reference, lora_base = build_model_and_optimizer(
+            args, model_provider, resume, ref_args
+        )
         memory.model, memory.optimizer = model, optimizer
         if inputs.images is not None:  # an agent shows the images of a row itself, in its messages
             image_store = attach_images(model, inputs.images, inputs.train.images_of, with_rows=not args.agent)
         teacher = _build_teacher(args, teach_args, model_provider)
+    if lora_base is not None:
+        args = replaced(args, lora_base=lora_base)  # for checkpoints and the record of the run
     iteration, position = 0, dict[str, Any]()
     if resume:
         progress.step("checkpoint")
@@ -248,43 +242,65 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         save_lock=lock,
         background_saves=saves,
         iteration=iteration,
-        first_iteration=iteration,
         tokens=position.get("tokens", 0),
     )
 
 
-def _join(args, world_size: int) -> None:
-    """Join the other ranks, once the flags are right as far as no checkpoint gives the architecture."""
-    flags = Namespace(**vars(args))  # a copy: the checks set what follows from the flags
+def _join(args, world_size: int) -> Watchdog | None:
+    """Join the other ranks, once all flags are right that do not depend on a checkpoint, which rank 0 reads later.
+
+    Return the watchdog of this rank, which has started; None without one. From here on, ranks wait for rank 0 without a
+    time-out: it reads checkpoints and data.
+    """
+    check_packages(args)
     if args.load or args.pretrained_checkpoint:
-        check_run(flags, world_size)
-        check_replicas(flags, world_size)
+        flags = resolve_flags(args, world_size)
     else:
-        set_architecture(flags, resume=False)
-        validate_args(flags, world_size)
-    raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size))
+        flags = resolve_args(resolve_origin(args, resume=False), world_size)
+    workers = args.reward_workers + (args.environment_workers if flags.environment else 0)
+    raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size), workers)
     progress.step("other ranks")
     join(args)
+    wait_without_time_out()
+    roles = joint()
+    if not args.watchdog_timeout or (roles is not None and roles.role.replica is not None):
+        return None
+    watchdog = Watchdog(phase_limits(flags), args.save).start()
+    before_exit(watchdog.close)
+    return watchdog
 
 
-def _read_origin(args) -> int | None:
-    """Return the iteration of the checkpoint that this run resumes from, or None; set what follows from its origin.
+def _read_origin(args) -> tuple[Any, int | None]:
+    """Return the arguments with what follows from the run's origin, and the iteration that it resumes from, or None.
 
-    Collective: rank 0 verifies the checkpoints and reads config.json, and other ranks take the arguments that it sets.
-    They agree, even if a file server shows them different files for some seconds.
+    Collective: rank 0 verifies the checkpoints and reads config.json, and other ranks take the arguments from it. They
+    agree, even if a file server shows them different files for some seconds. Raises GrpoError on a host that does not
+    have what rank 0 has read.
     """
-    before = dict(vars(args))
 
-    def read() -> tuple[int | None, dict[str, Any]]:
-        _resume_own_launch(args)
-        found = checkpoint.latest_iteration(args.load) if args.load and not args.finetune else None
-        set_architecture(args, found is not None)
-        _check_save_directory(args, found is not None)
-        return found, {dest: value for dest, value in vars(args).items() if value is not before.get(dest, before)}
+    def read() -> tuple[int | None, dict[str, Any], dict[str, Any]]:
+        own = replaced(args, **_resume_own_launch(args))
+        found = checkpoint.latest_iteration(own.load) if own.load and not own.finetune else None
+        own = resolve_origin(own, found is not None)
+        _check_save_directory(own, found is not None)
+        changed = {dest: value for dest, value in vars(own).items() if value is not getattr(args, dest)}
+        return found, changed, _directories(own, found is not None)
 
-    found, changed = on_rank_0(read, group=None if args.dry_run else launch_group())
-    vars(args).update(changed)
-    return found
+    found, changed, directories = on_rank_0(read, group=None if args.dry_run else launch_group())
+    roles = joint()
+    for name, directory in directories.items():
+        if roles is None or roles.role.replica is None or name == "--tokenizer-model":  # engines need no weights
+            checkpoint.check_seen(name, directory)
+    return replaced(args, **changed), found
+
+
+def _directories(args, resume: bool) -> dict[str, Any]:
+    """Return the directories on this host from which trainers read weights and the tokenizer, by flag."""
+    dests = "pretrained_checkpoint load_hf ref_load ref_load_hf teacher_load_hf tokenizer_model".split()
+    found: dict[str, Any] = {flag(dest): getattr(args, dest) for dest in dests}
+    if resume or args.finetune:
+        found = {"--load": checkpoint.find(args.load)[1]} | found
+    return {name: str(path) for name, path in found.items() if path and Path(path).exists()}
 
 
 @dataclass(frozen=True)
@@ -297,10 +313,11 @@ class Inputs:
     valid: PromptDataset | None
     reward_models: Mapping[str, RewardModelSpec]
     isolation: str | None  # of generated code, with the reward "code"
+    end_token_ids: tuple[int, ...]  # of completions
 
 
 def _read_inputs(args, teach_args) -> Inputs:
-    """Return the inputs of a run, all of them checked; set the end tokens and what the engine must be able to do."""
+    """Return the inputs of a run, all of them checked."""
     models = reward_models(args)
     names = [name for name in args.reward_funcs if name not in models]
     get_rewards(names, vars(args))
@@ -309,7 +326,7 @@ def _read_inputs(args, teach_args) -> Inputs:
     tokenizer = build_tokenizer(args)
     images = ImageReader(args, tokenizer.special_tokens) if args.vision_config else None
     check_vocabulary(tokenizer, args.vocab_size, images.tokens if images else ())
-    args.end_token_ids = end_token_ids(args, tokenizer)
+    ends = end_token_ids(args, tokenizer)
     if teach_args is not None:
         check_teacher_tokenizer(args, tokenizer)
     check_draft_tokenizer(args, tokenizer)
@@ -319,13 +336,21 @@ def _read_inputs(args, teach_args) -> Inputs:
     valid = None
     if args.valid_data_path:
         valid = _read_data(args.valid_data_path, tokenizer, args, training=False, **parts)
-    datasets = [data for data in (train, valid) if data]
-    args.engine_decodes |= args.agent is not None  # its calls can have stop words
-    args.engine_decodes |= any(data.engine_decodes for data in datasets)
-    args.engine_sees_videos = any(data.has_videos for data in datasets) or (
-        images is not None and args.environment is not None and videos_are_shown()
-    )
-    return Inputs(tokenizer, images, train, valid, models, isolation)
+    return Inputs(tokenizer, images, train, valid, models, isolation, ends)
+
+
+def resolve_data(args, inputs: Inputs) -> dict[str, Any]:
+    """Return what tokenizer and data say: end tokens, what the engine must do, and the updates of --num-epochs."""
+    datasets = [data for data in (inputs.train, inputs.valid) if data]
+    shown = inputs.images is not None and args.environment is not None and videos_are_shown()
+    # The calls of an agent can have stop words.
+    decodes = args.engine_decodes or args.agent is not None or any(data.engine_decodes for data in datasets)
+    return {
+        "end_token_ids": inputs.end_token_ids,
+        "engine_decodes": decodes,
+        "engine_sees_videos": shown or any(data.has_videos for data in datasets),
+        "train_iters": _train_iters(args, len(inputs.train)) if args.train_iters is None else args.train_iters,
+    }
 
 
 def _read_data(*arguments, **settings) -> PromptDataset:
@@ -342,16 +367,15 @@ def _read_data(*arguments, **settings) -> PromptDataset:
     return mine[0] if mine else PromptDataset(*arguments, **settings | {"read_by_rank_0": reading})
 
 
-def _set_train_iters(args, num_prompts: int) -> None:
-    """Set --train-iters from --num-epochs."""
+def _train_iters(args, num_prompts: int) -> int:
+    """Return the number of updates in --num-epochs."""
     rollouts = int(args.num_epochs * num_prompts * args.num_generations / args.generation_batch_size)
-    args.train_iters = rollouts * args.updates_per_rollout
     if rollouts == 0:
         raise GrpoError(
             f"--num-epochs {args.num_epochs} over {num_prompts} prompts is less than one rollout of "
             f"{args.generation_batch_size // args.num_generations} prompts: give more data or a smaller batch"
         )
-    check_warmup(args)
+    return rollouts * args.updates_per_rollout
 
 
 def _print_start(args, world_size: int, inputs: Inputs, lock: RunLock | None) -> None:
@@ -359,8 +383,7 @@ def _print_start(args, world_size: int, inputs: Inputs, lock: RunLock | None) ->
     print_rank_0(banner(args))
     if lock is not None and lock.taken_over:
         print_rank_0(lock.taken_over)
-    if dist.get_rank() == 0:
-        print_args(args, everything=args.print_arguments)
+    print_args(args, everything=args.print_arguments)
     for line in batch_arithmetic(args, world_size).lines(terminal_width()):
         print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, inputs.tokenizer)}")
@@ -374,7 +397,7 @@ def _open_logs(args, iteration: int) -> MetricsLogger:
     """Return the logger of metrics; write the record of the run into --save."""
     try:
         if args.save and dist.get_rank() == 0:
-            write_run_record(args, iteration)
+            write_run_record(args, args.explicit, iteration)
             unmark(args.save)
         return MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
     except OSError as error:
@@ -454,16 +477,16 @@ def _watch(logger: MetricsLogger, early_exit: EarlyExit, engine: LocalEngine) ->
     return after_step
 
 
-def _resume_own_launch(args) -> None:
-    """Set --load to --save if an earlier attempt of this launch has saved there: torchrun has started the run again."""
+def _resume_own_launch(args) -> dict[str, Any]:
+    """Return --load for --save if an earlier attempt of this launch saved there: torchrun has started the run again."""
     if not args.save or not launch.wrote(args.save) or checkpoint.latest_iteration(args.save) is None:
-        return
+        return {}
     if args.load and Path(args.load).resolve() == Path(args.save).resolve() and not args.finetune:
-        return
+        return {}
     print_rank_0(f"this launch has saved in --save {args.save} before: the run goes on from there")
-    if args.finetune:  # of the first attempt; a reference model still needs its weights
-        args.pretrained_checkpoint = args.load
-    args.load, args.finetune, args.no_load_optim, args.no_load_rng = args.save, False, False, False
+    found = {"load": args.save, "finetune": False, "no_load_optim": False, "no_load_rng": False}
+    # --load is of the first attempt; a reference model still needs its weights.
+    return found | ({"pretrained_checkpoint": args.load} if args.finetune else {})
 
 
 def _check_save_directory(args, resume: bool) -> None:
@@ -523,46 +546,24 @@ def _check_destinations(args) -> None:
         "--wandb-save-dir": args.wandb_save_dir,
         "--swanlab-save-dir": args.swanlab_save_dir,
     }
-    for flag, directory in places.items():
+    for name, directory in places.items():
         if not directory:
             continue
         try:
             Path(directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise GrpoError(
-                f"{flag} {directory} cannot be created: {error.strerror}; choose another directory"
+                f"{name} {directory} cannot be created: {error.strerror}; choose another directory"
             ) from error
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise GrpoError(f"{flag} {directory} cannot be written: correct its mode, or choose another directory")
-
-
-def set_architecture(args, resume: bool) -> None:
-    """Set the architecture from the checkpoint or ``config.json`` of the weights; GrpoError for flags that differ.
-
-    Also set the shape of an adapter, and the base of a resumed one.
-    """
-    stored: dict[str, Any] | None = None
-    if resume:
-        stored = checkpoint.read_checkpoint_args(args.load)
-        base.merge_stored(args, stored)
-    elif args.load_adapter:
-        merge_config(args, args.load_adapter)
-    source = args.load if resume or args.finetune else args.pretrained_checkpoint
-    if source and args.use_checkpoint_args and stored is None:
-        stored = checkpoint.read_checkpoint_args(source)
-    if stored is not None:
-        merge_architecture(args, stored, f"the checkpoint {source}")
-    elif args.load_hf:
-        config = hf.read_config(args.load_hf)
-        merge_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{args.load_hf}/config.json")
-    if args.tokenizer_model is None:
-        load = args.load if resume or args.finetune else None  # --load is then a checkpoint
-        assets = [Path(d, hf.ASSETS_DIR) for d in (load, args.pretrained_checkpoint) if d]
-        args.tokenizer_model = next((str(d) for d in assets if d.is_dir()), args.load_hf)
+            raise GrpoError(f"{name} {directory} cannot be written: correct its mode, or choose another directory")
 
 
 def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_args):
-    """Return model, optimizer, scheduler and reference model with initial weights, which a resume overwrites."""
+    """Return model, optimizer, scheduler and reference model with initial weights, which a resume overwrites.
+
+    Also return the identity of the base weights of an adapter.
+    """
     model = forward.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
     updated = checkpoint.updated_reference(args.load) if resume and ref_args is not None else None
@@ -571,16 +572,17 @@ def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_
     # base of the adapter that it loads.
     if not resume or args.lora_rank or (ref_args is not None and not own_origin):
         _load_initial_weights(args, model, start, resume)
+    lora_base = None
     if args.lora_rank:
-        args.lora_base = base.describe(args, model, start or args.load_hf)
+        lora_base = base.describe(args, model, start or args.load_hf)
         if resume:
-            base.check(args, on_rank_0(checkpoint.read_checkpoint_args, args.load))
+            base.check(args, lora_base, on_rank_0(checkpoint.read_checkpoint_args, args.load))
         attach(args, model)
         if args.load_adapter and not resume:
             load_adapter(args, model, args.load_adapter)
     reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, updated)
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
-    return model, optimizer, scheduler, reference
+    return model, optimizer, scheduler, reference, lora_base
 
 
 def _load_initial_weights(args, model: forward.Model, start: str | None, resume: bool) -> None:

@@ -1,6 +1,5 @@
 """The parts of a run (model, engine, data, rewards, logs) and its position."""
 
-import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.provenance import write_run_record
 from megatron_grpo.observability.watchdog import Watchdog
 from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers, on_rank_0
-from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rollout.collect import shown_images, with_images
@@ -45,7 +43,9 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.export import export_adapter, export_hf
 from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils import progress
+from megatron_grpo.utils.arguments import Arguments, replaced
 from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
+from megatron_grpo.utils.log import log, print_rank_0
 from megatron_grpo.vision.images import ImageStore
 from megatron_grpo.weights import hf
 
@@ -56,7 +56,7 @@ Divide = Callable[[int], list[np.ndarray]]  # from their number to the completio
 class Trainer:
     """Parts of a run and its position; ``pretrain_grpo.train`` is the algorithm that uses them."""
 
-    args: argparse.Namespace
+    args: Arguments
     model: forward.Model
     optimizer: Any
     scheduler: Any
@@ -78,11 +78,11 @@ class Trainer:
     teacher: ReferenceModel | TeacherServer | None = None
     images: ImageStore | None = None  # of a vision-language model
     iteration: int = 0
-    first_iteration: int = 0  # at the start of this process: above 0 after a resume
     tokens: int = 0
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
+        self.first_iteration = self.iteration  # of this process: above 0 after a resume
         self.flops = UpdateFlops(self.args, self.images)
 
     # ---- rollouts
@@ -159,7 +159,7 @@ class Trainer:
                 self.lifecycle.reload()
                 self.lifecycle.complete()
             except (GrpoError, RuntimeError) as reason:
-                print(f"[rank {dist.get_rank()}] the run cannot be saved: {reason}", flush=True)
+                log(f"the run cannot be saved: {reason}")
                 able = False
         if isinstance(error, Preempted):
             self.early_exit.mark(str(error))
@@ -200,14 +200,13 @@ class Trainer:
 
     def _restore(self) -> None:
         """Set the model and the optimizer to the newest checkpoint of --save; the run goes on with the next prompts."""
-        own = {"load": self.args.save, "no_load_optim": False, "no_load_rng": True}
-        source = argparse.Namespace(**vars(self.args) | own)
+        source = replaced(self.args, load=self.args.save, no_load_optim=False, no_load_rng=True)
         with self.timers("save"), forward.parameters_complete(self.args, self.model):
             self.lifecycle.complete()
             self._end_background_save()  # a load deletes what is not complete
             iteration, _ = checkpoint.load_checkpoint(source, self.model, self.optimizer, self.scheduler)
         self.bad_updates.restore_due = False
-        self.logger.print(f"model and optimizer are those of the checkpoint of iteration {iteration} again")
+        print_rank_0(f"model and optimizer are those of the checkpoint of iteration {iteration} again")
 
     def log(self, metrics: dict[str, float]) -> None:
         """Log the metrics of one update (or of an evaluation before the first) with the seconds of each phase."""
@@ -256,10 +255,8 @@ class Trainer:
                 raise GrpoError(f"{message} (--on-save-error stop)")
             lock.take_again()
             self.logger.open_files()
-            write_run_record(self.args, self.iteration)
-            self.logger.print(
-                f"{message}: it is made again, and the run goes on without a checkpoint until the next save"
-            )
+            write_run_record(self.args, self.args.explicit, self.iteration)
+            print_rank_0(f"{message}: it is made again, and the run goes on without a checkpoint until the next save")
 
     def log_rollout(self, rollout: Rollout, rewards: np.ndarray) -> None:
         """Log the metrics of a rollout that no update follows (--rollout-only)."""
@@ -290,12 +287,12 @@ class Trainer:
             return True
         self.left_early = self.early_exit.reason()
         if self.left_early:
-            self.logger.print(f"leaving at iteration {self.iteration}: {self.left_early}")
+            print_rank_0(f"leaving at iteration {self.iteration}: {self.left_early}")
             return True
         if self.args.rollout_only and self.source.taken * self.args.updates_per_rollout >= self.args.train_iters:
             return True
         if self.source.ended:
-            self.logger.print(f"leaving at iteration {self.iteration}: the recorded run ends here")
+            print_rank_0(f"leaving at iteration {self.iteration}: the recorded run ends here")
             return True
         # Not at the first iteration, so that the same command continues to the next multiple after such an exit.
         return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
@@ -363,7 +360,7 @@ class Trainer:
                 raise
             newest = checkpoint.latest_iteration(self.args.save)
             rest = "there is none yet" if newest is None else f"the newest is iteration {newest}"
-            self.logger.print(f"the run goes on without a new checkpoint, {rest} (--on-save-error continue): {error}")
+            print_rank_0(f"the run goes on without a new checkpoint, {rest} (--on-save-error continue): {error}")
 
     def finish(self) -> None:
         """Save the newest iteration unless it is saved, export to Hugging Face's format, and close all parts.
@@ -373,7 +370,7 @@ class Trainer:
         """
         steps = [] if self.args.rollout_only else [self._save_last]
         if not (self.left_early or self.args.rollout_only):
-            parts = self.args, self.model, self.logger
+            parts = self.args, self.model
             steps += [partial(export_adapter, *parts), partial(export_hf, *parts)]
         failed = []
         for step in steps:
@@ -403,4 +400,4 @@ class Trainer:
         if all_ranks_agree(self.early_exit.save_fits()):
             self.save(last=True)
         else:
-            self.logger.print(f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}")
+            print_rank_0(f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}")

@@ -1,11 +1,40 @@
-"""Parsed arguments as text: on the command line, and stored with a checkpoint."""
+"""Parsed arguments: an object that nothing changes, the steps that resolve it, and its text."""
 
 import json
 from argparse import Namespace
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 # Never printed, saved or logged.
 SECRET = ("vllm_server_api_key", "sglang_server_api_key")
+
+# A `resolve_*` function returns values that follow from the arguments; a `check_*` raises GrpoError or returns None.
+Step = Callable[[Any], Mapping[str, Any] | None]
+
+
+class Arguments(Namespace):
+    """Arguments that cannot be changed: an assignment raises AttributeError. `replaced` returns a changed copy."""
+
+    def __init__(self, **values: Any):
+        vars(self).update(values)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"args.{name} cannot be set: arguments do not change; take replaced(args, {name}=...)")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"args.{name} cannot be deleted: arguments do not change")
+
+
+def replaced[A: Namespace](args: A, **values: Any) -> A:
+    """Return a copy of the arguments with these values."""
+    return type(args)(**vars(args) | values)
+
+
+def resolved[A: Namespace](args: A, *steps: Step) -> A:
+    """Return the arguments with the values that follow from them: those that each step returns, one after the other."""
+    for step in steps:
+        args = replaced(args, **(step(args) or {}))
+    return args
 
 
 def hyphens(word: str) -> str:

@@ -64,6 +64,9 @@ READ_WITH: tuple[tuple[str, Condition, str], ...] = (
         lambda args: args.pipeline_model_parallel_size > 1,
         "--pipeline-model-parallel-size 2 or more",
     ),
+)
+# The same for conditions on the model.
+READ_WITH_MODEL: tuple[tuple[str, Condition, str], ...] = (
     (
         "microbatch_group_size_per_virtual_pipeline_stage",
         _given("num_virtual_stages_per_pipeline_rank"),
@@ -109,7 +112,16 @@ def check_core_flags(args: Namespace) -> None:
     for dest, module, reason in _ABSENT_MODULES:
         if module in (getattr(args, dest) or ()):
             raise GrpoError(f"{flag(dest)} {module}: {reason}")
-    for dests, condition, needed in READ_WITH:
+    _check_read(args, READ_WITH)
+
+
+def check_core_flags_of_model(args: Namespace) -> None:
+    """Raise GrpoError for a given flag of megatron-core, other than its default, that this model would not read."""
+    _check_read(args, READ_WITH_MODEL)
+
+
+def _check_read(args: Namespace, rows: tuple[tuple[str, Condition, str], ...]) -> None:
+    for dests, condition, needed in rows:
         for dest in dests.split():
             if changed(args, dest) and not condition(args):
                 raise GrpoError(f"{flag_given(args, dest)} has no effect without {needed}: add that, or leave it out")

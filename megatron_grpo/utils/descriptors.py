@@ -18,9 +18,12 @@ CURE = (
 ENOUGH = 2**20  # where the hard limit is higher: some programs walk over all numbers
 
 
-def needed(ranks: int, streams: int = 0) -> int:
-    """Return the descriptors of the fullest process of a run: two for each rank, and ``streams`` to servers."""
-    return OF_A_PROCESS + 2 * ranks + streams
+def needed(ranks: int, streams: int = 0, workers: int = 0) -> int:
+    """Return the descriptors of the fullest process of a run: two for each rank and each of its ``workers`` processes.
+
+    ``streams``: to servers.
+    """
+    return OF_A_PROCESS + 2 * ranks + streams + 2 * workers
 
 
 def launcher() -> list[int]:
@@ -33,16 +36,17 @@ def launcher() -> list[int]:
     return [process]
 
 
-def raise_limit(ranks: int, streams: int = 0) -> None:
+def raise_limit(ranks: int, streams: int = 0, workers: int = 0) -> None:
     """Raise the soft limit of this process and of torchrun, which keeps the store; GrpoError if the hard one is low.
 
     Processes that this one starts later inherit the limit.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < needed(ranks, streams):
+    need = needed(ranks, streams, workers)
+    if hard != resource.RLIM_INFINITY and hard < need:
         raise GrpoError(
-            f"a process of this run needs {needed(ranks, streams)} open files ({OF_A_PROCESS}, 2 for each of {ranks} "
-            f"ranks, {streams} streams from servers), and the hard limit is {hard} (ulimit -Hn): {CURE}"
+            f"a process of this run needs {need} open files ({OF_A_PROCESS}, 2 for each of {ranks} ranks and {workers} "
+            f"worker processes, {streams} streams from servers), and the hard limit is {hard} (ulimit -Hn): {CURE}"
         )
     for process in (0, *launcher()):
         with contextlib.suppress(OSError):  # of another user, or ended

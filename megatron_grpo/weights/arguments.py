@@ -8,7 +8,9 @@ from megatron_grpo.models.arguments import MODEL, Only, check_only
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import FlagRow
+from megatron_grpo.utils.json_files import read_config
 from megatron_grpo.utils.rules import flag
+from megatron_grpo.vision.kinds import KINDS
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
 
@@ -45,9 +47,19 @@ ONLY: tuple[Only, ...] = (
 )
 
 
+def check_architecture(args: Namespace) -> None:
+    """Raise GrpoError for an architecture that its family does not support."""
+    families.for_args(args).hf_from_args(args)
+
+
 def check_family(args: Namespace) -> None:
-    """Raise GrpoError for a setting that no model family supports."""
+    """Raise GrpoError for a setting that no model family supports, and for a vision family without its tower."""
     check_only(args, ONLY)
+    if args.model_family in KINDS and not args.vision_config:
+        raise GrpoError(
+            f"--model-family {args.model_family} needs the vision tower of a config.json: give --load-hf, "
+            "or --vision-config"
+        )
 
 
 def default_architecture() -> dict[str, Any]:
@@ -57,11 +69,12 @@ def default_architecture() -> dict[str, Any]:
     return {dest: cores[dest].default if dest in cores else ours[dest] for dest in ARCHITECTURE}
 
 
-def merge_architecture(args: Namespace, source: Mapping[str, Any], source_name: str) -> None:
-    """Set the model's architecture from a checkpoint's stored arguments or from a config.json translated to arguments.
+def resolve_architecture(args: Namespace, source: Mapping[str, Any], source_name: str) -> dict[str, Any]:
+    """Return the model's architecture, from a checkpoint's stored arguments or a config.json translated to arguments.
 
     Raises GrpoError, which names the flag, both values and the source, when a flag that was given differs.
     """
+    found = {}
     for dest in ARCHITECTURE:
         if dest not in source:
             continue
@@ -74,4 +87,11 @@ def merge_architecture(args: Namespace, source: Mapping[str, Any], source_name: 
                 f"{flag(dest)} is {given}, but {source_name} says {value}: leave the flag out, or load "
                 "weights of that architecture"
             )
-        setattr(args, dest, value)
+        found[dest] = value
+    return found
+
+
+def architecture_of(args: Namespace, directory: str) -> dict[str, Any]:
+    """Return the architecture in the ``config.json`` of a directory; GrpoError when a flag that was given differs."""
+    config = read_config(directory)
+    return resolve_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{directory}/config.json")

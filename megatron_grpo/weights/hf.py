@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.agreement import on_all_ranks, on_rank_0
-from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_config, read_json_object
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights import families, model_weights, quantized
 from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import (

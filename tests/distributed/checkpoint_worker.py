@@ -39,8 +39,9 @@ from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import optimizer_tensors
+from megatron_grpo.training.resolve import resolve_args
 from megatron_grpo.training.trainer import Trainer
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
 
@@ -55,8 +56,7 @@ POSITION = {"sampler": {"epoch": 1}, "rollouts": 7}
 
 def build(*flags, seed=1, padded_vocab_size=128):
     """Arguments and a freshly initialised model with optimizer and schedule, in the layout that the flags ask for."""
-    args = parse_args([*MODEL, *flags])
-    args.padded_vocab_size = padded_vocab_size
+    args = replaced(parse_args([*MODEL, *flags]), padded_vocab_size=padded_vocab_size)
     if dist.is_initialized():
         destroy_rank_groups()
         parallel_state.initialize_model_parallel(
@@ -304,7 +304,7 @@ def check_truth(args, model, steps):
 def enter(flags, layout):
     """Arguments and an unwrapped model with made-up weights in a layout of tools/check_parallel.py's spelling."""
     args = parse_args([*COMMON, *flags.split(), *check_parallel.flags_of(layout)])
-    validate_args(args, dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]))
+    args = resolve_args(args, dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]))
     if dist.is_initialized():
         destroy_rank_groups()
     initialize_distributed(args)
@@ -347,7 +347,7 @@ def chains(root, wanted):
         for place, layout in enumerate(layouts):
             args, model = enter(flags, layout)
             first, last = (str(root / f"{number}-{i}") for i in (0, place - 1))
-            args.save, args.load = str(root / f"{number}-{place}"), str(last)
+            args = replaced(args, save=str(root / f"{number}-{place}"), load=str(last))
             if place == 0:
                 fill(model, args, "weight")
             elif args.lora_rank:  # the base is not in the checkpoint
@@ -381,7 +381,7 @@ def resume_elsewhere(root, changes):
         rows, weights = [], []
         for place in (layout, other):
             args, model = enter(flags, place)
-            args.save = args.load = str(root / f"{zlib.crc32(flags.encode())}")
+            args = replaced(args, **dict.fromkeys(("save", "load"), str(root / f"{zlib.crc32(flags.encode())}")))
             fill(model, args, "weight")
             parts = dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True))
             trainer = SimpleNamespace(**parts, bad_updates=BadUpdates("stop", None, None), iteration=0)
@@ -420,7 +420,7 @@ def find_random_states(root, cases):
         everywhere = [None] * 4
         for place in (layout, again):
             args, model = enter(flags, place)
-            args.save = args.load = str(root / layout)
+            args = replaced(args, **dict.fromkeys(("save", "load"), str(root / layout)))
             parts = train_step.setup_optimizer(args, model)
             coordinates = (
                 parallel_state.get_pipeline_model_parallel_rank(),
@@ -510,9 +510,7 @@ def refuse(root):
     foreign = changed("foreign", forget)
     refused(foreign, *DISTRIBUTED, "--ffn-hidden-size", "64", weights_only=True)
     plain = root / "plain"
-    args = parse_args([*MODEL, *TP2, "--save", str(plain)])
-    args.padded_vocab_size = 128
-    args.qk_layernorm = False
+    args = replaced(parse_args([*MODEL, *TP2, "--save", str(plain)]), padded_vocab_size=128, qk_layernorm=False)
     model = forward.build_model(args, model_provider)
     checkpoint.save_checkpoint(args, 0, model, None, None, {})
     if dist.get_rank() == 0:
@@ -549,10 +547,10 @@ def refuse(root):
 
     # Multi-token prediction was frozen, and is now to be trained.
     args, model = enter(f"{LATENT} --mtp-loss-scaling-factor 0", "EP2")
-    args.save = str(root / "frozen")
+    args = replaced(args, save=str(root / "frozen"))
     checkpoint.save_checkpoint(args, 2, *train_step.setup_optimizer(args, model), {})
     now, model = enter(f"{LATENT} --mtp-loss-scaling-factor 0.1", "PP2")
-    now.load = args.save
+    now = replaced(now, load=args.save)
     try:
         checkpoint.load_checkpoint(now, *train_step.setup_optimizer(now, model))
     except GrpoError as error:

@@ -17,6 +17,7 @@ from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed, set_random_seed
 from megatron_grpo.training import train_step
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import hf, model_weights
 
 LAYOUTS = {
@@ -43,7 +44,7 @@ def trained(root: Path, family: str, name: str) -> None:
     hf.load_hf(expected, args, root / family)
     pairs = zip(model_weights.named_weights(model), model_weights.named_weights(expected), strict=True)
     assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs), name
-    args.save = str(root / name)
+    args = replaced(args, save=str(root / name))
     chunks, optimizer, scheduler = train_step.setup_optimizer(args, model)
     checkpoint.save_checkpoint(args, 3, chunks, optimizer, scheduler, {})
     os.write(1, f"{name}: loaded\n".encode())

@@ -36,7 +36,8 @@ from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.training.resolve import resolve_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights.stream import stream_hf
 
 COMMON = """--num-layers 4 --hidden-size 8 --ffn-hidden-size 8 --num-attention-heads 2 --group-query-attention
@@ -63,7 +64,7 @@ def enter(flags, layout, root, fresh=False):
     """Return arguments and a trainer in a layout."""
     words = [*COMMON, *flags.split(), *check_parallel.flags_of(layout), "--save", root, "--load", root]
     args = parse_args([str(word) for word in words])
-    validate_args(args, int(os.environ["WORLD_SIZE"]))
+    args = resolve_args(args, int(os.environ["WORLD_SIZE"]))
     if dist.is_initialized():
         destroy_rank_groups()
     initialize_distributed(args)
@@ -97,7 +98,7 @@ def resume(name, layout, root, again):
     """Load a checkpoint, save what was loaded, and update once more; return what was found."""
     args, trainer = enter(CHECKPOINTS[name][0], layout, root / name)
     iteration, extra = checkpoint.load_checkpoint(args, *parts_of(trainer))
-    args.save = str(again)
+    args = replaced(args, save=str(again))
     steps = sorted({group["step"] for group in trainer.optimizer.param_groups if "step" in group})
     found = {"iteration": iteration, "extra": extra, "scheduler": trainer.scheduler.num_steps, "steps": steps}
     with forward.parameters_complete(args, trainer.model):

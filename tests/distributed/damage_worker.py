@@ -17,6 +17,7 @@ from checkpoint_worker import DISTRIBUTED, POSITION, build, update
 
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 
 OWN = ("files.json", "args.json", "checksums.json")
@@ -165,7 +166,7 @@ def main(root, share):
         checkpoint.save_checkpoint(
             args, iteration, *parts, POSITION, lambda folder: checkpoint.save_weights(folder, model)
         )
-    args.load, args.save = str(root / "damaged"), None
+    args = replaced(args, load=str(root / "damaged"), save=None)
 
     def load():
         assert checkpoint.latest_iteration(args.load)

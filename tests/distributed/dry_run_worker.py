@@ -22,7 +22,7 @@ from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.training.resolve import resolve_args
 
 COMMON = "--normalization RMSNorm --swiglu --disable-bias-linear --transformer-impl local --dry-run "
 TINY = f"""
@@ -84,9 +84,7 @@ LAYOUTS = {
 
 
 def arguments(flags: str, world_size: int):
-    args = parse_args(flags.split())
-    validate_args(args, world_size)
-    return args
+    return resolve_args(parse_args(flags.split()), world_size)
 
 
 def build(family: str, layout: str) -> dict:

@@ -26,6 +26,7 @@ from toy_checkpoints import packed
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.models import forward
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.arguments import replaced
 
 MODEL = f"--num-layers 2 --untie-embeddings-and-output-weights --train-iters 10 {worker.DENSE} {worker.SHARDED}"
 LAYOUTS = {1: ["TP1"], 2: ["TP2 SP", "PP2", "DP2"]}
@@ -48,7 +49,7 @@ def check_as_written(layout, root, again):
     iteration, _ = checkpoint.load_checkpoint(args, *worker.parts_of(trainer))
     assert (iteration, trainer.scheduler.num_steps) == (2, 2)
     assert {group["step"] for group in trainer.optimizer.param_groups} == {2}
-    args.save = str(again)
+    args = replaced(args, save=str(again))
     with forward.parameters_complete(args, trainer.model):
         checkpoint.save_checkpoint(args, iteration, *worker.parts_of(trainer), {})
     want, got = tensors(root), tensors(again)

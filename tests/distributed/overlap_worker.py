@@ -25,6 +25,7 @@ from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.utils.arguments import replaced
 
 
 class Engine:
@@ -45,7 +46,7 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     the policy's log-probabilities, which the pass must leave alone, and the weights after one more update.
     """
     args, model = enter(flags, layout)
-    args.save = str(save)
+    args = replaced(args, save=str(save))
     fill(model, args, "weight")
     reference = reference_model.HostWeights(model)
     logger = SimpleNamespace(flush=lambda: None)

@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import checkpoint_worker
 import made_up
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from megatron_grpo.reference.reference_model import ReferenceModel, SwappedRefer
 from megatron_grpo.training import setup, train_step
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 
@@ -94,7 +94,7 @@ def references(root: Path, layout: str) -> None:
     say("one reference in two layouts")
 
     for name, reference in (("separate", separate), ("swapped", swapped)):
-        args.save = args.load = str(root / name)
+        args = replaced(args, **dict.fromkeys(("save", "load"), str(root / name)))
         checkpoint.save_checkpoint(
             args,
             1,
@@ -106,7 +106,7 @@ def references(root: Path, layout: str) -> None:
         )
         for own in (separate.args, args) if reference is separate else (args,):
             flags = args if own is separate.args else without_layout(args)  # --ref-* given, or left out
-            again, optimizer, scheduler, resumed = setup.build_model_and_optimizer(flags, model_provider, True, own)
+            again, optimizer, scheduler, resumed, _ = setup.build_model_and_optimizer(flags, model_provider, True, own)
             checkpoint.load_checkpoint(args, again, optimizer, scheduler)
             assert isinstance(resumed, ReferenceModel if own is separate.args else SwappedReference) and resumed.updated
             assert same_bits(weights(resumed, again), updated)
@@ -118,18 +118,16 @@ def references(root: Path, layout: str) -> None:
     fresh = {name: tensor.clone() for name, tensor in stream_hf(forward.build_model(args, model_provider), args)}
     for own, flag, origin in ((separate.args, "ref_load_hf", root / "hf"), (args, "ref_load", root / "separate")):
         flags = args if own is separate.args else without_layout(args)
-        flags.ref_load, flags.ref_load_hf = None, None
-        setattr(flags, flag, str(origin))
+        flags = replaced(flags, **{"ref_load": None, "ref_load_hf": None, flag: str(origin)})
         set_random_seed(7)
-        policy, *_, loaded = setup.build_model_and_optimizer(flags, model_provider, False, own)
+        policy, _, _, loaded, _ = setup.build_model_and_optimizer(flags, model_provider, False, own)
         assert same_bits(weights(loaded, policy), after) and not loaded.updated
         assert same_bits({name: tensor.clone() for name, tensor in stream_hf(policy, args)}, fresh)
     say("a reference of its own origin leaves the policy alone")
 
 
 def without_layout(args):
-    flags = checkpoint_worker.parse_args([])
-    vars(flags).update({k: None if k.startswith("ref_") and k.endswith("_size") else v for k, v in vars(args).items()})
+    flags = replaced(args, **dict.fromkeys(k for k in vars(args) if k.startswith("ref_") and k.endswith("_size")))
     return flags
 
 

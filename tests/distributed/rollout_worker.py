@@ -48,10 +48,11 @@ from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.training.resolve import resolve_args
 from megatron_grpo.training.setup import build_engine
-from megatron_grpo.training.validation import validate_args
-from megatron_grpo.weights import families, hf
-from megatron_grpo.weights.arguments import merge_architecture
+from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.weights import hf
+from megatron_grpo.weights.arguments import architecture_of
 from megatron_grpo.weights.stream import stream_hf
 
 GENERATIONS, MAX_TOKENS = 4, 24
@@ -355,9 +356,8 @@ def main() -> None:
     out = Path(sys.argv[1])
     (out / "plugin.py").write_text(PLUGIN)
     args = parse_args([*COMMON.split(), "--external-plugins", str(out / "plugin.py"), *sys.argv[2:]])
-    config = hf.read_config(args.load_hf)
-    merge_architecture(args, families.for_hf_config(config).args_from_hf(config), args.load_hf)
-    validate_args(args, int(os.environ["WORLD_SIZE"]))
+    args = replaced(args, **architecture_of(args, args.load_hf))
+    args = resolve_args(args, int(os.environ["WORLD_SIZE"]))
     initialize_distributed(args)
     set_random_seed(args.seed)
     cases = Cases(args, out)

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import optimizer_tensors
+from megatron_grpo.utils.arguments import replaced
 
 FLAGS = """--bf16 --use-distributed-optimizer --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
     --moe-grouped-gemm --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
@@ -76,7 +77,7 @@ def memory(root, kind):
     largest = max(4 * value.numel() for values in adam_states(parts[1]) for value in values.values())
     with Allocations() as saved:
         checkpoint.save_checkpoint(args, 2, *parts, POSITION)
-    args.save, args.async_save = str(root / "background"), True
+    args = replaced(args, save=str(root / "background"), async_save=True)
     checkpoint.start_background_saves()
     with Allocations() as staged:
         checkpoint.save_checkpoint(args, 2, *parts, POSITION)
@@ -93,7 +94,7 @@ def memory(root, kind):
     fresh, *others = build(*flags, "--load", str(root / "a"), "--save", str(root / "b"), seed=9)
     with Allocations() as loaded:
         assert checkpoint.load_checkpoint(fresh, *others) == (2, POSITION)
-    fresh.async_save = False
+    fresh = replaced(fresh, async_save=False)
     for mine, theirs in zip(state(parts[1]), state(others[1]), strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
     checkpoint.save_checkpoint(fresh, 2, *others, POSITION)

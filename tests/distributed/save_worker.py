@@ -16,6 +16,7 @@ from checkpoint_worker import DISTRIBUTED, POSITION, build, check_equal, say, up
 
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory, data_files
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -50,7 +51,7 @@ def background(root):
     assert list(checkpoint_directory.damage(directory, content=True)) == []
     assert not [path.name for path in directory.rglob("*") if path.name.endswith((".written.json", ".partial"))]
     check_equal("background", root / "foreground", root / "background")
-    args.load = args.save
+    args = replaced(args, load=args.save)
     assert checkpoint.load_checkpoint(args, *parts) == (2, POSITION)
     checkpoint.read_weights(checkpoint.updated_reference(args.load), parts[0])
     say("loaded")

@@ -23,6 +23,7 @@ from megatron_grpo.rollout.servers.engine import ServerEngine
 from megatron_grpo.rollout.vllm.server import VllmServer
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 
 PROMPTS, SIZE = 4, 4
 
@@ -45,8 +46,9 @@ def arguments() -> Namespace:
     args = parse_args([])
     sizes = {"num_layers": LAYERS, "vocab_size": VOCABULARY, "hidden_size": 32, "model_family": "qwen3"}
     lengths = {"max_prompt_length": 8, "max_completion_length": 8, "vllm_server_timeout": 20.0}
-    vars(args).update(sizes | lengths | {"weight_sync_method": "checkpoint"})
-    args.untie_embeddings_and_output_weights = True
+    args = replaced(
+        args, **sizes | lengths | {"weight_sync_method": "checkpoint"}, untie_embeddings_and_output_weights=True
+    )
     return args
 
 

@@ -30,9 +30,10 @@ from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.training.resolve import resolve_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import families, hf
-from megatron_grpo.weights.arguments import merge_architecture
+from megatron_grpo.weights.arguments import architecture_of
 from megatron_grpo.weights.stream import stream_hf
 
 PROMPTS = [[5, 9, 33, 7, 21, 90, 14], [44], [3 + 7 * i % 100 for i in range(40)]]
@@ -46,8 +47,8 @@ def answers(directory: Path) -> dict[str, list]:
     """What the engine says with the weights from files, with others, and with the first ones from the stream."""
     first = str(directory / "first")
     args = parse_args([*FLAGS.split(), "--load-hf", first])
-    merge_architecture(args, families.for_hf_config(hf.read_config(first)).args_from_hf(hf.read_config(first)), first)
-    validate_args(args, 1)
+    args = replaced(args, **architecture_of(args, first))
+    args = resolve_args(args, 1)
     initialize_distributed(args)
     set_random_seed(args.seed)
     model = forward.build_model(args, model_provider)

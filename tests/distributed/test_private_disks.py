@@ -9,27 +9,51 @@ pytestmark = pytest.mark.distributed
 WORKER = "tests/distributed/private_disk_worker.py"
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_hosts_share_the_directory_of_checkpoints(tiny_models, tmp_path, shared):
+FLAGS = """--rollout-engine megatron --transformer-impl local --num-generations 2 --micro-batch-size 2
+    --global-batch-size 4 --max-prompt-length 8 --max-completion-length 2 --lr 1e-4 --beta 0 --reward-funcs repetition
+    --no-save-hf --save-interval 1 --train-data-path""".split()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A function that runs two ranks, each on a host with a directory of its own; it returns exit code and output."""
     for host in "host0", "host1":
         (tmp_path / host).mkdir()
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(4)))
-    flags = """--rollout-engine megatron --transformer-impl local --num-generations 2 --micro-batch-size 2
-        --global-batch-size 4 --max-prompt-length 8 --max-completion-length 2 --train-iters 1 --lr 1e-4 --beta 0
-        --reward-funcs repetition --no-save-hf""".split()
-    places = [
-        "--load-hf",
-        tiny_models["qwen3"],
-        "--train-data-path",
-        data,
-        "--save",
-        tmp_path / "run" if shared else "run",
-    ]
-    done = run_torchrun(2, WORKER, tmp_path, *places, *flags, check=False)
+
+    def run(*words):
+        done = run_torchrun(2, WORKER, tmp_path, *FLAGS, data, *words, check=False)
+        return done.returncode, done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_hosts_share_the_directory_of_checkpoints(start, tiny_models, tmp_path, shared):
+    save = tmp_path / "run" if shared else "run"
+    code, output = start("--load-hf", tiny_models["qwen3"], "--save", save, "--train-iters", 1)
     left = [file.name for file in tmp_path.rglob("*") if file.name.startswith((".shared-", "iter_"))]
     if shared:
-        assert done.returncode == 0 and left == ["iter_0000001"], done.stdout
+        assert code == 0 and left == ["iter_0000001"], output
         return
-    assert done.returncode == 1 and left == [], done.stdout
-    assert "error: --save run is another directory on host " in done.stdout.splitlines()[-1], done.stdout
+    assert code == 1 and left == [], output
+    assert "error: --save run is another directory on host " in output.splitlines()[-1], output
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ("--load run --train-iters 2", "--load: run/iter_0000001"),
+        ("--pretrained-checkpoint run --use-checkpoint-args --train-iters 1", "--pretrained-checkpoint: run"),
+        ("--load-hf model --tokenizer-model run/hf_assets --train-iters 1", "--tokenizer-model: run/hf_assets"),
+    ],
+)
+def test_what_only_the_host_of_rank_0_has_is_named(start, tiny_models, tmp_path, flags, missing):
+    for host in "host0", "host1":
+        (tmp_path / host / "model").symlink_to(tiny_models["qwen3"])
+    here = tmp_path / "host0" / "run"
+    assert start("--load-hf", "model", "--save", here, "--train-iters", 1)[0] == 0
+    code, output = start(*flags.split(), "--save", tmp_path / "new")
+    assert code == 1 and output.count("error: ") == 1, output
+    assert f"[rank 1] error: {missing} is on the host of rank 0, and not on host " in output.splitlines()[-1], output

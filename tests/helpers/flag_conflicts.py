@@ -130,9 +130,9 @@ PLUS_PLUS = "--advantage-estimator reinforce_plus_plus"
 ADVANTAGES = {
     f"{PLUS_PLUS} --scale-rewards group": "divides by the standard deviation over the batch, so --scale-rewards group",
     f"{PLUS_PLUS}_baseline --scale-rewards none": "so --scale-rewards none has no effect",
-    "--advantage-estimator rloo --scale-rewards gdpo --reward-funcs a b": "replaces --advantage-estimator rloo",
-    "--scale-rewards gdpo --reward-funcs a": "--reward-funcs names only one: give --scale-rewards group",
-    "--scale-rewards gdpo --reward-funcs a b --kl-in-reward": "gdpo normalises each reward function separately",
+    "--advantage-estimator gdpo --scale-rewards none --reward-funcs a b": "so --scale-rewards none has no effect",
+    "--advantage-estimator gdpo --reward-funcs a": "--reward-funcs names only one: give --advantage-estimator grpo",
+    "--advantage-estimator gdpo --reward-funcs a b --kl-in-reward": "gdpo normalises each reward function separately",
     "--pass-at-k 2": "--pass-at-k has no effect with --advantage-estimator grpo: leave it out",
     "--advantage-estimator pass_at_k": "--advantage-estimator pass_at_k needs --pass-at-k",
     "--advantage-estimator pass_at_k --pass-at-k 9": "(9) must lie between 2 and --num-generations (8)",

@@ -5,7 +5,7 @@ from megatron_grpo.patches import cpu_backend
 cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.training.resolve import resolve_args
 
 MODEL = """
     --model-family qwen3 --num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 8
@@ -20,9 +20,7 @@ RUN = """
 
 def validated(flags: str, world_size: int = 8, base: str = MODEL + RUN):
     """Return parsed and validated arguments; ``flags`` override those of ``base``."""
-    args = parse_args(f"{base} {flags}".split())
-    validate_args(args, world_size)
-    return args
+    return resolve_args(parse_args(f"{base} {flags}".split()), world_size)
 
 
 def without(flag: str) -> str:

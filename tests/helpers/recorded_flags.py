@@ -4,7 +4,6 @@ import importlib.util
 import re
 import sys
 import types
-from argparse import Namespace
 
 import pytest
 from bad_input_runs import TRAIN, StubEngine, launch
@@ -12,13 +11,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.rollout.vllm import colocate
 from megatron_grpo.training import arguments, setup
+from megatron_grpo.utils.arguments import Arguments
 from megatron_grpo.utils.core_flags import CONFIGS, core_flags
 
 # Functions that read every flag, or every field, whatever it does.
 READ_ALL = re.compile(r"^(core_config|check_values|print_args|args_to_json)\b|__(repr|eq|post_init)__$")
 
 
-class Recorded(Namespace):
+class Recorded(Arguments):
     """Parsed arguments that record the names of the attributes that are read."""
 
     def __getattribute__(self, name):
@@ -45,12 +45,13 @@ class EngineWithFlags(StubEngine):
 def flags_read_by(words: list[str]) -> set[str]:
     """Run pretrain_grpo.py with these flags; return the attributes whose values something reads after the checks."""
     fields = {field: dest for dest, flag in core_flags().items() for _, field in flag.feeds}
-    parse, validate, join = arguments.parse_args, setup.validate_args, setup.join
+    parse, resolve, join = arguments.parse_args, setup.resolve_args, setup.join
     of_rendezvous: set[str] = set()
 
-    def after_validation(args, world_size):
-        validate(args, world_size)
+    def after_the_rules(args, world_size):
+        args = resolve(args, world_size)
         _reads.clear()
+        return args
 
     def joined(args):  # before the checks that need files
         _reads.clear()
@@ -64,7 +65,7 @@ def flags_read_by(words: list[str]) -> set[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "parse_args", lambda: Recorded(**vars(parse())))
-        patch.setattr(setup, "validate_args", after_validation)
+        patch.setattr(setup, "resolve_args", after_the_rules)
         patch.setattr(setup, "join", joined)
         # Both modules that _build imports, or the outcome depends on what an earlier test of the worker has imported.
         spec = importlib.util.find_spec("vllm")  # for the check of replaced names, which reads its files

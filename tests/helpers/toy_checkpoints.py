@@ -16,6 +16,7 @@ from transformers.modeling_layers import MtpModel
 from megatron_grpo.models.forward import build_model
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.stream import stream_hf
 
@@ -207,11 +208,10 @@ def toy_args(directory: Path, **more):
     """Return the arguments of the Megatron model for a checkpoint; ``more`` are arguments to set."""
     args = parse_args(["--transformer-impl", "local"])
     config = hf.read_config(directory)
-    vars(args).update(families.for_hf_config(config).args_from_hf(config))
-    vars(args).update({"padded_vocab_size": PADDED_VOCAB, **more})
+    architecture = families.for_hf_config(config).args_from_hf(config)
+    args = replaced(args, **architecture | {"padded_vocab_size": PADDED_VOCAB} | more)
     # megatron-core requires it for experts with tensor parallelism
-    args.sequence_parallel = args.tensor_model_parallel_size > 1 and bool(args.num_experts)
-    return args
+    return replaced(args, sequence_parallel=args.tensor_model_parallel_size > 1 and bool(args.num_experts))
 
 
 def build(args) -> list[torch.nn.Module]:

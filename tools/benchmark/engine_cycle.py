@@ -26,7 +26,7 @@ import torch.distributed as dist
 import pretrain_grpo
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
+from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
@@ -34,6 +34,7 @@ from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights.stream import describe, stream_hf
 
 STAGES = ("train", "sync", "rollout", "asleep", "offloaded")

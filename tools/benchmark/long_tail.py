@@ -21,11 +21,11 @@ import numpy as np
 
 import pretrain_grpo
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.training import setup
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.log import print_rank_0
 
 
 class Lengths:

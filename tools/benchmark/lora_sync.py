@@ -23,10 +23,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.lora.stream import stream_merged
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
+from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sent_adapter
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights.stream import describe, stream_hf
 
 HEAD = """| sync | MB | ms | of it: gather | load | read back and compare |

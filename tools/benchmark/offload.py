@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 
 import pretrain_grpo
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
+from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.offload import Offloader, Transfer
 from megatron_grpo.utils.device import device
+from megatron_grpo.utils.log import print_rank_0
 
 DEFAULTS = """--model-family qwen3 --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16
     --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm --normalization RMSNorm --swiglu

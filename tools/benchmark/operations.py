@@ -33,11 +33,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import pretrain_grpo
 from megatron_grpo.models import attention, forward, head, norm, self_attention
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
+from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.fused_adam import FusedAdam
 from megatron_grpo.training.multi_tensor import DistributedOptimizer
 from megatron_grpo.utils import progress
+from megatron_grpo.utils.log import print_rank_0
 
 # Parts of the optimizer's step: (class, method, phase).
 PARTS = [

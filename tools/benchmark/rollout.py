@@ -32,13 +32,15 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.parallel.initialize import host_group, initialize_distributed, print_rank_0
+from megatron_grpo.parallel.initialize import host_group, initialize_distributed
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.rollout.vllm.scheduler import scheduler_of
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights import families
 from tools import made_up
 
@@ -63,8 +65,7 @@ class Benchmark:
     """One engine, used by `collect_rollout` and by `LLM.generate`."""
 
     def __init__(self, args, num_prompts: int, prompt_length: int, plugin: Path):
-        self.args = args
-        args.tokenizer_model = args.load_hf
+        self.args = args = replaced(args, tokenizer_model=args.load_hf)
         self.tokenizer = build_tokenizer(args) if args.load_hf else Numbers()
         self.engine = VllmColocate(args, families.for_args(args).hf_from_args(args))
         ids = np.random.default_rng(0).integers(3, args.vocab_size - 2, (num_prompts, prompt_length)).tolist()

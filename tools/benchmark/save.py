@@ -25,8 +25,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
+from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.log import print_rank_0
 
 DEFAULTS = """--model-family qwen3 --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16
     --group-query-attention --num-query-groups 8 --kv-channels 128 --qk-layernorm --normalization RMSNorm --swiglu
@@ -74,7 +76,7 @@ def timed(function, *arguments) -> float:
 
 def measure(args, trainer, saves: int, asynchronous: bool) -> dict[str, float]:
     """Save several times; return the medians of all saves but the first."""
-    args.async_save = asynchronous
+    args = replaced(args, async_save=asynchronous)
     rows = []
     for number in range(saves):
         with Memory() as memory:

@@ -17,6 +17,7 @@ weight sync, by --weights-gigabytes a second.
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
@@ -59,7 +60,7 @@ from megatron_grpo.models import forward, gpt
 from megatron_grpo.parallel import exchange, initialize
 from megatron_grpo.rollout.dispatcher import PromptDispatcher
 from megatron_grpo.training import setup, train_step
-from megatron_grpo.utils.arguments import args_to_json
+from megatron_grpo.utils.arguments import args_to_json, replaced
 from megatron_grpo.weights import stream
 from tools import generate_model_sizes_doc as published
 from tools.data.common import Bytes
@@ -394,15 +395,15 @@ def start_reads(args: Namespace, ranks: int, folder: Path) -> list[Reads]:
     checkpoint_directory.publish(temporary, args_to_json(args))
     found, group = [], Recorded(ranks)
     for group.place in 0, 1:
-        own = Namespace(**vars(args) | {"load": str(save), "save": str(save), "finetune": False, "dry_run": False})
-        own.max_prompt_length, own.curriculum, own.reward_routing = None, False, None
+        own = replaced(args, load=str(save), save=str(save), finetune=False, dry_run=False)
+        own = replaced(own, max_prompt_length=None, curriculum=False, reward_routing=None)
         with (
             mock.patch.dict(os.environ, {"RANK": str(group.place)}),
             mock.patch.object(setup, "launch_group", lambda: group),
-            contextlib.redirect_stdout(None),
+            contextlib.redirect_stdout(io.StringIO()),
             reads() as counted,
         ):
-            assert setup._read_origin(own) == args.updates_per_rollout
+            assert setup._read_origin(own)[1] == args.updates_per_rollout
             assert len(setup._read_data([str(data)], Bytes(), own)) == START_ROWS
         found.append(counted)
     assert not group.sent, "other ranks have received less than rank 0 has sent"
@@ -425,12 +426,15 @@ def on_host[**P, R](function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+# Arguments of a model on a device without memory: the same weights without Transformer Engine, which needs a GPU; the
+# moments are then in float32.
+WITHOUT_MEMORY = {"use_cpu_initialization": True, "perform_initialization": False, "transformer_impl": "local"}
+WITHOUT_MEMORY |= {"use_precision_aware_optimizer": False}
+
+
 @contextlib.contextmanager
 def on_meta(args: Namespace) -> Iterator[forward.Model]:
-    """Context with this rank's model, on a device without memory."""
-    args.use_cpu_initialization, args.perform_initialization = True, False
-    # The same weights without Transformer Engine, which needs a GPU; the moments are then in float32.
-    args.transformer_impl, args.use_precision_aware_optimizer = "local", False
+    """Context with this rank's model, on a device without memory; ``args`` have `WITHOUT_MEMORY`."""
     with (
         META,
         mock.patch.object(forward, "device", lambda: META),
@@ -523,6 +527,7 @@ def fill_weights(numbers: Numbers, options: Namespace) -> None:
     with made_up_rank(args, 0, numbers.ranks) as groups:
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         weights = stream.streamed(args, only_trained=False)
+    args = replaced(args, **WITHOUT_MEMORY)
     held: dict[str, int] = {}  # the first stage of each weight; of experts, by what is equal for all of a layer
     for stage, rank in reversed([*enumerate(pipeline)]):
         with made_up_rank(args, rank, numbers.ranks), on_meta(args) as model:

@@ -12,7 +12,6 @@ for comparison the mean of |log p(new weights) - log p(old weights)|, the update
 """
 
 import argparse
-import copy
 import json
 import os
 import sys
@@ -32,13 +31,15 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.models import forward
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0, set_random_seed
+from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.rewards.pool import GroupMember
 from megatron_grpo.rollout.collect import everything, exchange, to_batch
 from megatron_grpo.rollout.engine import InterruptibleEngine, Request, generate
 from megatron_grpo.rollout.plan import training_sampling
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
+from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 
@@ -73,8 +74,8 @@ class Weights:
 
     def log_probs(self, batch: RolloutBatch) -> np.ndarray:
         """Return the log-probabilities ``[total]`` of a rollout under the model's present weights."""
-        one_by_one = copy.copy(self._args)  # the number of completions is not a multiple of the micro-batch size
-        one_by_one.micro_batch_size, one_by_one.max_tokens_per_microbatch = 1, None
+        # The number of completions is not a multiple of the micro-batch size.
+        one_by_one = replaced(self._args, micro_batch_size=1, max_tokens_per_microbatch=None)
         return forward.log_probs(one_by_one, self._model, pretrain_grpo.forward_step, batch)
 
 
@@ -119,13 +120,13 @@ def main() -> None:
     parser.add_argument("--times", type=float, nargs="+", default=[1, 10], metavar="S", help="size of it [1 10]")
     options, flags = parser.parse_known_args()
     args = made_up.parse(["--temperature", "1", *flags], world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    args.tokenizer_model, args.weight_update = args.load_hf, "keep"  # without steps in flight at new weights
+    args = replaced(args, tokenizer_model=args.load_hf, weight_update="keep")  # without steps in flight at new weights
     initialize_distributed(args)
     set_random_seed(args.seed)
     tokenizer = build_tokenizer(args)
     rows = [json.loads(row) for row in options.data.read_text().splitlines()[: options.prompts]]
     prompts = [Prompt(i, tokenizer.encode(row["prompt"]), row, str(options.data)) for i, row in enumerate(rows)]
-    args.end_token_ids = end_token_ids(args, tokenizer)
+    args = replaced(args, end_token_ids=end_token_ids(args, tokenizer))
     weights, engine = Weights(args, options.after), build_engine(args, None, tokenizer)
     engine.wake_weights()
     engine.wake_cache()

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import pretrain_grpo
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.models.gpt import model_provider
-from megatron_grpo.parallel.initialize import print_rank_0
 from megatron_grpo.rollout.engine import Request
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import setup
+from megatron_grpo.utils.log import print_rank_0
 
 KINDS = {"one turn": None, "instant tool": "quick_tool", "tool of 1 s": "slow_tool"}
 

@@ -31,10 +31,11 @@ from check_parallel import flags_of
 import pretrain_grpo
 from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models import forward
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
+from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.update_flops import text_flops
 from megatron_grpo.utils.device import device
+from megatron_grpo.utils.log import print_rank_0
 
 
 def measured(flags: list[str], lengths: int | list[int], options: argparse.Namespace) -> str:

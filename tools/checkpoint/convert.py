@@ -59,12 +59,14 @@ from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.arguments import padded_vocab_size
 from megatron_grpo.parallel.agreement import on_rank_0
-from megatron_grpo.parallel.initialize import initialize_distributed, print_rank_0
+from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights import families, hf, model_weights
-from megatron_grpo.weights.arguments import merge_architecture
+from megatron_grpo.weights.arguments import resolve_architecture
 from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import PytorchBin, Safetensors, check_checksums
 
@@ -116,13 +118,12 @@ def _size(text: str) -> int | str:
 
 def model_args(options: argparse.Namespace, architecture: Mapping[str, Any], source_name: str) -> argparse.Namespace:
     """Return training arguments with the model and the parallel configuration of the checkpoint."""
-    args = parse_args(["--transformer-impl", "local"])
-    args.save = options.save
-    merge_architecture(args, architecture, source_name)
+    args = replaced(parse_args(["--transformer-impl", "local"]), save=options.save)
+    args = replaced(args, **resolve_architecture(args, architecture, source_name))
     given = {name: size for name in (*SIZES, EXPERT_TENSOR) if (size := getattr(options, name)) != "auto"}
     if given and not options.hf_to_megatron:
         raise GrpoError("a Hugging Face directory has no parallel configuration: leave the parallel sizes out")
-    vars(args).update(given)
+    args = replaced(args, **given)
     if args.num_layers % args.pipeline_model_parallel_size:
         raise GrpoError(
             f"{args.num_layers} layers cannot be divided into {args.pipeline_model_parallel_size} equal pipeline "
@@ -136,9 +137,8 @@ def model_args(options: argparse.Namespace, architecture: Mapping[str, Any], sou
     if EXPERT_TENSOR in given and not args.num_experts:
         raise GrpoError("--expert-tensor-parallel-size has no effect on a model without experts: leave it out")
     if args.expert_tensor_parallel_size is None:
-        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
-    args.padded_vocab_size = padded_vocab_size(args)
-    return args
+        args = replaced(args, expert_tensor_parallel_size=args.tensor_model_parallel_size)
+    return replaced(args, padded_vocab_size=padded_vocab_size(args))
 
 
 def table(args: argparse.Namespace) -> list[Weight]:
@@ -149,9 +149,9 @@ def table(args: argparse.Namespace) -> list[Weight]:
     return weights
 
 
-def set_dtype(args: argparse.Namespace, dtype: torch.dtype) -> None:
-    """Set the flags of the arguments for parameters of this dtype."""
-    args.bf16, args.fp16 = dtype is torch.bfloat16, dtype is torch.float16
+def with_dtype(args: argparse.Namespace, dtype: torch.dtype) -> argparse.Namespace:
+    """Return the arguments for parameters of this dtype."""
+    return replaced(args, bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16)
 
 
 def print_table(weights: list[Weight], places: Mapping[str, object], dtype: torch.dtype) -> None:
@@ -196,7 +196,7 @@ def hf_to_megatron(options: argparse.Namespace) -> int:
     source = PytorchBin(options.load) if options.pytorch_bin else hf.open_weights(options.load)
     weights = hf.check_tensors(source, table(args))
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
-    set_dtype(args, dtype)
+    args = with_dtype(args, dtype)
     if options.dry_run:
         print_table(weights, torch_dist.written_places(args, weights), dtype)
         return 0
@@ -242,19 +242,20 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
         )
     embedding = checkpoint.tensors.get("embedding.word_embeddings.weight")
     if embedding is not None:
-        args.padded_vocab_size = embedding.size[0]  # padded for the parallel configuration of its writer
+        # It is padded for the parallel configuration of its writer.
+        args = replaced(args, padded_vocab_size=embedding.size[0])
     weights = table(args)
     places = checkpoint.places(args, weights)
     first = checkpoint.tensors[places[weights[0].name][0].key].properties.dtype
     dtype = DTYPES[options.dtype] if options.dtype else first
-    set_dtype(args, dtype)
+    args = with_dtype(args, dtype)
     if options.dry_run:
         print_table(weights, {name: " + ".join(map(str, where)) for name, where in places.items()}, dtype)
         return 0
     out_dir = Path(options.save)
     hf.check_replaceable("--save", out_dir, (options.load, options.merge_lora, assets))
     start()
-    merge = adapter(options, args)
+    args, merge = adapter(options, args)
     conversion.megatron_to_hf(args, weights, checkpoint, out_dir, dtype, assets, merge=merge)
     if options.verify:
         verify(args, weights, directory, Safetensors(out_dir), dtype)
@@ -268,8 +269,8 @@ def hf_to_hf(options: argparse.Namespace) -> int:
     source, out_dir = hf.open_weights(options.load), Path(options.save)
     weights = hf.check_tensors(source, table(args))
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
-    set_dtype(args, dtype)
-    merge = adapter(options, args)
+    args = with_dtype(args, dtype)
+    args, merge = adapter(options, args)
     hf.check_replaceable("--save", out_dir, (options.load, options.merge_lora))
 
     def parts(weight: Weight) -> Iterator[conversion.Part]:
@@ -283,27 +284,27 @@ def hf_to_hf(options: argparse.Namespace) -> int:
     return conversion.size_of(weights, dtype)
 
 
-def adapter(options: argparse.Namespace, args: argparse.Namespace) -> Merge | None:
-    """Return the merge of --merge-lora, None without it; sets the adapter's settings in ``args``."""
+def adapter(options: argparse.Namespace, args: argparse.Namespace) -> tuple[argparse.Namespace, Merge | None]:
+    """Return the arguments with the settings of --merge-lora's adapter, and its merge; None without the flag."""
     if not options.merge_lora:
-        return None
+        return args, None
     directory = Path(options.merge_lora)
     if checkpoint_directory.latest_iteration(directory) is None:
-        files.merge_config(args, directory)
+        args = replaced(args, **files.resolve_adapter(args, directory))
         dtype = getattr(torch, files.read_base(directory)["params_dtype"])
-        return Merge(args, files.open_adapter(args, directory), dtype)
+        return args, Merge(args, files.open_adapter(args, directory), dtype)
     _, found = checkpoint_directory.find(directory)
     checkpoint_directory.verify(found)
     stored = checkpoint_directory.read_checkpoint_args(directory)
-    base.merge_stored(args, stored)
+    args = replaced(args, **base.resolve_stored(args, stored))
     if not args.lora_rank:
         raise GrpoError(f"--merge-lora {directory} holds checkpoints of a run without --lora-rank: there is no adapter")
     checkpoint = torch_dist.Checkpoint(found)
     experts = {name: weight.expert for weight in adapter_table(args) for name in weight.hf}
-    of_run = argparse.Namespace(**vars(args))
+    of_run = args
     for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        if key in checkpoint.tensors:
-            of_run.padded_vocab_size = checkpoint.tensors[key].size[0]  # padded for its parallel configuration
+        if key in checkpoint.tensors:  # padded for its parallel configuration
+            of_run = replaced(args, padded_vocab_size=checkpoint.tensors[key].size[0])
     saved = {name: weight for weight in saved_weights(of_run) for name in weight.hf}
 
     def read(name: str) -> torch.Tensor:
@@ -316,7 +317,7 @@ def adapter(options: argparse.Namespace, args: argparse.Namespace) -> Merge | No
         key = f"lora.{name}".replace(f".experts.{expert}.", ".experts.")
         return checkpoint.read([torch_dist.Place(key, (expert,), (args.num_experts,))])
 
-    return Merge(args, read, getattr(torch, stored["lora_base"]["dtype"]))
+    return args, Merge(args, read, getattr(torch, stored["lora_base"]["dtype"]))
 
 
 def check_agreement(args: argparse.Namespace, stored: Mapping[str, Any], directory: Path, hf_config: str) -> None:

@@ -28,7 +28,8 @@ from megatron_grpo.environments.registry import tools_of
 from megatron_grpo.models.arguments import padded_vocab_size
 from megatron_grpo.rewards.registry import gold_check
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.training.setup import set_architecture
+from megatron_grpo.training.resolve import resolve_origin
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader
 from tools.data.common import Bytes
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parse_args(flags)
         if not args.train_data_path:
             raise GrpoError("--train-data-path is missing: give the files")
-        set_architecture(args, resume=False)
+        args = resolve_origin(args, resume=False)
         tokenizer: Any = Bytes()
         if args.tokenizer_model:
             tokenizer = build_tokenizer(args)
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             unit = "bytes"
         images = None
         if args.vision_config:
-            args.padded_vocab_size = padded_vocab_size(args)
+            args = replaced(args, padded_vocab_size=padded_vocab_size(args))
             images = ImageReader(args, tokenizer.special_tokens)
         tools = partial(tools_of, default=args.environment)
         check_gold = gold_check(args.reward_funcs or [], vars(args))

@@ -12,7 +12,6 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from copy import copy
 from math import prod
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.agreement import on_all_ranks, on_rank_0
 from megatron_grpo.parallel.initialize import set_random_seed
-from megatron_grpo.utils.arguments import args_to_json
+from megatron_grpo.utils.arguments import args_to_json, replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -241,10 +240,13 @@ def _logits(
     args: Namespace, weights: Sequence[Weight], checkpoint: Checkpoint, tokens: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return the logits [tokens, padded vocabulary] of the checkpoint's model, built in this process only."""
-    alone = copy(args)
-    alone.bf16 = alone.fp16 = alone.perform_initialization = False
-    alone.tensor_model_parallel_size = alone.pipeline_model_parallel_size = alone.expert_model_parallel_size = 1
-    alone.expert_tensor_parallel_size = alone.mtp_num_layers = None
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    alone = replaced(
+        args,
+        **dict.fromkeys(("bf16", "fp16", "perform_initialization"), False),
+        **dict.fromkeys(sizes, 1),
+        **dict.fromkeys(("expert_tensor_parallel_size", "mtp_num_layers"), None),
+    )
     set_random_seed(alone.seed)
     model = model_provider(alone, pre_process=True, post_process=True).eval()
     places, by_name = checkpoint.places(args, weights), {weight.name: weight for weight in weights}

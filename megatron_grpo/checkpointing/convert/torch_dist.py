@@ -19,7 +19,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -40,14 +40,14 @@ _NON_MODEL_KEYS = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 class Place(NamedTuple):
-    """Position of a parameter in a checkpoint: tensor `key`, at `index` of its additional first axes of `sizes`."""
+    """Position of a parameter in a checkpoint: tensor `key`, at `numbers` of its additional first axes of `sizes`."""
 
     key: str
-    index: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return self.key + "".join(f"[{number}]" for number in self.index)
+        return self.key + "".join(f"[{number}]" for number in self.numbers)
 
 
 def place_of(args: Namespace, name: str, layers: bool = True, experts: bool = True, fused: bool = True) -> Place:
@@ -71,8 +71,8 @@ def place_of(args: Namespace, name: str, layers: bool = True, experts: bool = Tr
         number, rest = expert.groups()
         if not experts:
             return place._replace(key=f"{key}mlp.experts.experts.{number}.{rest}")
-        key, index, sizes = f"{key}mlp.experts.experts.", (*place.index, int(number)), (*place.sizes, args.num_experts)
-        return Place(key + rest, index, sizes)
+        numbers, sizes = (*place.numbers, int(number)), (*place.sizes, args.num_experts)
+        return Place(f"{key}mlp.experts.experts.{rest}", numbers, sizes)
     return place._replace(key=key + rest)
 
 
@@ -196,13 +196,13 @@ class Checkpoint:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _read_place(self, place: Place) -> Tensor:
-        axes = len(place.index)
+        axes = len(place.numbers)
         stored = self.tensors[place.key]
         shape = stored.size[axes:]
-        chunks = self._chunks(place.key, axes)[place.index]
+        chunks = self._chunks(place.key, axes)[place.numbers]
         whole: Tensor | None = None
         for chunk in chunks:
-            inner = tuple(number - start for number, start in zip(place.index, chunk.offsets, strict=False))
+            inner = tuple(number - start for number, start in zip(place.numbers, chunk.offsets, strict=False))
             part = self._chunk(place.key, chunk)[inner]
             if part.shape == shape:
                 return part
@@ -244,4 +244,5 @@ class Checkpoint:
 
     def _map_file(self, name: str) -> torch.UntypedStorage:
         file = self.directory / name
-        return torch.UntypedStorage.from_file(str(file), shared=False, nbytes=file.stat().st_size)
+        size = file.stat().st_size
+        return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(file), shared=False, nbytes=size))

@@ -92,7 +92,7 @@ def _cuts(args: Namespace, places: dict[str, Place], weights: Sequence[Weight], 
             offsets, sizes = [0] * len(shape), list(shape)
             offsets[axis], sizes[axis] = first, lines
             chunk = ChunkStorageMetadata(
-                offsets=torch.Size((*place.index, *offsets)), sizes=torch.Size((*(1 for _ in place.index), *sizes))
+                offsets=torch.Size((*place.numbers, *offsets)), sizes=torch.Size((*(1 for _ in place.numbers), *sizes))
             )
             properties, size = TensorProperties(dtype=weight.dtype or dtype), torch.Size((*place.sizes, *shape))
             item = WriteItem(

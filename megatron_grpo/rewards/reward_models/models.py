@@ -20,6 +20,7 @@ from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec
 from megatron_grpo.rewards.reward_models.judge import Judge, TemplateJudge, get_judge
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.http_client import Client, Fault
+from megatron_grpo.utils.log import log
 
 _MAX_PAUSE = 5.0  # maximum seconds between two retries
 _REPORT_AFTER = 1.0  # seconds without an answer before a message: shorter interruptions are not reported
@@ -52,7 +53,7 @@ class RewardModel(ABC):
     def disable_template(self, reason: str) -> None:
         """Use plain text instead of chats as input from now on, and print the reason."""
         self._has_template = False
-        print(f"reward model {self.spec.name} receives chats as plain text: {reason}", flush=True)
+        log(f"reward model {self.spec.name} receives chats as plain text: {reason}")
 
 
 class ServedModel(RewardModel, Client):
@@ -116,7 +117,7 @@ class ServedModel(RewardModel, Client):
                     return answer
 
     def _log(self, what: str) -> None:
-        print(f"reward model {self.spec.name} at {self.url}: {what}", flush=True)
+        log(f"reward model {self.spec.name} at {self.url}: {what}")
 
 
 def _pauses() -> Iterator[float]:

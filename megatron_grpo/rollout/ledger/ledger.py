@@ -11,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout.ledger import records
 from megatron_grpo.rollout.ledger.content import VERSION, BatchRecord, Content, GroupKey, Place, segments
 from megatron_grpo.rollout.unfinished import Group, PromptOf, from_arrays, to_arrays
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.log import log
 
 
 class Segments:
@@ -170,7 +169,7 @@ class Ledger:
             raise GrpoError(f"{message} (--on-save-error stop)") from error
         if not self._reported:
             self._reported = True
-            print(f"[rank {dist.get_rank()}] {message}; a resume generates these rollouts again", flush=True)
+            log(f"{message}; a resume generates these rollouts again")
 
     # ---- segments
 

@@ -15,6 +15,7 @@ from megatron_grpo.rollout.servers.server import Server, Status
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault, RequestTimeout
+from megatron_grpo.utils.log import log
 
 WATCH_INTERVAL = 2.0  # seconds between two probes of a server; shorter than any restart
 RETRIES = 4  # of a request or a server, after 0.5, 1, 2, 4 seconds
@@ -80,7 +81,7 @@ class ServerPool:
                     if not fault.retryable or time.monotonic() + pause > deadline:
                         raise GrpoError(f"{server.url}: {fault}") from fault
                     if pause == 1.0:
-                        print(f"waiting up to {self.timeout:g} s for server {server.url}: {fault}", flush=True)
+                        log(f"waiting up to {self.timeout:g} s for server {server.url}: {fault}")
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, 4.0)
 
@@ -108,7 +109,7 @@ class ServerPool:
                 continue
             if server.exclusion_reason is not None or outcome.process != server.process:
                 again = "answers again or has restarted: it receives the weights before it generates"
-                print(f"server {server.url} {again}", flush=True)
+                log(f"server {server.url} {again}")
                 server.version, server.exclusion_reason, server.process = None, None, outcome.process
             self._count_drafts(server, outcome)
             server.last_progress, server.failures, server.next_probe = time.monotonic(), 0, 0.0
@@ -373,7 +374,7 @@ class ServerPool:
     def _exclude(self, server: Server, reason: str) -> None:
         """Exclude a server until the next sync; put its requests at the front of the queue."""
         if server.exclusion_reason is None:
-            print(f"server {server.url} is excluded until the next weight sync: {reason}", flush=True)
+            log(f"server {server.url} is excluded until the next weight sync: {reason}")
         server.exclusion_reason, server.version, server.failures = reason, None, 0
         for task, (job, owner) in list(self._running.items()):
             if owner is server:

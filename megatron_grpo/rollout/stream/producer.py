@@ -35,6 +35,7 @@ from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.messages import Message
 from megatron_grpo.rollout.unfinished import Group, prompts_of, read_groups, with_completion, write_groups
 from megatron_grpo.utils import progress
+from megatron_grpo.utils.log import log
 
 FIRST_OF_JOB = 2**40  # id of a request of an evaluation; those of training are far below
 IDLE = 0.002  # seconds between two looks for commands, if nothing is generated
@@ -282,7 +283,7 @@ class Producer:
                 self._scoring.remove(number)
                 rewards, failures = taken
                 self._groups[number] = replace(self._groups[number], rewards=rewards)
-                print_first_failures(failures, self._failed_rewards, self._joint.rank)
+                print_first_failures(failures, self._failed_rewards)
                 self._finish_group(number, len(failures))
         self._report_written()
         job = self._job
@@ -291,7 +292,7 @@ class Producer:
             if taken is not None:
                 job.rewards, failures = taken
                 job.failures = len(failures)
-                print_first_failures(failures, self._failed_rewards, self._joint.rank)
+                print_first_failures(failures, self._failed_rewards)
 
     def _finish_group(self, number: int, failures: int, written: bool = False) -> None:
         """Report a scored group; with a ledger, after the group is on the disk, where it can be ``written`` already."""
@@ -468,7 +469,7 @@ class Producer:
             self._signal = None
         now = time.monotonic()
         for line in self._engine.failures() if isinstance(self._engine, Conversing) else []:
-            print(f"[rank {self._joint.rank}] {line}", flush=True)
+            log(line)
         if self._is_lead and now - self._last_sign > BETWEEN_SIGNS:
             self._last_sign = now
             sign = {"moved": progress.signs, "running": len(self._running), "idle_seconds": self._idle_seconds}

@@ -9,7 +9,6 @@ completions. These also depend on tensors derived from the weights, and on the k
 tensor, and differences below the rounding of two implementations are not found.
 """
 
-import copy
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.engine import LocalEngine
 from megatron_grpo.rollout.plan import RolloutPlan
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 
 PROMPTS_PER_REPLICA, PROBE_TOKENS, PROBE_SEED = 4, 16, 0
@@ -83,8 +83,8 @@ def compare_log_probs(
     args: Namespace, model: forward.Model, forward_step: Callable, batch: RolloutBatch, num_replicas: int
 ) -> None:
     """Raise GrpoError if the model's log-probabilities of a probe differ from the engine's. Collective."""
-    one_by_one = copy.copy(args)  # the probe's size is not a multiple of the micro-batch size
-    one_by_one.micro_batch_size, one_by_one.max_tokens_per_microbatch = 1, None
+    # The probe's size is not a multiple of the micro-batch size.
+    one_by_one = replaced(args, micro_batch_size=1, max_tokens_per_microbatch=None)
     gap = np.abs(forward.log_probs(one_by_one, model, forward_step, batch) - batch.rollout_log_probs)
     replica = np.repeat(batch.sample_ids % num_replicas, batch.lengths)
     means = [float(gap[(replica == r) & (batch.response_mask == 1)].mean()) for r in range(num_replicas)]

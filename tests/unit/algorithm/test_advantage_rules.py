@@ -9,16 +9,14 @@ from megatron_grpo.patches import cpu_backend
 cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.algorithm.advantages import ADVANTAGES as ESTIMATORS
-from megatron_grpo.algorithm.arguments import check_advantages, check_loss, needs_old_log_probs
+from megatron_grpo.algorithm.arguments import STEPS, needs_old_log_probs
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import resolved
 from megatron_grpo.utils.errors import GrpoError
 
 
 def checked(flags: str):
-    args = parse_args(flags.split())
-    check_loss(args)
-    check_advantages(args)
-    return args
+    return resolved(parse_args(flags.split()), *STEPS)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,7 @@ def test_every_estimator_has_a_scale():
 @pytest.mark.parametrize(
     "flags",
     [
-        "--scale-rewards gdpo --reward-funcs a b",
+        "--advantage-estimator gdpo --reward-funcs a b",
         "--advantage-estimator rloo --kl-in-reward --kl-estimator k1",
         "--advantage-estimator reinforce_plus_plus --num-generations 1 --gamma 0.99 --kl-in-reward",
         "--advantage-estimator reinforce_plus_plus --loss-type gmpo --off-policy-sequence-mask-delta 1",

@@ -77,10 +77,10 @@ def test_gdpo_by_hand():
     z1, z100 = 0.5 / (math.sqrt(0.5) + 1e-4), 50 / (math.sqrt(5000) + 1e-4)
     total = [z1 - 2 * z100, -z1 + 2 * z100, z1 + 2 * z100, -z1 - 2 * z100]
     expected = np.array(total) / (statistics.stdev(total) + 1e-4)
-    result = adv.gdpo_advantages(rewards, [1.0, 2.0], np.array([3, 3, 8, 8]))
+    result = adv.gdpo_advantages(rewards, np.array([3, 3, 8, 8]), [1.0, 2.0])
     np.testing.assert_allclose(result, expected, rtol=1e-5)
     with pytest.raises(ValueError, match="1 reward weights"):
-        adv.gdpo_advantages(rewards, [1.0], np.array([3, 3, 8, 8]))
+        adv.gdpo_advantages(rewards, np.array([3, 3, 8, 8]), [1.0])
 
 
 def reinforce_plus_plus(rewards, lengths, masks, penalties=None, gamma=1.0):
@@ -172,7 +172,7 @@ def estimators(f=1):
     }
     return by_scale | {
         "baseline": lambda r, g: adv.reinforce_plus_plus_baseline_advantages(total(r), g),
-        "gdpo": lambda r, g: adv.gdpo_advantages(r, [1.0] * f, g),
+        "gdpo": lambda r, g: adv.gdpo_advantages(r, g, [1.0] * f),
     }
 
 
@@ -204,8 +204,8 @@ def test_tiny_batches(n):
 
 def test_what_is_no_scale_and_no_k():
     for function in (adv.group_advantages, adv.rloo_advantages):
-        with pytest.raises(ValueError, match="gdpo"):
-            function(f32(1, 2), np.zeros(2, np.int64), "gdpo")
+        with pytest.raises(ValueError, match="mad"):
+            function(f32(1, 2), np.zeros(2, np.int64), "mad")
     with pytest.raises(ValueError, match="at least 2, not 1"):
         adv.pass_at_k_advantages(f32(1, 2), np.zeros(2, np.int64), 1, "none")
 

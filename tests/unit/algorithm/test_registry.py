@@ -4,10 +4,11 @@ import pytest
 from plugins import plugins  # noqa: F401
 
 from megatron_grpo.algorithm.advantages import ADVANTAGES
-from megatron_grpo.algorithm.arguments import check_advantages, check_loss
+from megatron_grpo.algorithm.arguments import STEPS
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.registry import Flag, register_advantage, register_loss
 from megatron_grpo.training.arguments import build_parser, parse_args
+from megatron_grpo.utils.arguments import resolved
 from megatron_grpo.utils.errors import GrpoError
 
 pytestmark = pytest.mark.usefixtures("plugins")
@@ -33,10 +34,7 @@ ALPHA = Flag("--foo-alpha", float, 1.0, "foo: strength")
 
 def parsed(tmp_path, text, words=""):
     (tmp_path / "foo.py").write_text(HEAD + text)
-    args = parse_args(["--external-plugins", str(tmp_path / "foo.py"), *words.split()])
-    check_loss(args)
-    check_advantages(args)
-    return args
+    return resolved(parse_args(["--external-plugins", str(tmp_path / "foo.py"), *words.split()]), *STEPS)
 
 
 def test_an_unknown_name_is_refused():

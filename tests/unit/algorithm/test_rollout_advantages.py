@@ -13,7 +13,7 @@ from megatron_grpo.patches import cpu_backend
 cpu_backend.install()  # before megatron.core is imported
 
 import pretrain_grpo
-from megatron_grpo.algorithm.arguments import check_advantages
+from megatron_grpo.algorithm.arguments import check_advantages, resolve_advantages
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
 from megatron_grpo.algorithm.registry import register_loss
 from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
@@ -22,16 +22,14 @@ from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.rollout.rollout_metrics import rollout_metrics
 from megatron_grpo.rollout.source import Rollout
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced, resolved
 from megatron_grpo.utils.errors import GrpoError
 
 NAN = float("nan")
 
 
 def arguments(flags: str) -> Namespace:
-    args = parse_args(flags.split())
-    check_advantages(args)
-    args.updates_per_rollout = 1
-    return args
+    return replaced(resolved(parse_args(flags.split()), resolve_advantages, check_advantages), updates_per_rollout=1)
 
 
 def rollout(rewards) -> RolloutBatch:
@@ -96,8 +94,8 @@ def test_advantages_beyond_float32_are_refused(first, largest):
 
 def test_gdpo_takes_the_matrix_and_the_weights():
     batch = rollout([[1, 0], [0, 9], [0, 0], [1, 5]])
-    args = arguments("--scale-rewards gdpo --reward-funcs a b")
-    args.reward_weights = [1.0, 0.5]
+    args = arguments("--advantage-estimator gdpo --reward-funcs a b")
+    args = replaced(args, reward_weights=[1.0, 0.5])
     batch, _ = estimate_advantages(args, batch, np.zeros(4, np.float32))
     z = 0.5**0.5  # one standard deviation of two values, from their mean
     total = [z, -z + z / 2, -z, z - z / 2]
@@ -131,7 +129,7 @@ def test_the_teachers_opinion_is_added():
     batch = with_log_probs(rollout([3, 0, 1, 4]))
     batch.teacher_log_probs = batch.old_log_probs + np.float32([0, 1, 0, 0, 2, 0, -1, 0, 0, 0])
     args = arguments("--scale-rewards none")
-    args.teacher_kl_coef = 0.5
+    args = replaced(args, teacher_kl_coef=0.5)
     batch, metrics = estimate_advantages(args, batch, batch.rewards[:, 0])
     assert metrics["teacher/kl"] == pytest.approx(-(1 + 0 + 2 - 1 + 0 + 0) / 6)  # of the tokens in the loss
     np.testing.assert_allclose(batch.token_advantages, [0, 1.5, 0, -2, -1, 0, -1.5, 0, 2, 2], rtol=1e-6)
@@ -226,7 +224,7 @@ def test_no_function_changes_the_batch_that_it_receives():
     batch.finish_reasons[1] = FinishReason.LENGTH
     flags = "--kl-in-reward --beta 0.5 --advantage-estimator rloo --rollout-importance-sampling-mode token_truncate"
     args = arguments(f"{flags} --rollout-importance-sampling-threshold 2 --m2po-threshold 0.1 --loss-type real")
-    args.teacher_kl_coef = 0.5
+    args = replaced(args, teacher_kl_coef=0.5)
     batch, _ = estimate_advantages(args, batch, batch.rewards[:, 0])
     before = {name: None if array is None else array.copy() for name, array in vars(batch).items()}
     for function in (

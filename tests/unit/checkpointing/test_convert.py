@@ -36,6 +36,7 @@ from megatron_grpo.checkpointing.convert import conversion, torch_dist
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
 
@@ -566,9 +567,8 @@ def test_verify_compares_logits(convert, source, tmp_path, monkeypatch, capsys):
     config = json.loads((source / "config.json").read_text())
     words = ("--hf-to-megatron", "--load", source, "--save", tmp_path / "megatron", "--verify")
 
-    def other_theta(*arguments, theirs=conversion._logits):
-        arguments[0].rotary_base = 2
-        return theirs(*arguments)
+    def other_theta(args, *others, theirs=conversion._logits):
+        return theirs(replaced(args, rotary_base=2), *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(conversion, "_logits", other_theta)

@@ -18,6 +18,7 @@ from megatron_grpo.data.end_of_turn import end_token_ids
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.observability.provenance import banner
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
 
@@ -45,9 +46,7 @@ def directory(tmp_path_factory):
 
 
 def arguments(directory, *flags):
-    args = parse_args(["--tokenizer-model", str(directory), *flags])
-    args.max_prompt_length = None
-    return args
+    return replaced(parse_args(["--tokenizer-model", str(directory), *flags]), max_prompt_length=None)
 
 
 def prompts(tmp_path, args, *rows):
@@ -120,7 +119,7 @@ def test_a_template_of_ones_own_is_used_saved_and_exported(directory, tmp_path):
     assert tokenizer.decode(prompt.ids) == "user: One?\nassistant:"
     for target in ("saved", "saved"):  # the second time by a run that reads its tokenizer there
         hf.copy_assets(args.tokenizer_model, tmp_path / target, args.chat_template)
-        args.tokenizer_model = str(tmp_path / target)
+        args = replaced(args, tokenizer_model=str(tmp_path / target))
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == text
 
 
@@ -213,7 +212,7 @@ def test_code_in_a_tokenizers_directory_runs_only_when_it_is_trusted(tmp_path, m
     args = arguments(source)
     with pytest.raises(GrpoError, match="has a tokenizer in Python: read it, and add --trust-remote-code to run it"):
         tokenizers.build_tokenizer(args)
-    args.transformer_impl, args.world_size = "local", 1
+    args = replaced(args, transformer_impl="local", world_size=1)
     assert "trust" not in str(vars(args)["explicit"])
     trusted = arguments(source, "--trust-remote-code")
     tokenizer = tokenizers.build_tokenizer(trusted)

@@ -1,7 +1,7 @@
 """Prompt files with a tokenizer of one token per character, and properties of the sampler."""
 
-import argparse
 import json
+import os
 from collections import Counter
 
 import numpy as np
@@ -18,6 +18,7 @@ from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.rewards.builtin import code_tests
 from megatron_grpo.rewards.registry import Sample, get_rewards, gold_check
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from tools.data import check
 
@@ -37,7 +38,7 @@ class Characters:
 
 
 def flags(**changes):
-    return argparse.Namespace(**vars(parse_args([])) | {"max_prompt_length": None} | changes)
+    return replaced(parse_args([]), **{"max_prompt_length": None} | changes)
 
 
 def dataset(path, *rows, **changes):
@@ -177,7 +178,7 @@ def test_a_row_without_a_gold_answer_is_a_bad_row(name, tmp_path, capsys):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(GrpoError, match=rf'(?s)a\.jsonl:2: reward "{name}": .*--bad-rows skip to skip'):
         PromptDataset([file], Characters(), args, **parts)
-    args.bad_rows = "skip"
+    args = replaced(args, bad_rows="skip")
     assert [prompt.row for prompt in PromptDataset([file], Characters(), args, **parts)] == rows[:1]
     data = PromptDataset([file], Characters(), args, streamed=True, **parts)
     assert [prompt.row for prompt in data] == rows[:1]
@@ -257,6 +258,12 @@ def test_system_prompt_twice(tmp_path):
 def test_bad_files(tmp_path):
     with pytest.raises(GrpoError, match="no such file"):
         PromptDataset([tmp_path / "absent.jsonl"], Characters(), flags())
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(GrpoError, match=r"pipe.jsonl: not a file of a disk"):
+        PromptDataset([tmp_path / "pipe.jsonl"], Characters(), flags())
+    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(GrpoError, match=r"link.jsonl \(a link to gone.jsonl\): no such file"):
+        PromptDataset([tmp_path / "link.jsonl"], Characters(), flags())
     with pytest.raises(GrpoError, match=r"not from \.csv"):
         PromptDataset([tmp_path / "a.csv"], Characters(), flags())
     with pytest.raises(GrpoError, match="has no rows"):

@@ -387,3 +387,17 @@ def test_rank_0_tells_of_the_file_that_it_has_read(tmp_path):
     (tmp_path / "new").rename(path)
     with pytest.raises(GrpoError, match="another content on host"):
         PromptDataset([str(path)], Characters(), parse_args([]), read_by_rank_0=first.reading())
+
+
+@pytest.mark.parametrize("count", [4, 400])  # shorter and longer than the samples of a file
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_file_that_grows_during_the_start_is_the_same_file(tmp_path, count, end):
+    """A writer appends rows after rank 0 has read them, also behind a last line without an end."""
+    path = jsonl(tmp_path / "a", rows(count)).rename(tmp_path / "a.jsonl")
+    text = path.read_text().rstrip("\n") + end
+    path.write_text(text)
+    first = dataset(str(path))
+    path.write_text(text + ("" if end else "\n") + jsonl(tmp_path / "b", rows(9, count)).read_text())
+    other = PromptDataset([str(path)], Characters(), parse_args([]), read_by_rank_0=first.reading())
+    assert len(other) == len(first) == count
+    assert answers(draw(other, other.sampler(), count)) == answers(draw(first, first.sampler(), count))

@@ -12,13 +12,14 @@ from markdown.extensions.toc import slugify
 from plugins import plugins  # noqa: F401
 
 from megatron_grpo.algorithm.advantages import ADVANTAGES
-from megatron_grpo.algorithm.arguments import check_advantages, check_loss
+from megatron_grpo.algorithm.arguments import STEPS
 from megatron_grpo.algorithm.policy_term import policy_term
 from megatron_grpo.algorithm.registry import call
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import _BUILTIN, Sample, get_rewards, load_plugins
 from megatron_grpo.training.arguments import build_parser, parse_args
+from megatron_grpo.utils.arguments import resolved
 from megatron_grpo.utils.core_flags import EXCLUDED
 from megatron_grpo.weights.families import FAMILIES
 from tools import generate_plugin_doc
@@ -201,9 +202,7 @@ def test_the_loss_of_the_document(tmp_path, plugins):
     assert len([line for line in block.splitlines() if line]) <= 15
     (tmp_path / "foo.py").write_text(block)
     words = f"--external-plugins {tmp_path}/foo.py --loss-type foo --foo-alpha 2 --advantage-estimator median"
-    args = parse_args(words.split())
-    check_loss(args)
-    check_advantages(args)
+    args = resolved(parse_args(words.split()), *STEPS)
     old, advantages = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([1.0, 1.0, -2.0])
     log_probs = (old + torch.tensor([2.0, 1.0, 0.5]).log()).requires_grad_()  # ratios 2, 1 and 1/2
     batch = {"advantages": advantages, "completion": torch.tensor([0, 0, 1])}

@@ -19,8 +19,9 @@ import ranks
 from bad_input_runs import launch
 
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import families
-from megatron_grpo.weights.arguments import merge_architecture
+from megatron_grpo.weights.arguments import resolve_architecture
 
 REPO = Path(__file__).resolve().parents[3]
 H100 = 79.6  # GiB of an "80 GB" card
@@ -196,7 +197,7 @@ def test_the_flags_describe_the_published_model(name):
     words = shlex.split(re.search(r"^MODEL_ARGS=\(\n(.*?)^\)", text, re.S | re.M)[1])
     args, config = parse_args(words), SCRIPTS[name].config
     source = families.for_hf_config(config).args_from_hf(config)
-    merge_architecture(args, source, "config.json")  # a flag that differs is refused
+    args = replaced(args, **resolve_architecture(args, source, "config.json"))  # a flag that differs is refused
     ours = parse_args(words)
     assert {dest: getattr(ours, dest) for dest, value in source.items() if value is not None} == {
         dest: value for dest, value in source.items() if value is not None

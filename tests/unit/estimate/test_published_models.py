@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.training.resolve import resolve_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import families
-from megatron_grpo.weights.arguments import merge_architecture
+from megatron_grpo.weights.arguments import resolve_architecture
 
 CARDS = {  # 10^9 parameters, as the model cards say
     "DeepSeek-R1-Distill-Qwen-7B": 7.6,
@@ -56,8 +57,7 @@ def transformers_count(config: dict) -> int:
 def arguments(name: str):
     config = published(name, "config.json")
     args = parse_args(FLAGS.split())
-    merge_architecture(args, families.for_hf_config(config).args_from_hf(config), name)
-    return args
+    return replaced(args, **resolve_architecture(args, families.for_hf_config(config).args_from_hf(config), name))
 
 
 def test_every_model_has_its_card():
@@ -77,7 +77,7 @@ def test_a_family_reads_the_whole_config(name):
 def test_the_dry_run_counts_the_parameters_of_a_published_config(name):
     config = published(name, "config.json")
     args = arguments(name)
-    validate_args(args, 1)
+    args = resolve_args(args, 1)
     count = Plan(args).whole_model()
     assert count == transformers_count(config)
     assert count == pytest.approx(CARDS[name] * 1e9, rel=0.05)

@@ -18,10 +18,11 @@ from transformers import (
 
 from megatron_grpo.estimate import throughput
 from megatron_grpo.estimate.throughput import ModelFlops, peak_tflops, rates
-from megatron_grpo.models.arguments import check_model
+from megatron_grpo.models.arguments import check_model, resolve_model_sizes
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced, resolved
 from megatron_grpo.weights import families
-from megatron_grpo.weights.arguments import merge_architecture
+from megatron_grpo.weights.arguments import resolve_architecture
 
 SHAPE = {
     "num_hidden_layers": 3,
@@ -62,8 +63,10 @@ def arguments(config, *flags):
     args = parse_args(list(flags))
     stored = json.loads(config.to_json_string(use_diff=False))
     stored["architectures"] = None  # model_type says it
-    merge_architecture(args, families.for_hf_config(stored).args_from_hf(stored), "config.json")
-    check_model(args)
+    args = replaced(
+        args, **resolve_architecture(args, families.for_hf_config(stored).args_from_hf(stored), "config.json")
+    )
+    args = resolved(args, check_model, resolve_model_sizes)
     return args
 
 
@@ -99,7 +102,7 @@ def test_adapters_by_hand():
     config = Qwen2Config(**SHAPE, use_sliding_window=False)
     whole = ModelFlops(arguments(config))
     args = arguments(config, "--lora-rank", "2", "--lora-target-modules", "v_proj", "down_proj")
-    args.padded_vocab_size = 100
+    args = replaced(args, padded_vocab_size=100)
     lengths, labels = np.array([5, 2]), np.array([3, 0])
     adapters = 3 * 2 * 2 * ((32 + 2 * 16) + (40 + 32)) * 7
     pairs = 3 * 2 * 4 * (16 + 16) * (1 + 2 + 3 + 4 + 5 + 1 + 2)
@@ -112,7 +115,7 @@ def test_a_window_leaves_pairs_out():
     args = arguments(Qwen3Config(**SHAPE))
     lengths, none = np.array([5, 2]), np.array([0, 0])
     whole = ModelFlops(args).forward(lengths, none)
-    args.window_size, args.window_attn_skip_freq = (1, 0), [1, 0, 1]  # two of three layers see one token back
+    args = replaced(args, window_size=(1, 0), window_attn_skip_freq=[1, 0, 1])  # two of three layers see one token back
     flops = ModelFlops(args)
     assert whole - flops.forward(lengths, none) == 2 * flops.per_pair * ((15 + 3) - (1 + 2 + 2 + 2 + 2) - (1 + 2))
 

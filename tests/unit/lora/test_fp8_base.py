@@ -5,7 +5,6 @@ The expected weights come from a loop over the blocks of the Hugging Face files'
 
 import re
 import shutil
-from argparse import Namespace
 
 import pytest
 from toy_checkpoints import VOCAB, build, make, packed, toy_args
@@ -26,6 +25,7 @@ from megatron_grpo.models import fp8_weight
 from megatron_grpo.models.fp8_weight import Fp8Weight
 from megatron_grpo.training import train_step
 from megatron_grpo.training.offload import Offloader
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
@@ -157,7 +157,7 @@ def test_the_estimate_counts_the_bytes_of_the_built_model(world, dtype):
     attach(args, chunks)
     parts = [fp8_weight.stored(weight)[:2] for chunk in chunks for weight in chunk.parameters()]
     built = sum(part.nbytes for both in parts for part in both)
-    memory, plain = Plan(args).memory(0), Plan(Namespace(**vars(args) | {"lora_base_dtype": "model"})).memory(0)
+    memory, plain = Plan(args).memory(0), Plan(replaced(args, lora_base_dtype="model")).memory(0)
     assert memory.parameters == built < 0.7 * plain.parameters
     largest = 2 * 384 * 256 * (2 if dtype else 4)  # gate and up, dequantized
     assert memory.activations - plain.activations == largest

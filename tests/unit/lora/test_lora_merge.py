@@ -13,6 +13,7 @@ from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.lora import files, stream
 from megatron_grpo.lora.attach import adapters, attach, trained
 from megatron_grpo.lora.stream import stream_merged
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
@@ -31,8 +32,13 @@ def test_merged_files_are_what_the_engine_gets(world, tmp_path, family, dora, ba
     """Both roads give the tensors of the merged stream: bit for bit, or with DoRA but for the order of a norm's sum."""
     make(tmp_path / "base", family, tied=False)
     args = toy_args(tmp_path / "base", **SETTINGS, load_hf=str(tmp_path / "base"))
-    args.lora_use_dora, args.lora_base_dtype = dora, base_dtype
-    args.lora_base, args.moe_grouped_gemm = {"dtype": "float32"}, base_dtype == "fp8"
+    args = replaced(
+        args,
+        lora_use_dora=dora,
+        lora_base_dtype=base_dtype,
+        lora_base={"dtype": "float32"},
+        moe_grouped_gemm=base_dtype == "fp8",
+    )
     chunks = build(args)
     hf.load_hf(chunks, args, tmp_path / "base")
     attach(args, chunks)
@@ -43,7 +49,7 @@ def test_merged_files_are_what_the_engine_gets(world, tmp_path, family, dora, ba
     assert sum(len(adapter.weights()) for adapter in adapters(chunks)) > 10
     expected = {name: tensor.clone() for name, tensor in stream_merged(chunks, args)}
     files.save_adapter(args, chunks, tmp_path / "adapter")
-    args.save = str(tmp_path / "run")
+    args = replaced(args, save=str(tmp_path / "run"))
     checkpoint.save_checkpoint(args, 3, chunks, None, None, {})
 
     tool, base = load_tool(), tensors_of(tmp_path / "base")

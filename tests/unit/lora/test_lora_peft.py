@@ -14,6 +14,7 @@ from megatron_grpo.lora import files
 from megatron_grpo.lora.attach import adapters, attach, switched_off
 from megatron_grpo.lora.stream import stream_adapter, stream_merged, stream_saved
 from megatron_grpo.training import train_step
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import hf, model_weights
 
 IDS = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
@@ -95,9 +96,8 @@ def theirs(directory, targets, **more):
 
 def ours(directory, adapter, **more):
     """This project's model of the directory with the adapter of PEFT's files, and its optimizer."""
-    args = toy_args(directory, **UPDATE, **more)
-    args.explicit = frozenset()
-    files.merge_config(args, adapter)
+    args = replaced(toy_args(directory, **UPDATE, **more), explicit=frozenset())
+    args = replaced(args, **files.resolve_adapter(args, adapter))
     chunks = build(args)
     hf.load_hf(chunks, args, directory)
     attach(args, chunks)

@@ -19,6 +19,7 @@ from megatron_grpo.lora.stream import stream_adapter, stream_merged
 from megatron_grpo.lora.table import check
 from megatron_grpo.lora.targets import saved_weights, targets
 from megatron_grpo.reference.reference_model import BaseReference
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf, safetensors_files
 from megatron_grpo.weights.stream import stream_hf
@@ -79,7 +80,7 @@ def test_entries_select_layers(dense, experts):
 )
 def test_refusals_name_the_entry(dense, settings, message):
     args = arguments(dense)
-    vars(args).update(settings)
+    args = replaced(args, **settings)
     with pytest.raises(GrpoError, match=message):
         check(args)
 
@@ -152,8 +153,8 @@ def test_the_base_is_known_by_its_weights(world, dense, experts):
 
     stored = {dest: getattr(args, dest) for dest in base.SHARED}
     stored["lora_base"] = {"path": "a", "dtype": "float32", "checksum": same}
-    args.load, args.lora_base = "run", {**stored["lora_base"], "path": "b"}
-    base.check(args, stored)
+    args, own = replaced(args, load="run"), {**stored["lora_base"], "path": "b"}
+    base.check(args, own, stored)
     for change, message in (
         ({"lora_base": {**stored["lora_base"], "checksum": "0"}}, "an adapter of other base weights: those of a"),
         ({"lora_rank": 8}, "holds an adapter with --lora-rank 8, this run has 4"),
@@ -161,7 +162,7 @@ def test_the_base_is_known_by_its_weights(world, dense, experts):
         ({"lora_rank": None}, "holds all weights, no adapter"),
     ):
         with pytest.raises(GrpoError, match=message):
-            base.check(args, stored | change)
+            base.check(args, own, stored | change)
 
 
 def test_an_adapter_that_cannot_be_written(world, dense, tmp_path, monkeypatch):
@@ -195,7 +196,7 @@ def test_damaged_settings_of_an_adapter(dense, tmp_path, change, message):
     changed = {key: value for key, value in (CONFIG | change).items() if value is not None}
     (tmp_path / "adapter_config.json").write_text(json.dumps(changed))
     with pytest.raises(GrpoError, match=message):
-        files.merge_config(toy_args(dense), tmp_path)
+        files.resolve_adapter(toy_args(dense), tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "directory"])
@@ -208,10 +209,9 @@ def test_damaged_weights_of_an_adapter(dense, tmp_path, damage):
     else:
         weights.unlink()
         weights.mkdir()
-    args = toy_args(dense)
-    args.explicit = frozenset()
+    args = replaced(toy_args(dense), explicit=frozenset())
     with pytest.raises(GrpoError, match=r"adapter_model\.safetensors is truncated or not a safetensors file"):
-        files.merge_config(args, tmp_path)
+        files.resolve_adapter(args, tmp_path)
 
 
 def test_files_come_back_bit_for_bit_and_others_are_refused(world, dense, experts, tmp_path):
@@ -223,12 +223,11 @@ def test_files_come_back_bit_for_bit_and_others_are_refused(world, dense, expert
     assert (config["r"], config["lora_alpha"], config["use_dora"]) == (4, 6.0, True)
     assert config["target_modules"] == ["o_proj", "v_proj"]
 
-    again = toy_args(dense)
-    again.explicit = frozenset({"lora_alpha"})
+    again = replaced(toy_args(dense), explicit=frozenset({"lora_alpha"}))
     with pytest.raises(GrpoError, match=r"--lora-alpha is 32.0, the adapter in .* has 6.0"):
-        files.merge_config(again, tmp_path)
-    again.explicit = frozenset()
-    files.merge_config(again, tmp_path)
+        files.resolve_adapter(again, tmp_path)
+    again = replaced(again, explicit=frozenset())
+    again = replaced(again, **files.resolve_adapter(again, tmp_path))
     other = build(again)
     hf.load_hf(other, again, dense)
     attach(again, other)
@@ -247,7 +246,7 @@ def test_files_come_back_bit_for_bit_and_others_are_refused(world, dense, expert
         files.load_adapter(*wrong, tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"rank_pattern": {"v_proj": 8}}))
     with pytest.raises(GrpoError, match=r"has rank_pattern .* which is not supported"):
-        files.merge_config(again, tmp_path)
+        files.resolve_adapter(again, tmp_path)
 
 
 def test_the_reference_is_the_base_and_leaves_no_trace(world, dense, tmp_path):
@@ -265,7 +264,7 @@ def test_the_reference_is_the_base_and_leaves_no_trace(world, dense, tmp_path):
     assert all(adapter.enabled for adapter in adapters(chunks))
     assert all(torch.equal(a, b) for a, b in zip(trained(chunks), policy, strict=True))
 
-    args.reference_adapter = "another"
+    args = replaced(args, reference_adapter="another")
     other = BaseReference(args, chunks)  # of the present values
     with torch.no_grad():
         for parameter in trained(chunks):

@@ -11,6 +11,7 @@ import torch
 import pretrain_grpo
 from megatron_grpo.models import layer_graphs
 from megatron_grpo.parallel.initialize import initialize_distributed
+from megatron_grpo.utils.arguments import replaced
 
 MODEL = """--model-family qwen3 --num-layers 3 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
     --group-query-attention --num-query-groups 2 --kv-channels 8 --qk-layernorm --normalization RMSNorm --swiglu
@@ -32,7 +33,7 @@ def imitated(function, pool):
 
 def updates(flags: list[str], graphs: bool) -> tuple[list[dict], torch.Tensor]:
     args = made_up.parse([*made_up.size_flags(24, 60), *MODEL, *flags], 1)
-    args.cuda_graphs = graphs  # the flag is refused without a GPU
+    args = replaced(args, cuda_graphs=graphs)  # the flag is refused without a GPU
     initialize_distributed(args)
     trainer = made_up.trainer(args)
     batch, chosen = made_up.one_update(args, made_up.lognormal_lengths(24, 20, 26, 60))

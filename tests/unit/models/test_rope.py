@@ -15,6 +15,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _ya
 
 from megatron_grpo.models.rope import check_rope, frequencies, rotate_pack, set_attention_factor
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 
 LONGROPE = {
@@ -28,7 +29,7 @@ LONGROPE = {
 def args(**changed) -> Namespace:
     """Four channels a head."""
     shape = {"kv_channels": 4, "max_position_embeddings": 4096, "vllm_max_model_len": 64}
-    return Namespace(**{**vars(parse_args([])), **shape, **changed})
+    return replaced(parse_args([]), **shape | changed)
 
 
 def test_frequencies_by_hand():

@@ -19,6 +19,7 @@ from megatron_grpo.models.attention import PackedAttention
 from megatron_grpo.models.experts import GroupedExperts
 from megatron_grpo.models.norm import RMSNorm, rms_norm
 from megatron_grpo.parallel.initialize import initialize_distributed
+from megatron_grpo.utils.arguments import replaced
 from tools import made_up
 
 MODEL = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --group-query-attention
@@ -70,7 +71,7 @@ def updates(implementation: str, *flags: str) -> tuple[list[tuple[float, float]]
     args = made_up.parse([*MODEL, *flags], 1)
     if not parallel_state.is_initialized():
         initialize_distributed(args)
-    args.transformer_impl = implementation  # after the checks, which ask for a GPU
+    args = replaced(args, transformer_impl=implementation)  # after the checks, which ask for a GPU
     trainer = made_up.trainer(args)
     rows, _, _ = made_up.two_updates(args, trainer, made_up.rollout(args))
     kinds = {type(module) for chunk in trainer.model for module in chunk.modules()}

@@ -65,6 +65,17 @@ def test_a_rank_that_does_not_answer_is_the_cause_with_what_its_host_has_read():
     assert "process 4711: does not answer) has been in 'rollout'" in in_words(hang, {})  # its host has ended, too
 
 
+def test_a_rank_whose_host_has_ended_is_the_cause_although_another_is_still_at_work():
+    """Rank 0 reads the data and makes progress; torchrun of another host has ended rank 2."""
+    reads = replace(STUCK, position="start: data", seconds=0.1, limit=60.0)
+    waits, lost = replace(reads, waits=True, seconds=100.0), replace(reads, host="c", waits=True, seconds=40.0)
+    assert find_hang([reads, waits, lost], [0.0, 0.0, 59.0], 5.0) is None
+    hang = find_hang([reads, waits, lost], [0.0, 0.0, 61.0], 5.0)
+    assert (hang.causes, hang.silent) == ([2], [2])
+    assert "rank 2 (host c, process 4711: does not answer) has been in 'start: data' for 101 s" in in_words(hang, {})
+    assert find_hang([reads, waits, replace(lost, ended=True)], [0.0, 0.0, 61.0], 5.0) is None
+
+
 def test_the_limit_of_a_silent_rank_is_that_of_the_phase_on_its_board():
     """Its thread was stopped before it published the phase after 'start'; rank 0 and rank 2 are on its host."""
     limits, unheard = {"": 10.0, "start": 60.0}, [0.0, 11.5, 0.0, 0.0]

@@ -198,7 +198,6 @@ def test_other_ranks_are_silent(tmp_path, capsys):
     logger = MetricsLogger(make_args(save=str(tmp_path), tensorboard_dir=str(tmp_path / "tb")), 1, 10, 0)
     logger.log(1, {"loss": 1.0})
     logger.log_completions(1, [{"prompt": "p"}])
-    logger.print("hello")
     logger.close()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""

@@ -55,7 +55,7 @@ def test_a_full_disk_ends_no_run(tmp_path, capsys):
     (tmp_path / "profile").mkdir()
     (tmp_path / "profile" / "rank0.txt").symlink_to("/dev/full")
     run(parse_args(["--save", str(tmp_path), *RECORD.split()]), 0, 5)
-    assert re.search(r"the profile of rank 0 cannot be written to .*No space left", capsys.readouterr().out)
+    assert re.search(r"\[rank 0\] the profile cannot be written to .*No space left", capsys.readouterr().out)
 
 
 def test_a_profile_that_fills_the_disk_leaves_its_room_to_others(tmp_path, capsys):

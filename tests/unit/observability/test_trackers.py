@@ -22,6 +22,7 @@ from megatron_grpo.observability.arguments import check_trackers
 from megatron_grpo.observability.metrics import MetricsLogger
 from megatron_grpo.observability.trackers import completion_table
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 
 SAMPLE = {
@@ -41,9 +42,7 @@ COLUMNS += ["reward/form"]
 
 
 def parsed(*flags):
-    args = parse_args([str(flag) for flag in flags])
-    args.world_size = 1
-    return args
+    return replaced(parse_args([str(flag) for flag in flags]), world_size=1)
 
 
 def train(args, start, stop, total=10):

@@ -35,6 +35,37 @@ def test_the_rank_that_lost_the_engine_raises_what_it_raised(one_process):
         pass
 
 
+def test_arrays_of_rank_0_are_sent_and_received_without_a_copy():
+    """Also empty, read-only and transposed ones."""
+    large, fixed = np.arange(100_000), np.arange(7)
+    fixed.flags.writeable = False
+    value = {"large": large, "none": np.empty(0, np.int64), "fixed": fixed, "turned": np.arange(6).reshape(2, 3).T}
+    store, received, places = dist.HashStore(), [], []
+
+    def rank(number: int) -> None:
+        group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=60))
+
+        def broadcast(tensor, root):
+            if len(tensor.shape) and len(tensor) == large.nbytes:
+                places.append((number, tensor.data_ptr()))
+            return group.broadcast(tensor, root)
+
+        like = SimpleNamespace(rank=group.rank, size=group.size, broadcast=broadcast)
+        result = on_rank_0(lambda: value, group=like)
+        if number:
+            received.append(result)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (result,) = received
+    assert dict(places) == {0: large.ctypes.data, 1: result["large"].ctypes.data}
+    assert result.keys() == value.keys() and all(np.array_equal(result[name], value[name]) for name in value)
+    assert result["turned"].shape == (3, 2) and result["large"].flags.writeable
+
+
 def test_a_rank_learns_from_another_ones_loss(one_process, monkeypatch):
     store = dist.distributed_c10d._get_default_store()
 

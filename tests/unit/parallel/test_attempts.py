@@ -1,6 +1,8 @@
 """Ranks of one attempt agree on a name, whatever an earlier attempt has left in the store."""
 
 import threading
+import time
+from argparse import Namespace
 from datetime import timedelta
 
 import pytest
@@ -10,7 +12,7 @@ from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 
-from megatron_grpo.parallel.initialize import agreed_attempt
+from megatron_grpo.parallel.initialize import agreed_attempt, join
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -39,3 +41,23 @@ def test_attempts_with_one_store_have_different_names():
 def test_a_rank_that_does_not_start_is_named():
     with pytest.raises(GrpoError, match="ranks 1, 2 have not started within 0 s"):
         agreed_attempt(dist.HashStore(), 0, 3, 0.1)
+
+
+@pytest.mark.parametrize(("ends", "minutes", "reason"), [(True, 10, "Failed to recv"), (False, 0.01, "timeout")])
+def test_a_rank_without_rank_0_says_where_to_look(monkeypatch, ends, minutes, reason):
+    """Rank 0's host ends as soon as the rank waits for it, or rank 0 does not start in time."""
+    servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(servers[0].port)}
+    for name, value in (place | {"LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+
+    def end_when_it_waits() -> None:
+        while not servers[0].check(["megatron_grpo/attempt/join/1"]):
+            time.sleep(0.01)
+        servers.clear()
+
+    if ends:
+        threading.Thread(target=end_when_it_waits).start()
+    args = Namespace(distributed_timeout_minutes=minutes, rollout_engine="vllm", rollout_ranks=0)
+    with pytest.raises(GrpoError, match=f"has not met the other ranks, whose store is 127.0.0.1:.*{reason}"):
+        join(args)

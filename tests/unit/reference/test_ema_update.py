@@ -17,6 +17,7 @@ from megatron_grpo.parallel import initialize
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights.stream import stream_hf
 from tools import made_up
 
@@ -160,6 +161,6 @@ def test_a_teacher_beside_an_averaged_reference_stays_in_16_bits(tmp_path):
         "num_key_value_heads": 2,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    args.teacher_load_hf = str(tmp_path)
+    args = replaced(args, teacher_load_hf=str(tmp_path))
     teacher = ReferenceModel(teacher_args(args), model_provider)
     assert {tensor.dtype for tensor in hosts(teacher)[0]} == {torch.bfloat16}

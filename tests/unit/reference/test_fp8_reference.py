@@ -21,6 +21,7 @@ from megatron_grpo.parallel import initialize
 from megatron_grpo.parallel.initialize import initialize_distributed, set_random_seed
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.reference.reference_model import ReferenceModel, SwappedReference
+from megatron_grpo.utils.arguments import replaced
 from tools import made_up
 
 TINY = """--model-family qwen3 --num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4
@@ -73,7 +74,7 @@ def log_probs(args: Namespace, model: forward.Model, batch) -> np.ndarray:
 def test_the_kl_of_equal_weights_is_zero(separate, one_process):
     """At the start; and after an update of the policy the reference is the earlier policy still."""
     args = made_up.parse(TINY, 1)
-    args.fp8_format = "e4m3"  # flags are refused on a CPU
+    args = replaced(args, fp8_format="e4m3")  # flags are refused on a CPU
     initialize_distributed(args)
     set_random_seed(args.seed)
     model = forward.build_model(args, rounding_provider)
@@ -113,6 +114,6 @@ def test_a_teacher_computes_in_bf16(tmp_path):
         "hidden_act": "silu", "tie_word_embeddings": True, **sizes,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    args.teacher_load_hf = str(tmp_path)
+    args = replaced(args, teacher_load_hf=str(tmp_path))
     own = teacher_args(args)
     assert own.hidden_size == 40 and own.fp8_format is None and args.fp8_format == "e4m3"

@@ -10,6 +10,7 @@ from good_args import MOE, validated
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.reference.arguments import SIZES, has_own_parallel_configuration
 from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
 
@@ -135,10 +136,10 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_models, tmp_path):
     one, other = list(vocabulary)[40:42]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
-    args.teacher_load_hf = str(tmp_path)
+    args = replaced(args, teacher_load_hf=str(tmp_path))
     with pytest.raises(GrpoError, match=r"has another tokenizer than .*: give a teacher with the same token ids"):
         check_teacher_tokenizer(args, tokenizer)
-    args.teacher_load_hf = str(tmp_path / "none")  # no tokenizer to compare with: the size has to do
+    args = replaced(args, teacher_load_hf=str(tmp_path / "none"))  # no tokenizer to compare with: the size has to do
     check_teacher_tokenizer(args, tokenizer)
 
 

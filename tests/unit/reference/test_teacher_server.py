@@ -15,6 +15,7 @@ from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.reference import teacher_server
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -36,7 +37,7 @@ def ask(double, monkeypatch):
     """Log-probabilities of a rollout from the double."""
     monkeypatch.setenv("TEACHER_API_KEY", "secret")
     args = parse_args(f"--teacher-server {double.url} --teacher-server-timeout 5 --vllm-max-num-seqs 3".split())
-    args.max_prompt_length, args.max_completion_length = 8, 8
+    args = replaced(args, max_prompt_length=8, max_completion_length=8)
     return lambda batch: TeacherServer(args).log_probs(batch)
 
 

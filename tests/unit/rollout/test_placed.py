@@ -29,6 +29,7 @@ from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
 from megatron_grpo.rollout.unfinished import Group
 from megatron_grpo.training import recorded_run
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError, Preempted
 from megatron_grpo.weights.stream import Described
 
@@ -168,9 +169,11 @@ class Launch:
     """A trainer in this thread, and two engine replicas in threads of their own."""
 
     def __init__(self, monkeypatch, flags, without_signal=0, batch=0, engine=MadeUpEngine):
-        self.args = good_args.validated(f"{FLAGS} {flags}", world_size=1)
-        self.args.lora_weight_sync = "adapter" if engine is AdapterEngine else None
-        self.args.end_token_ids = ()
+        self.args = replaced(
+            good_args.validated(f"{FLAGS} {flags}", world_size=1),
+            lora_weight_sync="adapter" if engine is AdapterEngine else None,
+            end_token_ids=(),
+        )
         monkeypatch.setattr(placed, "describe", lambda args, only_trained: DESCRIBED)
         self.engines = [engine() for _ in range(2)]
         self.threads, self.errors, self.signal = [], [], False

@@ -6,6 +6,7 @@ from megatron_grpo.data.row_sampling import with_row
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.plan import evaluation_plans, rollout_seed, training_sampling
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 
 
 def asked(flags: str, rollouts: range) -> list[int]:
@@ -55,8 +56,7 @@ def test_kept_tokens_are_asked_for_in_every_rollout_if_the_engine_can_return_the
 def test_evaluations_ask_for_none_and_the_greedy_one_changes_nothing():
     flags = "--temperature 0.7 --top-p 0.9 --top-k 5 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 1"
     flags += " --frequency-penalty 1 --eval-num-generations 2 --stop-words a --max-completion-length 9"
-    args = parse_args([*flags.split(), "--seed", "5"])
-    args.end_token_ids = (7, 8)
+    args = replaced(parse_args([*flags.split(), "--seed", "5"]), end_token_ids=(7, 8))
     plans = evaluation_plans(args, ["a prompt"])
     greedy, sampled = plans.pop("greedy"), plans.pop("sampled")
     assert not plans and (greedy.num_generations, sampled.num_generations) == (1, 2)

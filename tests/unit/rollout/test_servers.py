@@ -34,6 +34,7 @@ from megatron_grpo.rollout.vllm.server import VllmServer, build_vllm_servers
 from megatron_grpo.rollout.weight_sync import nccl as weight_transfer_nccl
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.utils.http_client import Fault
 from megatron_grpo.vision.images import RowImages
@@ -45,8 +46,8 @@ REQUESTS = [Request(p * GENERATIONS + g, PROMPTS[p], SAMPLING) for p in range(le
 
 
 def arguments(**changes) -> Namespace:
-    args = parse_args([])
-    vars(args).update(
+    args = replaced(
+        parse_args([]),
         vllm_server_timeout=5.0,
         max_prompt_length=8,
         max_completion_length=8,
@@ -57,8 +58,7 @@ def arguments(**changes) -> Namespace:
         untie_embeddings_and_output_weights=True,
         weight_sync_method="checkpoint",
     )
-    vars(args).update(changes)
-    return args
+    return replaced(args, **changes)
 
 
 @pytest.fixture(autouse=True)
@@ -462,8 +462,8 @@ def test_rank_0_ends_the_stream_after_an_error_too(start, tmp_path, weights, one
     with pytest.raises(GrpoError, match=r"--weight-sync-dir .* cannot be written: .*; make room there, or choose"):
         engine.update_weights(left, 1)
     assert next(left, None) is None
-    args.weight_sync_dir, left = str(tmp_path), iter(weights.items())
-    engine = build_vllm_servers(args)
+    left = iter(weights.items())
+    engine = build_vllm_servers(replaced(args, weight_sync_dir=str(tmp_path)))
     double.fault = "die"
     with pytest.raises(EngineLost, match="no server is left"):
         engine.update_weights(left, 1)

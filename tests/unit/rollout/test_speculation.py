@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.rollout.speculation import check_draft_tokenizer, longest_of_engine
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from tools import made_up
 
@@ -58,5 +59,5 @@ def test_room_for_drafts_behind_the_longest_sequence(longest, of_engine):
     lengths = ["--max-prompt-length", "8", "--max-completion-length", str(longest - 8)]
     args = made_up.parse([*MODEL, *lengths, "--vllm-speculative-config", drafts], 1)
     assert (args.vllm_max_model_len, longest_of_engine(args)) == (longest, of_engine)
-    args.vllm_speculative_config = None
+    args = replaced(args, vllm_speculative_config=None)
     assert longest_of_engine(args) == longest

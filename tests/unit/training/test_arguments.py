@@ -24,7 +24,7 @@ from ranks import REPO
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.training import arguments
 from megatron_grpo.training.arguments import parse_args
-from megatron_grpo.utils.arguments import args_to_json
+from megatron_grpo.utils.arguments import args_to_json, replaced
 from megatron_grpo.utils.core_flags import (
     CHOICES,
     DEFAULTS,
@@ -37,7 +37,7 @@ from megatron_grpo.utils.core_flags import (
 
 
 def latent_config(args):
-    args.multi_latent_attention = True
+    args = replaced(args, multi_latent_attention=True)
     return transformer_config_from_args(args)
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from ranks import REPO
@@ -101,6 +102,19 @@ def test_flags_together_are_checked_as_early(changes, message, tmp_path, monkeyp
         check_flags(changes.split())
     error = capsys.readouterr().err
     assert end.value.code == 1 and message in error and error.count("\n") == 1
+
+
+def test_a_folder_without_permission_is_named(tmp_path, monkeypatch, capsys):
+    """The tests may run as root, to whom every folder is open."""
+
+    def refuse(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(SystemExit) as end:
+        check_flags(f"{RUN} --load run --train-data-path {tmp_path}/shut/a.jsonl".split())
+    error = capsys.readouterr().err
+    assert end.value.code == 1 and f"{tmp_path}/shut/a.jsonl: permission denied" in error and error.count("\n") == 1
 
 
 def shown(words, capsys):

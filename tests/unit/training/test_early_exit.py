@@ -85,7 +85,7 @@ def leaving_trainer(iteration, why):
     args = SimpleNamespace(train_iters=8, exit_interval=None, rollout_only=False)
     ways = SimpleNamespace(reason=lambda: why)
     trainer = SimpleNamespace(args=args, iteration=iteration, first_iteration=0, early_exit=ways, left_early=None)
-    trainer.logger, trainer.source = SimpleNamespace(print=print), SimpleNamespace(ended=False)
+    trainer.source = SimpleNamespace(ended=False)
     trainer.due = lambda interval: False
     return trainer
 

@@ -10,9 +10,8 @@ from bad_input_runs import model  # noqa: F401 (fixture)
 from recorded_flags import flags_read_by
 
 from megatron_grpo.estimate.dry_run import dry_run_report
-from megatron_grpo.training import setup
 from megatron_grpo.training.arguments import ACCEPTED, FLAGS, build_parser, parse_args
-from megatron_grpo.training.validation import validate_args
+from megatron_grpo.training.resolve import resolve_args, resolve_origin
 from megatron_grpo.utils.core_flags import core_flags, integer_or_pattern, integers
 from megatron_grpo.utils.errors import GrpoError
 
@@ -75,8 +74,8 @@ def refusal(words: list[str], capsys, report: bool = False) -> str | None:
     """Return the line with which these flags end a run, or None; with ``report``, make the dry run's report, too."""
     try:
         args = parse_args(words)
-        setup.set_architecture(args, resume=False)
-        validate_args(args, 1)
+        args = resolve_origin(args, resume=False)
+        args = resolve_args(args, 1)
         if report:
             dry_run_report(args, 1)
     except GrpoError as error:

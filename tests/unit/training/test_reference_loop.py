@@ -35,10 +35,11 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.offload import Offloader
+from megatron_grpo.training.resolve import resolve_args
 from megatron_grpo.training.trainer import Trainer
-from megatron_grpo.training.validation import validate_args
-from megatron_grpo.weights import families, hf
-from megatron_grpo.weights.arguments import merge_architecture
+from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.weights import hf
+from megatron_grpo.weights.arguments import architecture_of
 from megatron_grpo.weights.stream import stream_hf
 
 GROUP, PROMPTS, STEPS, EPOCHS = 4, 8, 4, 4
@@ -137,9 +138,8 @@ def trained(tiny_models, case, one_process):
     """(rows of metrics, weights by Hugging Face name) of ``pretrain_grpo.train``."""
     directory = tiny_models["qwen3"]
     args = parse_args([*FLAGS.split(), *CASES[case].split(), "--load-hf", directory])
-    config = hf.read_config(directory)
-    merge_architecture(args, families.for_hf_config(config).args_from_hf(config), directory)
-    validate_args(args, 1)
+    args = replaced(args, **architecture_of(args, directory))
+    args = resolve_args(args, 1)
     initialize_distributed(args)
     set_random_seed(args.seed)
     model = forward.build_model(args, model_provider)

@@ -17,6 +17,7 @@ from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 
@@ -74,7 +75,7 @@ def test_tokens_with_keys_and_values_of_older_weights_are_not_compared(update, c
     gaps = np.array([0, 9, continued, continued, 0, begun_anew, begun_anew])
     compared = newest_tokens(batch, 4, update == "keep") == 1
     args = parse_args(["--max-staleness", "1", "--weight-update", update, "--mismatch-limit", "0.01"])
-    args.updates_per_rollout = 1
+    args = replaced(args, updates_per_rollout=1)
     lifecycle = SimpleNamespace(args=args, synced=Synced(4))
     with contextlib.nullcontext() if passes else pytest.raises(GrpoError, match="does not hold the trainer's weights"):
         EngineLifecycle.check(lifecycle, batch, {"mismatch/newest_mean_abs": gaps[compared].mean()})
@@ -208,7 +209,7 @@ def test_a_checkpoint_waits_for_the_return_of_the_optimizer_state(transfer, monk
     monkeypatch.setattr(trainer_module, "checkpoint", Recorder("checkpoint", notes, **load))
     monkeypatch.setattr(trainer_module, "on_rank_0", lambda *_, **__: None)
     args = SimpleNamespace(save="runs", tokenizer_model=None, chat_template=None, overlap_param_gather=False)
-    args.min_image_pixels = args.max_image_pixels = None
+    args = replaced(args, min_image_pixels=None, max_image_pixels=None)
     parts = {"model": [], "optimizer": None, "scheduler": None, "reference": None, "tokens": 9}
     trainer = Recorder("trainer", notes, args=args, iteration=3, background_saves=None, **parts)
     trainer.timers = trainer._save_errors = lambda _: contextlib.nullcontext()

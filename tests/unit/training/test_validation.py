@@ -17,11 +17,11 @@ from megatron_grpo.data.routing import check_source, reward_routes
 from megatron_grpo.models import arguments as of_models
 from megatron_grpo.rollout.arguments import not_measured, server_urls
 from megatron_grpo.training.arguments import parse_args, print_args
-from megatron_grpo.training.validation import validate_args
-from megatron_grpo.utils.arguments import args_to_json
+from megatron_grpo.training.resolve import resolve_args
+from megatron_grpo.utils.arguments import args_to_json, replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import arguments as of_families
-from megatron_grpo.weights.arguments import ARCHITECTURE, merge_architecture
+from megatron_grpo.weights.arguments import ARCHITECTURE, resolve_architecture
 
 
 def test_the_base_is_accepted_and_filled_in():
@@ -102,12 +102,13 @@ SGLANG = "--rollout-engine sglang --sglang-server-base-url http://localhost:1"
 
 NGRAM = '--vllm-speculative-config {"method":"ngram","num_speculative_tokens":2}'
 REFUSED = {
+    "--model-family qwen3_vl": "--model-family qwen3_vl needs the vision tower of a config.json",
     "--recompute-granularity selective --recompute-modules layernorm": "--recompute-modules layernorm needs --trans",
     f"{GPT_OSS} --sequence-parallel": "experts with biases cannot be split over 2 tensor-parallel ranks",
     f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --bias-activation-fusion": (
         "would clamp before the bias is added"
     ),
-    f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --transformer-impl transformer_engine": (
+    f"{GPT_OSS} --sequence-parallel --expert-tensor-parallel-size 1 --transformer-impl transformer_engine --dry-run": (
         "experts with biases need --moe-grouped-gemm"
     ),
     "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4": "product of all model parallel sizes (16): TP 4",
@@ -481,22 +482,27 @@ def test_the_default_architecture_is_the_parsers():
 def test_architecture_comes_from_the_source_and_given_flags_must_agree():
     source = {"num_layers": 28, "norm_epsilon": 1e-6, "swiglu": True, "kv_channels": None, "lr": 5.0}
     args = parse_args(["--norm-epsilon", "0.000001"])
-    merge_architecture(args, source, "model/config.json")
+    args = replaced(args, **resolve_architecture(args, source, "model/config.json"))
     assert (args.num_layers, args.swiglu, args.kv_channels) == (28, True, None)
     assert args.lr is None  # not the model's shape
 
     args = parse_args(["--num-layers", "24"])
     with pytest.raises(GrpoError) as error:
-        merge_architecture(args, source, "model/config.json")
+        resolve_architecture(args, source, "model/config.json")
     assert str(error.value).startswith("--num-layers is 24, but model/config.json says 28: leave the flag out")
 
 
 def test_a_default_is_no_contradiction():
     args = parse_args([])
-    merge_architecture(args, {"rotary_base": 1000000, "untie_embeddings_and_output_weights": True}, "the checkpoint c")
+    args = replaced(
+        args,
+        **resolve_architecture(
+            args, {"rotary_base": 1000000, "untie_embeddings_and_output_weights": True}, "the checkpoint c"
+        ),
+    )
     assert args.rotary_base == 1000000 and args.untie_embeddings_and_output_weights
     with pytest.raises(GrpoError, match="--rotary-base is 10000, but the checkpoint c says 1000000"):
-        merge_architecture(parse_args(["--rotary-base", "10000"]), {"rotary_base": 1000000}, "the checkpoint c")
+        resolve_architecture(parse_args(["--rotary-base", "10000"]), {"rotary_base": 1000000}, "the checkpoint c")
 
 
 number = st.one_of(st.integers(-2, 40), st.integers(0, 4096))
@@ -515,7 +521,7 @@ def test_any_numbers_are_accepted_or_refused_with_a_grpo_error(values, world_siz
     words = [f"--{name}={value}" for name, value in values.items()]
     try:
         args = parse_args((MODEL + RUN).split() + words)
-        validate_args(args, world_size)
+        args = resolve_args(args, world_size)
     except GrpoError as error:
         assert "\n" not in str(error)
     else:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.batch_sizes import FORMULAS, batch_arithmetic
 from megatron_grpo.utils.errors import GrpoError
 
@@ -70,9 +71,9 @@ def test_identities_hold_or_it_is_refused(given, world_size):
         if not (name == "micro_batch_size" and args.max_tokens_per_microbatch):
             assert getattr(sizes, name, value) == value
     # Arguments with the derived values filled in mean the same.
-    for name in ("global_batch_size", "generation_batch_size", "steps_per_generation"):
-        setattr(args, name, getattr(sizes, name))
-    assert batch_arithmetic(args, world_size) == sizes
+    names = ("global_batch_size", "generation_batch_size", "steps_per_generation")
+    derived = replaced(args, **{name: getattr(sizes, name) for name in names})
+    assert batch_arithmetic(derived, world_size) == sizes
 
 
 @given(tp=small, pp=small, dp=small, micro=small, group=st.integers(2, 6), prompts=small, steps=small, given=st.data())

@@ -16,6 +16,7 @@ from vision_models import encoded, make, odd_pictures, picture
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader, RowImages
 from megatron_grpo.vision.kinds import mrope_positions
@@ -36,8 +37,7 @@ def model(tmp_path_factory):
 def arguments(model, **changes):
     directory, architecture = model
     args = parse_args((MODEL + RUN).split())
-    vars(args).update({**architecture, "tokenizer_model": str(directory), "max_prompt_length": None, **changes})
-    return args
+    return replaced(args, **{**architecture, "tokenizer_model": str(directory), "max_prompt_length": None, **changes})
 
 
 @pytest.fixture

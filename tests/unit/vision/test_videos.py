@@ -25,6 +25,7 @@ from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, check_vocabulary
 from megatron_grpo.estimate.throughput import TowerFlops
 from megatron_grpo.rollout.collect import with_images
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader, attach
 from megatron_grpo.vision.kinds import mrope_positions
@@ -74,7 +75,7 @@ def rows_of(args) -> list[dict]:
 
 
 def dataset_of(args, directory, *rows, **changes) -> PromptDataset:
-    vars(args).update(changes)
+    args = replaced(args, **changes)
     (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = HuggingFaceTokenizer(args.tokenizer_model)
     reader = ImageReader(args, tokenizer.special_tokens)
@@ -344,7 +345,7 @@ def test_other_refusals(args, tmp_path):
     row = user("what?", videos=[uris(2)])
     with pytest.raises(GrpoError, match=r"jsonl:1: .*a video file, and a server takes the frames"):
         dataset_of(args, tmp_path, user("what?", videos=["a.mp4"]), vllm_mode="server")
-    args.vllm_mode = "colocate"
+    args = replaced(args, vllm_mode="colocate")
     with pytest.raises(GrpoError, match=r"jsonl:1: .*more than --max-prompt-length 40"):
         dataset_of(args, tmp_path, row, max_prompt_length=40)
     with pytest.raises(GrpoError, match=r"jsonl:1: .*0 images and 0 videos|jsonl:1: .*token"):

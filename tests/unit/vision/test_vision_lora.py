@@ -15,6 +15,7 @@ from vision_models import make
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.lora import files
 from megatron_grpo.lora.attach import adapters, attach
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.vision.images import attach as attach_images
 from megatron_grpo.weights import hf
 
@@ -54,8 +55,8 @@ def test_adapters_equal_pefts(world, tmp_path, shape, targets, more):
     peft.save_pretrained(tmp_path / "adapter")
 
     args = toy_args(tmp_path / "base", tokenizer_model=str(tmp_path / "base"), padded_vocab_size=264)
-    args.explicit = frozenset()
-    files.merge_config(args, tmp_path / "adapter")
+    args = replaced(args, explicit=frozenset())
+    args = replaced(args, **files.resolve_adapter(args, tmp_path / "adapter"))
     (model,) = chunks = build(args)
     hf.load_hf(chunks, args, tmp_path / "base")
     attach(args, chunks)
@@ -102,7 +103,7 @@ def test_all_linear(world, tmp_path):
     """`all-linear` are the layers of the decoder; PEFT makes no adapter of the tower from our files."""
     make(tmp_path / "base")
     args = toy_args(tmp_path / "base", tokenizer_model=str(tmp_path / "base"), padded_vocab_size=264)
-    args.lora_rank, args.lora_target_modules, args.explicit = 4, ["all-linear"], frozenset()
+    args = replaced(args, lora_rank=4, lora_target_modules=["all-linear"], explicit=frozenset())
     chunks = build(args)
     hf.load_hf(chunks, args, tmp_path / "base")
     attach(args, chunks)

@@ -29,6 +29,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.estimate.throughput import TowerFlops
 from megatron_grpo.rollout.collect import with_images
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader, attach
 from megatron_grpo.vision.kinds import merged
@@ -118,8 +119,7 @@ def test_flops_are_those_that_torch_counts(made):
     assert flops.update([*prompts[0].images.grids, *prompts[2].images.grids]) == pytest.approx(3 * tower / 1e12)
     grids = [*prompts[0].images.grids, *prompts[2].images.grids]
     projector = flops.per_token * sum(merged(reader._args, grid) for grid in grids)
-    reader._args.freeze_vision_tower = True
-    flops = TowerFlops(reader._args)
+    flops = TowerFlops(replaced(reader._args, freeze_vision_tower=True))
     assert flops.update([*prompts[0].images.grids, *prompts[2].images.grids]) == pytest.approx(
         (tower + 2 * projector) / 1e12
     )

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from megatron_grpo.models.config import moe_layers
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
@@ -376,10 +377,10 @@ def test_megatron_counts_every_nth_layer_from_the_first():
 
 def test_dense_layers_after_others_are_no_deepseek():
     args = Namespace(**families.FAMILIES["deepseek_v3"].args_from_hf(DEEPSEEK_V3))
-    args.moe_layer_freq = 2
+    args = replaced(args, moe_layer_freq=2)
     with pytest.raises(GrpoError, match="has all dense layers before the expert layers, but moe_layer_freq is 2"):
         families.for_args(args).hf_from_args(args)
-    args.moe_layer_freq, args.moe_shared_expert_intermediate_size = 1, 3000
+    args = replaced(args, moe_layer_freq=1, moe_shared_expert_intermediate_size=3000)
     with pytest.raises(GrpoError, match=r"moe_shared_expert_intermediate_size \(3000\) is not a multiple"):
         families.for_args(args).hf_from_args(args)
 
@@ -572,13 +573,13 @@ def test_arguments_outside_gemma3_are_refused(change, message):
 
 def test_arguments_outside_the_family_are_refused():
     args = Namespace(**families.FAMILIES["qwen3"].args_from_hf(QWEN3_06B))
-    args.qk_layernorm = False
+    args = replaced(args, qk_layernorm=False)
     with pytest.raises(GrpoError, match="qwen3 has qk_layernorm = True"):
         families.for_args(args).hf_from_args(args)
-    args.model_family = "gpt5"
+    args = replaced(args, model_family="gpt5")
     with pytest.raises(GrpoError, match=f"'gpt5': give one of {', '.join(families.FAMILIES)}"):
         families.for_args(args)
     args = Namespace(**families.FAMILIES["qwen2"].args_from_hf(QWEN25_05B))
-    args.kv_channels = 128
+    args = replaced(args, kv_channels=128)
     with pytest.raises(GrpoError, match=r"kv_channels \(128\) times num_attention_heads \(14\)"):
         families.for_args(args).hf_from_args(args)

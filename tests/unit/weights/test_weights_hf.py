@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megatron_grpo.parallel import agreement
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf, model_weights, safetensors_files
 from megatron_grpo.weights.safetensors_files import Safetensors
@@ -499,15 +500,12 @@ def test_head_stored_although_tied(world, tmp_path):
 def test_model_and_table_that_disagree(world, tmp_path):
     make(tmp_path, "qwen3", tied=False)
     args = toy_args(tmp_path)
-    without, other = toy_args(tmp_path), toy_args(tmp_path)
-    without.qk_layernorm = False
-    other.ffn_hidden_size = 128
+    without, other = replaced(args, qk_layernorm=False), replaced(args, ffn_hidden_size=128)
     with pytest.raises(GrpoError, match=r"no parameter decoder\.layers\.0\.self_attention\.q_layernorm\.weight"):
         hf.load_hf(build(without), args, tmp_path)
     with pytest.raises(GrpoError, match=r"fc1\.weight has shape \(256, 64\), its family's table says \(192, 64\)"):
         hf.load_hf(build(other), args, tmp_path)
-    biased = toy_args(tmp_path)
-    biased.add_qkv_bias = True
+    biased = replaced(args, add_qkv_bias=True)
     with pytest.raises(GrpoError, match=r"parameter decoder\.layers\.0\.self_attention\.linear_qkv\.bias is not in"):
         list(stream_hf(build(biased), args))
 
