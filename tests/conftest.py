@@ -88,6 +88,15 @@ def one_process(monkeypatch):
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def one_rank(one_process):
+    """As `one_process`, for tests that make megatron-core's groups."""
+    from megatron.core import parallel_state
+
+    yield
+    parallel_state.destroy_model_parallel()
+
+
 @pytest.fixture(scope="module")
 def world():
     """A process group of this process alone with megatron-core's groups, for all tests of a file."""

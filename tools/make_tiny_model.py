@@ -1,6 +1,7 @@
-"""Make a tiny language model as a Hugging Face checkpoint, with a short supervised warm-up.
+"""Make a tiny language or vision-language model as a Hugging Face checkpoint, with a short supervised warm-up.
 
     python tools/make_tiny_model.py --save runs/tiny --train warmup.jsonl --valid valid.jsonl --stop-accuracy 0.3
+    python tools/make_tiny_model.py --save runs/tiny --shape qwen2_5_vl --train warmup.parquet --valid valid.parquet
 
 GRPO learns from the difference between correct and wrong completions of one prompt, so it needs a model that is
 sometimes correct. The warm-up starts from random weights and stops when the probability of a correct sampled answer on
@@ -10,13 +11,17 @@ from 0.1 to 0.6 within 50 steps. `--steps 0` keeps the random weights and needs 
 The tokenizer has one token per character (`--tokenizer characters`: digits and + - * = only; `bytes`: any text;
 `tools`: any text, and one token for each fixed part of a call of the calculator). The model learns the end of a
 sequence like any token. Rows have `prompt` and `answer`, or `messages`, of which it learns the assistant's (see
-tools/data/arithmetic.py).
+tools/data/arithmetic.py). A vision-language model has a tokenizer of bytes with its family's special tokens and chat
+template; its rows are of tools/data/pictures.py.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -24,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from megatron_grpo.data.row_files import read_rows
@@ -33,6 +38,7 @@ from megatron_grpo.utils.errors import GrpoError
 EOS, PAD = "<eos>", "<pad>"
 IGNORED = -100
 SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3"]
+VISION_SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"]
 POSITIVE = (
     "batch_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
     "max_position_embeddings"
@@ -53,12 +59,13 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.con
 CHAT_TEMPLATES = {"bytes": CHAT_TEMPLATE, "tools": TOOL_TEMPLATE}
 
 
-def byte_tokenizer(more: list[str]) -> Tokenizer:
-    """Build a tokenizer without merges whose tokens are the 256 bytes and then `more`."""
-    vocab = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *more])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+def byte_tokenizer(more: Sequence[str] = (), before: Sequence[str] = ()) -> Tokenizer:
+    """Build a tokenizer without merges whose tokens are `before`, the 256 bytes and `more`."""
+    tokens = [*before, *sorted(pre_tokenizers.ByteLevel.alphabet()), *more]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(before))
     return tokenizer
 
 
@@ -152,6 +159,33 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
     return model
 
 
+class Rows(Protocol):
+    """Rows as tensors, for the warm-up."""
+
+    ids: torch.Tensor  # [rows, longest], padded on the right
+    labels: torch.Tensor  # [rows, longest]; labels[i, t] is the token that follows ids[i, t], or IGNORED
+    at_a_time: int  # rows of one forward pass without gradients
+
+    def logits(self, model: torch.nn.Module, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the logits [chosen, longest, vocabulary] of these rows."""
+
+
+class TextRows:
+    """Rows of texts. Only answers (assistant messages) and their end tokens have labels.
+
+    Raises GrpoError with the file and line of an invalid row.
+    """
+
+    at_a_time = 1024
+
+    def __init__(self, paths: list[Path], tokenizer: PreTrainedTokenizerFast):
+        self.ids, self.labels = encode(paths, tokenizer)
+
+    def logits(self, model: torch.nn.Module, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the logits [chosen, longest, vocabulary] of these rows."""
+        return model(self.ids[chosen], use_cache=False).logits
+
+
 def encode(paths: list[Path], tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and labels [rows, longest] of all rows, padded on the right.
 
@@ -199,36 +233,36 @@ def conversation(messages: list[dict], tokenizer: PreTrainedTokenizerFast) -> li
 
 
 @torch.no_grad()
-def accuracy(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+def accuracy(model: torch.nn.Module, rows: Rows) -> tuple[float, float]:
     """Return the accuracies (of answers sampled at temperature 1, of greedy answers), exactly and without sampling.
 
     A sampled completion is correct with the probability of the answer's tokens, including the end token. A greedy
     completion is correct if each of these tokens is the most probable one after its predecessors.
     """
     sampled = greedy = 0.0
-    for part_ids, part_labels in zip(ids.split(1024), labels.split(1024), strict=True):
-        log_probs = model(part_ids, use_cache=False).logits.log_softmax(-1)
-        answer = part_labels != IGNORED
-        chosen = log_probs.gather(-1, part_labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    for part in torch.arange(len(rows.ids)).split(rows.at_a_time):
+        log_probs, labels = rows.logits(model, part).log_softmax(-1), rows.labels[part]
+        answer = labels != IGNORED
+        chosen = log_probs.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
         sampled += (chosen * answer).sum(-1).exp().sum().item()
-        greedy += ((log_probs.argmax(-1) == part_labels) | ~answer).all(-1).sum().item()
-    return sampled / len(ids), greedy / len(ids)
+        greedy += ((log_probs.argmax(-1) == labels) | ~answer).all(-1).sum().item()
+    return sampled / len(rows.ids), greedy / len(rows.ids)
 
 
-def warm_up(model: torch.nn.Module, train, valid, args: argparse.Namespace) -> int:
+def warm_up(model: torch.nn.Module, train: Rows, valid: Rows, args: argparse.Namespace) -> int:
     """Train on the answers until the sampled accuracy on `valid` reaches the goal; return the number of steps.
 
-    `train` and `valid` are (ids, labels). Raises GrpoError if `args.steps` are not enough.
+    Raises GrpoError if `args.steps` are not enough.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
-    ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.lr_warmup_steps))
     generator = torch.Generator().manual_seed(args.seed)
     sampled = 0.0
     with tqdm(total=args.steps, desc="  warm-up", unit="step", disable=args.quiet) as bar:
         for step in range(1, args.steps + 1):
-            chosen = torch.randint(len(train[0]), (args.batch_size,), generator=generator)
-            logits = model(train[0][chosen], use_cache=False).logits
-            loss = F.cross_entropy(logits.flatten(0, 1), train[1][chosen].flatten(), ignore_index=IGNORED)
+            chosen = torch.randint(len(train.ids), (args.batch_size,), generator=generator)
+            logits, labels = train.logits(model, chosen), train.labels[chosen]
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -236,7 +270,7 @@ def warm_up(model: torch.nn.Module, train, valid, args: argparse.Namespace) -> i
             optimizer.zero_grad()
             bar.update()
             if step % 10 == 0:
-                sampled, greedy = accuracy(model, *valid)
+                sampled, greedy = accuracy(model, valid)
                 bar.set_postfix(loss=f"{loss.item():.2f}", sampled=f"{sampled:.2f}", greedy=f"{greedy:.2f}")
                 if sampled >= args.stop_accuracy:
                     return step
@@ -258,7 +292,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=2000, help="maximum number of supervised steps; 0: random weights [2000]")
     add("--batch-size", type=int, default=64, help="rows per step [64]")
     add("--lr", type=float, default=1e-3, help="learning rate [1e-3]")
-    add("--shape", choices=SHAPES, default="qwen3", help="model family [qwen3]")
+    add("--lr-warmup-steps", type=int, default=20, help="steps until the learning rate is whole [20]")
+    add("--shape", choices=[*SHAPES, *VISION_SHAPES], default="qwen3", help="model family [qwen3]")
     add(
         "--tokenizer",
         choices=["characters", *CHAT_TEMPLATES],
@@ -273,6 +308,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--kv-channels", type=int, default=32, help="size of a head [32]")
     add("--vocab-size", type=int, metavar="N", help="rows of the embedding, at least the tokenizer's tokens [as many]")
     add("--max-position-embeddings", type=int, default=128, help="maximum length of a sequence, tokens [128]")
+    add("--vision-num-layers", type=int, default=2, help="blocks of the tower of a vision-language model [2]")
+    add("--vision-hidden-size", type=int, default=64, help="channels of the tower, a multiple of 32 [64]")
+    add("--max-tokens", type=int, default=24, help="visual tokens of the largest picture, not of LLaVA-OneVision [24]")
     add("--tie-embeddings", action="store_true", help="one matrix for embedding and output layer")
     add("--seed", type=int, default=1234, help="seed of weights and batches [1234]")
     add("--threads", type=int, default=1, help="threads of torch; more hardly speed up a tiny model [1]")
@@ -284,23 +322,35 @@ def make(args: argparse.Namespace) -> None:
     """Build, warm up and save the model that the arguments describe."""
     if args.save.exists() and not args.save.is_dir():
         raise GrpoError(f"--save {args.save} is a file: give a directory")
-    tokenizer = make_tokenizer(args.tokenizer)
-    model = make_model(args, tokenizer)
+    if args.shape in VISION_SHAPES:
+        import tiny_vision_model as vision  # its processors of images take seconds to import
+
+        processor = vision.make_processor(vision.make_tokenizer(args.shape), args.max_tokens, args.shape)
+        tokenizer, saved = processor.tokenizer, processor
+        sizes = args.num_layers, args.hidden_size, args.vision_num_layers, args.vision_hidden_size
+        model = vision.make_model(tokenizer, *sizes, args.tie_embeddings, args.seed, args.shape)
+        rows_of, save = partial(vision.Rows, processor=processor), vision.save_model
+    else:
+        tokenizer = saved = make_tokenizer(args.tokenizer)
+        model = make_model(args, tokenizer)
+        rows_of, save = partial(TextRows, tokenizer=tokenizer), PreTrainedModel.save_pretrained
     size = sum(p.numel() for p in model.parameters())
     print(f"  {args.shape}, {args.num_layers} layers, {size / 1e6:.2f} M parameters, {len(tokenizer)} tokens")
     if args.steps:
+        if args.shape in ("internvl", "llava_onevision"):
+            raise GrpoError(f"the warm-up does not cut pictures into tiles: give --steps 0 with --shape {args.shape}")
         if not args.train or not args.valid:
             raise GrpoError("the warm-up needs --train and --valid; or give --steps 0 for random weights")
-        train, valid = (encode(paths, tokenizer) for paths in (args.train, args.valid))
+        train, valid = rows_of(args.train), rows_of(args.valid)
         start = time.perf_counter()
         steps = warm_up(model, train, valid, args)
         print(f"  stopped after {steps} steps, {time.perf_counter() - start:.0f} s")
         for name, paths in (("validation", args.valid), ("held-out", args.test)):
             if paths:
-                sampled, greedy = accuracy(model, *encode(paths, tokenizer))
+                sampled, greedy = accuracy(model, rows_of(paths))
                 print(f"  {name} accuracy: sampled {sampled:.3f}, greedy {greedy:.3f}")
-    model.save_pretrained(args.save)
-    tokenizer.save_pretrained(args.save)
+    save(model, args.save)
+    saved.save_pretrained(args.save)
 
 
 def main() -> int:

@@ -82,7 +82,8 @@ export PATH OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
 echo "[1/5] data: pictures of a coloured shape"
 [[ -e $DATA/blank.parquet ]] || python tools/data/pictures.py --save "$DATA" --seed "$SEED"
 echo "[2/5] model: random weights, then supervised steps until 25% of sampled answers are right"
-[[ -e $HF/model.safetensors ]] || python tools/make_tiny_vision_model.py --save "$HF" --stop-accuracy 0.25 \
+[[ -e $HF/model.safetensors ]] || python tools/make_tiny_model.py --save "$HF" --shape qwen2_5_vl --num-layers 2 \
+    --batch-size 32 --lr-warmup-steps 1 --threads 2 --stop-accuracy 0.25 \
     --train "$DATA/warmup.parquet" --valid "$DATA/valid.parquet" --seed "$SEED"
 echo "[3/5] training by GRPO, on 2 processes, vLLM in both"
 train run --load-hf "$HF" --load "$WORK/run" --valid-data-path "$DATA/test.parquet" --save-interval 10 \

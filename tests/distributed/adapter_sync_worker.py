@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import made_up
 import torch
 import torch.distributed as dist
+from refusals import says
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +31,6 @@ from megatron_grpo.rollout.weight_sync import adapter_sync
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
-from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.stream import stream_hf
 
@@ -172,15 +172,6 @@ def parameters(worker) -> list:
 def same(before: list, after: list) -> bool:
     assert len(before) == len(after) > 0
     return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(before, after, strict=True))
-
-
-def says(check) -> str | None:
-    """The message with which a check fails; None if it passes."""
-    try:
-        check()
-    except GrpoError as error:
-        return str(error)
-    return None
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
+from refusals import says
 
 from megatron_grpo.patches import cpu_backend
 
@@ -50,7 +51,6 @@ from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.resolve import resolve_args
 from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.arguments import replaced
-from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.arguments import architecture_of
 from megatron_grpo.weights.stream import stream_hf
@@ -350,15 +350,6 @@ def spoilt(weights, target: str, case: str):
             tensor.view(-1)[5:7] += 1e-3
         if name != target or case == "corrupted":
             yield name, tensor
-
-
-def says(check) -> str | None:
-    """The message with which a check fails; None if it passes."""
-    try:
-        check()
-    except GrpoError as error:
-        return str(error)
-    return None
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from ranks import run_torchrun
+from run_files import metrics_of
 from sharp_model import make_sharp_model
 from test_adapter_sync import SIZES
 from test_server_runs import COMMON, PLUGIN
@@ -30,7 +31,7 @@ def test_the_servers_log_probabilities_are_the_trainers(tmp_path):
     with cpu_server(tmp_path / "model", tmp_path / "log", options, **variables) as (url, _):
         done = run_torchrun(2, "pretrain_grpo.py", *COMMON, *flags.split(), "--vllm-server-base-url", url)
     assert "LoRA: the servers load the adapter from files" in done.stdout
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(tmp_path / "run")
     assert [row["iteration"] for row in metrics] == [1, 2, 3, 4]
     assert all(0 < row["mismatch/mean_abs"] < 1e-5 for row in metrics)
     assert all(row["grad_norm"] > 1 for row in metrics[:3])  # so that every sync brings another adapter

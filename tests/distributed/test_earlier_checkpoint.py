@@ -4,12 +4,12 @@ tests/data/checkpoint_before_the_folders.tar.xz holds the run folder (two update
 optimizer, --rollout-engine megatron) with the Hugging Face export that the same run made, and its data.
 """
 
-import json
 import shutil
 
 import pytest
 import torch
 from ranks import REPO, run_torchrun
+from run_files import metrics_of
 from safetensors.torch import load_file
 
 FLAGS = """--rollout-engine megatron --transformer-impl local --num-generations 4 --global-batch-size 8
@@ -38,6 +38,6 @@ def test_the_run_goes_on(earlier):
     plugin = REPO / "tools/benchmark/even_tokens.py"
     places = ["--load", earlier / "run", "--save", earlier / "run", "--external-plugins", plugin]
     run_torchrun(2, "pretrain_grpo.py", *FLAGS, *places, "--train-data-path", earlier / "data/train.jsonl")
-    rows = [json.loads(line) for line in (earlier / "run/metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(earlier / "run")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     assert rows[2]["consumed/prompts"] > rows[1]["consumed/prompts"] and rows[3]["grad_norm"] > 0

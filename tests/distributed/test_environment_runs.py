@@ -20,6 +20,7 @@ import pytest
 import torch
 from chain_model import make_chain_model
 from ranks import REPO, run_torchrun
+from run_files import json_lines, metrics_of, without
 from server_double import Double
 from slow import slow_except
 from test_rollout import KEY, vllm_server
@@ -53,7 +54,7 @@ def run_echo(ranks, model, tmp_path, *flags, env=None, name="run", check=True):
         ranks, "pretrain_grpo.py", "--load-hf", model, "--tokenizer-model", model, "--train-data-path", data, *FLAGS,
         "--external-plugins", PLUGIN, *ends, "--save", save, *flags, env=env, check=check,
     )  # fmt: skip
-    return run.stdout, [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    return run.stdout, metrics_of(save)
 
 
 def check_echo(output, metrics, completions):
@@ -148,10 +149,7 @@ def test_the_ledger_replays_a_run_without_its_environment(tiny_models, tmp_path)
     assert calls.count("3\n") > 8  # third turns
     replay = ["--global-batch-size", 16, "--replay-rollouts", save, *gigpo]
     _, again = run_echo(1, model, tmp_path, *replay, name="again")
-    first, second = (
-        [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
-        for rows in (metrics, again)
-    )
+    first, second = (without(rows) for rows in (metrics, again))
     assert first == second and (tmp_path / "calls").read_text() == calls
     weights = [(tmp_path / run / "hf_model" / "model.safetensors").read_bytes() for run in ("run", "again")]
     assert weights[0] == weights[1]
@@ -341,7 +339,7 @@ def run_agents(tmp_path, model, ranks, function, *flags, name="run"):
         *"--global-batch-size 16 --lr 1e-3 --environment-timeout 300 --no-save-hf".split(),
         "--agent", f"{program}:{function}", *flags, "--save", tmp_path / name,
     )  # fmt: skip
-    return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(tmp_path / name)
 
 
 @pytest.mark.slow
@@ -474,7 +472,7 @@ def test_an_environment_of_verifiers(tmp_path, monkeypatch):
         --transformer-impl local --train-iters 3 --max-prompt-length 2000 --max-completion-length 200
         --max-environment-tokens 5000 --num-completions-to-log 16 --save {save} --no-save-hf"""
     run_torchrun(1, "pretrain_grpo.py", *flags.split())
-    metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(save)
     assert len(metrics) == 3
     for row in metrics:
         assert row["environment/failed"] == 0 and row["environment/turns"] > 1 and row["mismatch/max_abs"] < 1e-4
@@ -547,7 +545,7 @@ def test_environments_of_openenv(tmp_path):
             --global-batch-size 16 --lr 1e-3 --transformer-impl local --train-iters 3 --max-prompt-length 200
             --max-completion-length 60 --max-turns 3 --max-environment-tokens 1000 --save {save} --no-save-hf"""
         run_torchrun(1, "pretrain_grpo.py", *flags.split())
-    metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(save)
     assert len(metrics) == 3
     for row in metrics:
         assert row["environment/failed"] == 0 and row["environment/turns"] > 1 and row["mismatch/max_abs"] < 1e-4
@@ -569,7 +567,7 @@ def test_the_quickstart_with_a_tool(tmp_path):
 
     def rows(work, run):
         file = work / run / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return json_lines(file) if file.exists() else []
 
     killed, log = tmp_path / "killed", tmp_path / "log"
     process = start(killed, log)

@@ -7,6 +7,7 @@ import pytest
 from chain_model import make_chain_model
 from instruct_models import NAMES, build_tokenizer, published
 from ranks import run_torchrun
+from run_files import json_lines
 from transformers import AutoTokenizer
 
 from megatron_grpo.data.end_of_turn import end_token_ids
@@ -71,7 +72,7 @@ def test_a_run_of_an_instruct_model_ends_its_turns(tmp_path):
     done = run_torchrun(1, "pretrain_grpo.py", *flags.split())
     ends = f"<eos> ({ids['<eos>']}), <end_of_turn> ({ids['<end_of_turn>']})"
     assert f"completions end at {ends}\n" in done.stdout
-    samples = [json.loads(line) for line in (save / "completions.jsonl").read_text().splitlines()]
+    samples = json_lines(save / "completions.jsonl")
     assert len(samples) == 4
     for sample in samples:
         assert sample["prompt"] == "user\n2+2?\nmodel\n"  # special tokens are not shown

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_torchrun
+from run_files import metrics_of
 from sharp_model import make_sharp_model
 from slow import slow_except
 
@@ -43,7 +44,7 @@ def test_engine_and_trainer_agree_over_the_kept_tokens(name, tiny_models, tmp_pa
     words = f"--load-hf {model} --train-data-path {tmp_path}/train.jsonl --save {tmp_path}/save --no-save-hf"
     words += f" --external-plugins {tmp_path}/plugin.py {COMMON} {flags}"
     printed = run_torchrun(world, "pretrain_grpo.py", *words.split()).stdout
-    metrics = [json.loads(line) for line in Path(tmp_path, "save", "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(Path(tmp_path, "save"))
     assert len(metrics) == 4 and max(abs(row["ratio/max"] - 1) for row in metrics) > 1e-3  # the policy moved
     if not name.startswith("replayed"):
         assert "mismatch is not measured: the engine's log-probabilities would include --top-p 0.9" in printed

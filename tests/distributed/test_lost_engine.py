@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_torchrun
+from run_files import metrics_of, without
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 
@@ -26,13 +27,11 @@ COMMON = """--transformer-impl local --num-generations 4 --lr 2e-4 --max-prompt-
     --ignore-eos""".split()
 WORKER = "tests/distributed/lost_engine_worker.py"
 NOWHERE = ["-1", "0"]
-CLOCKS = ("time/", "perf/")
 
 
 def rows(save: Path) -> list[dict]:
     """The metrics of the updates, without clocks."""
-    lines = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if not k.startswith(CLOCKS)} for line in lines]
+    return without(metrics_of(save))
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from ranks import REPO, run_torchrun
+from run_files import json_lines
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -458,7 +459,7 @@ def test_a_trajectory_gives_the_gradient_of_its_sampled_tokens(history, share, t
     layouts = [re.sub(r"microbatch (\d+)", lambda m: f"microbatch {int(m[1]) * 5 // 2}", layout) for layout in layouts]
     flags = f"--load-hf {tiny_models['qwen3']} {TRAJECTORIES} --on-rewritten-history {history}"
     status, printed = check(flags, "--out", tmp_path, "--layouts", *layouts)
-    results = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    results = json_lines(tmp_path / "results.jsonl")
     assert status == 0 and all(result.get("gap", 0.0) < 1e-6 for result in results), printed
 
     model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float64)

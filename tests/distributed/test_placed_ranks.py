@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import ranks
+from run_files import metrics_of
 from safetensors.torch import load_file
 from sharp_model import make_sharp_model
 
@@ -123,7 +124,7 @@ def test_a_run_that_a_signal_ends_goes_on_with_what_had_started(flags, tmp_path,
 
     run = start([*words, "--load", save], tmp_path, nproc)
     assert run.wait(300) == 0, (tmp_path / "output").read_text()
-    metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(save)
     assert [row["iteration"] for row in metrics] == list(range(1, updates + 1))
     taken = [row for row in metrics if "staleness/max" in row]
     assert all(row["staleness/max"] <= 2 for row in taken) and any(row["staleness/max"] > 0 for row in taken)

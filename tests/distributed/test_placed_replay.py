@@ -4,6 +4,7 @@ import json
 
 import pytest
 import ranks
+from run_files import metrics_of, without
 from sharp_model import make_sharp_model
 
 from megatron_grpo.rollout.ledger import content
@@ -37,10 +38,8 @@ def test_a_replay_ends_with_the_same_metrics_and_weights(tiny_models, tmp_path):
     assert {key.birth for record in found.batches.values() for key in record.groups} == {0, 1}  # K = 2
 
     ranks.run_torchrun(1, "pretrain_grpo.py", *words, "--save", again, "--replay-rollouts", whole)
-    lines = [map(json.loads, (save / "metrics.jsonl").read_text().splitlines()) for save in (whole, again)]
-    first, second = (
-        [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in of] for of in lines
-    )
+    lines = [metrics_of(save) for save in (whole, again)]
+    first, second = (without(of) for of in lines)
     assert first == second and len(first) == 4
     weights = [(save / "hf_model" / "model.safetensors").read_bytes() for save in (whole, again)]
     assert weights[0] == weights[1]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from instruct_models import build_tokenizer
 from ranks import run_torchrun
+from run_files import metrics_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed, pytest.mark.slow]
@@ -54,7 +55,7 @@ def test_log_probabilities_agree(name, tmp_path):
         --reward-funcs environment --num-generations 4 --micro-batch-size 4 --global-batch-size 16 --lr 1e-3
         --transformer-impl local --train-iters 1 --num-completions-to-log 16 --save {save} --no-save-hf"""
     run_torchrun(1, "pretrain_grpo.py", *flags.split())
-    (row,) = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    (row,) = metrics_of(save)
     print(
         f"{name}: {row['environment/turns']:.1f} turns, {row['completion/length_mean']:.0f} sampled tokens, "
         f"mean {row['mismatch/mean_abs']:.1e}, largest {row['mismatch/max_abs']:.1e}"

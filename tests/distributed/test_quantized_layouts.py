@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from quantizers import FP8, MXFP4, quantize, quantize_fp8, quantize_mxfp4
+from run_files import metrics_of
 from sharp_model import make_sharp_model
 from toy_checkpoints import build, make, same_bits, tensors_of, toy_args
 
@@ -59,7 +60,7 @@ def test_a_run_from_a_quantized_model(tiny_models, tmp_path, torchrun):
     done = torchrun(2, "pretrain_grpo.py", *words.split())
     # The policy, its reference model and its teacher are the same.
     assert done.stdout.count("weights in fp8 in blocks of 24 x 20 are dequantized") == 3
-    (row,) = map(json.loads, (tmp_path / "save" / "metrics.jsonl").read_text().splitlines())
+    (row,) = metrics_of(tmp_path / "save")
     assert row["mismatch/mean_abs"] < 1e-5 and row["kl"] < 1e-9 and row["teacher/kl"] < 1e-9
     for directory in ("hf_assets", "hf_model"):
         assert "quantization_config" not in json.loads((tmp_path / "save" / directory / "config.json").read_text())

@@ -1,6 +1,5 @@
 """A run that torchrun or a scheduler starts again goes on by itself, to the very same end; so does a preempted one."""
 
-import json
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from disturbed import WORKER, disturbed_flags
 from ranks import REPO, run_torchrun
+from run_files import metrics_of, without
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from megatron_grpo.data.batch import RolloutBatch
@@ -32,8 +32,7 @@ def undisturbed(flags, tmp_path_factory) -> list[dict]:
 
 
 def rows(save: Path) -> list[dict]:
-    lines = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
+    return without(metrics_of(save))
 
 
 def attempt(launch: str, kind: str, flags, save, check=True):

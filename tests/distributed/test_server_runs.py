@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_torchrun
+from run_files import metrics_of, without
 from server_double import Double
 from sharp_model import make_sharp_model
 from test_rollout import KEY, vllm_server
@@ -27,13 +28,11 @@ COMMON = """--transformer-impl local --num-generations 4 --lr 2e-4 --max-prompt-
     --train-iters 3 --global-batch-size 8 --micro-batch-size 4 --beta 0 --reward-funcs few_digits --no-save-hf
     --vllm-mode server --vllm-server-timeout 60""".split()
 # What is a matter of time alone.
-CLOCKS = ("time/", "perf/")
 
 
 def rows(save: Path) -> list[dict]:
     """The metrics of the updates, without clocks."""
-    lines = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if not k.startswith(CLOCKS)} for line in lines]
+    return without(metrics_of(save))
 
 
 @pytest.fixture(scope="module")

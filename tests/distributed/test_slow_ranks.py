@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_torchrun
+from run_files import metrics_of
 from test_rollout import KEY, vllm_server
 
 pytestmark = [pytest.mark.distributed, pytest.mark.vllm]
@@ -31,7 +32,7 @@ def run(model, directory: Path, ranks: int, late: int, phases, *flags, updates: 
         ranks, "pretrain_grpo.py", *places, *RUN, "--external-plugins", PLUGIN, "--train-iters", updates, *flags,
         env=environment | {"VLLM_API_KEY": KEY},
     ).stdout  # fmt: skip
-    rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(save)
     assert [row["iteration"] for row in rows if "loss" in row] == list(range(1, updates + 1))
     assert (save / "hf_model/model.safetensors").exists()
     return output

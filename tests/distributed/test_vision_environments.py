@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from ranks import run_torchrun
+from run_files import CLOCKS, metrics_of, without
 from slow import slow_except
 from vision_models import FORGETFUL, check_equal, encoded, make, odd_pictures, picture, tool
 
@@ -40,7 +41,7 @@ def run(data, ranks, save, *flags, shape="qwen2_5_vl", agent=None, environment="
     words = f"--load-hf {data}/{shape} --train-data-path {data}/train.jsonl {program} {FLAGS}"
     run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *ends, "--save", save, *flags,
                  env={"SCREEN_CALLS": str(save) + ".calls"})  # fmt: skip
-    return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(save)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_a_run_and_its_replay(data, tmp_path, shape):
     assert calls.count("3\n") > 4  # third turns
     again = run(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run", shape=shape)
     assert not (tmp_path / "again.calls").exists()
-    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/"))} for row in rows]
+    kept = without(rows, (*CLOCKS, "memory/"))
     assert kept == [{k: again[i][k] for k in row} for i, row in enumerate(kept)]
 
 
@@ -150,7 +151,7 @@ def test_an_agent_with_pictures_and_its_replay(data, tmp_path, shape):
     if shape != "qwen2_5_vl":
         return
     again = run(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run", shape=shape, agent=AGENT)
-    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/"))} for row in rows]
+    kept = without(rows, (*CLOCKS, "memory/"))
     assert kept == [{k: again[i][k] for k in row} for i, row in enumerate(kept)]
 
 
@@ -281,5 +282,5 @@ def test_an_environment_with_videos_and_its_replay(data, tmp_path, shape):
     assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
     assert all(row["environment/turns"] > 1.5 and row["environment/failed"] == 0 for row in rows)
     again = run(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run", **more)
-    kept = [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/"))} for row in rows]
+    kept = without(rows, (*CLOCKS, "memory/"))
     assert kept == [{k: again[i][k] for k in row} for i, row in enumerate(kept)]

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from ranks import run_torchrun
+from run_files import metrics_of
 from safetensors.torch import load_file
 from vision_models import check_equal, make, picture
 
@@ -92,13 +93,8 @@ TIED = "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Models, and rows with one image, two, and none; a pack of a rank may have no images."""
+    """Rows with one image, two, and none; a pack of a rank may have no images."""
     directory, rows = tmp_path_factory.mktemp("vision"), []
-    make(directory / "model")
-    for shape in ("qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"):
-        make(directory / shape, shape=shape)
-    for shape in TIED:
-        make(directory / f"tied_{shape}", shape=shape, tied=True)
     for number in range(12):
         (directory / f"{number}.png").write_bytes(picture(40 + 9 * number, 60 + 5 * (number % 3), number))
         text, images = [("what?", [number]), ("none", []), ("<image>, <image>", [number, number - 1])][number % 3]
@@ -133,10 +129,19 @@ def rows_with_videos(directory) -> list[dict]:
     return rows
 
 
+def directory_of(data, model: str):
+    """Return the directory of a model: "model", a shape, or one with tied embeddings; made at its first use."""
+    if not (data / model).exists():
+        shape = "qwen2_5_vl" if model == "model" else model.removeprefix("tied_")
+        make(data / model, shape=shape, tied=model.startswith("tied_"))
+    return data / model
+
+
 def run(data, ranks, save, *flags, model="model", rows="train") -> list[dict]:
-    words = f"--load-hf {data}/{model} --train-data-path {data}/{rows}.jsonl --external-plugins {data}/plugin.py"
+    words = f"--load-hf {directory_of(data, model)} --train-data-path {data}/{rows}.jsonl"
+    words += f" --external-plugins {data}/plugin.py"
     run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *COMMON.split(), "--save", save, *flags)
-    return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(save)
 
 
 @pytest.fixture(scope="module")
@@ -267,10 +272,11 @@ STREAM = f"""--stop-token-ids {" ".join(map(str, range(20, 51)))} --lr 1e-12 --t
 
 
 def streamed(data, ranks, save, *flags, model="model", rows="train") -> list[dict]:
-    words = f"--load-hf {data}/{model} --train-data-path {data}/{rows}.jsonl --external-plugins {data}/plugin.py"
+    words = f"--load-hf {directory_of(data, model)} --train-data-path {data}/{rows}.jsonl"
+    words += f" --external-plugins {data}/plugin.py"
     common = COMMON.replace("--ignore-eos", "").split()
     run_torchrun(ranks, "pretrain_grpo.py", *words.split(), *common, *STREAM.split(), "--save", save, *flags)
-    return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    return metrics_of(save)
 
 
 @pytest.mark.slow
@@ -311,8 +317,8 @@ def test_a_bad_update_is_repeated(data, tmp_path):
     for part in folder.iterdir():
         part.unlink()
     batch.save(folder / "00000.npz")
-    words = f"--load-hf {data}/model --train-data-path {data}/train.jsonl".split() + COMMON.split() + flags
-    words += ["--load", tmp_path, "--save", tmp_path]
+    words = f"--load-hf {directory_of(data, 'model')} --train-data-path {data}/train.jsonl".split()
+    words += [*COMMON.split(), *flags, "--load", tmp_path, "--save", tmp_path]
     found = []
     for layout in ([], ["--tensor-model-parallel-size", 2]):
         output = run_torchrun(1 + bool(layout), "tools/replay_update.py", folder, *words, *layout).stdout

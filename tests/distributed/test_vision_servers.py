@@ -4,6 +4,7 @@ import json
 
 import pytest
 from ranks import run_torchrun
+from run_files import metrics_of
 from test_vision_environments import AGENT, data, run  # noqa: F401
 from test_vision_environments import make as make_model
 from test_vision_runs import PLUGIN as EVEN
@@ -106,7 +107,7 @@ def test_videos(data, tmp_path, shape):
         words = f"--load-hf {data}/{shape} --external-plugins {tmp_path}/plugin.py --vllm-server-base-url {url}".split()
         words += VIDEOS.split()
         run_torchrun(1, "pretrain_grpo.py", *words, "--train-data-path", tmp_path / "videos.jsonl", "--save", tmp_path)
-        rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        rows = metrics_of(tmp_path)
         assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 and row["grad_norm"] > 0 for row in rows)
         with pytest.raises(pytest.fail.Exception, match=r"start it with --media-io-kwargs .* all videos need one fps"):
             run_torchrun(1, "pretrain_grpo.py", *words, "--train-data-path", tmp_path / "slow.jsonl", "--save",

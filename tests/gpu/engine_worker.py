@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
+from refusals import says
 
 import pretrain_grpo
 from megatron_grpo.data.batch import RolloutBatch
@@ -38,7 +39,6 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.setup import build_engine
-from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf, model_weights
 from megatron_grpo.weights.stream import stream_hf
 
@@ -234,15 +234,6 @@ class Worker:
     def free() -> int:
         torch.cuda.synchronize()
         return torch.cuda.mem_get_info()[0]
-
-
-def says(check) -> str | None:
-    """The message with which a check fails; None if it passes."""
-    try:
-        check()
-    except GrpoError as error:
-        return str(error)
-    return None
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """Faults of a run on GPUs: its launcher is killed, or a rank stops. Nothing stays behind, and the rank is named."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launch import HANGS, REPO, engine_flags, own_gpu
+from run_files import metrics_of
 from test_runs import GPU, RUN, task  # noqa: F401, the fixture
 
 pytestmark = pytest.mark.alone  # it counts the memory of its GPU
@@ -87,5 +87,5 @@ def test_a_stopped_rank_is_named_while_the_other_waits_in_nccl(task, tmp_path):
     (directory,) = (tmp_path / "run").glob("hang-*")
     assert {file.name for file in directory.iterdir()} == {"rank0.txt", "rank1.txt"}
     assert not psutil.wait_procs(processes, timeout=60)[1]
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(tmp_path / "run")
     assert len(rows) >= 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launch import REPO, engine_flags, torchrun
+from run_files import metrics_of
 
 pytestmark = pytest.mark.alone  # vLLM's sleep fails when another program takes memory of the GPU meanwhile
 GPU = """--bf16 --sleep-level 2 --offload-model --offload-optimizer --offload-gradients --check-weight-sync
@@ -37,7 +38,7 @@ def check(task: Path, save: Path, nproc: int, *flags: str, model: str = "qwen3")
     places = ["--load-hf", task / model, "--save", save, "--load", save]
     for _ in range(2):
         torchrun(nproc, "pretrain_grpo.py", *RUN, *GPU, *engine_flags(64), *data, *places, *flags)
-    rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(save)
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
         assert row["mismatch/mean_abs"] < 0.02 and 0 < row["grad_norm"] < 100 and row["reward/failures"] == 0
@@ -65,7 +66,7 @@ def test_an_environment(tmp_path):
     places = ["--load-hf", model, "--tokenizer-model", model, "--train-data-path", data, "--save", save]
     output = torchrun(1, "pretrain_grpo.py", *places, *flags, *GPU, *engine_flags(64))
     assert "the environment failed in 4 episodes: raised OSError: no connection" in output
-    metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(save)
     assert len(metrics) == 2 and metrics[0]["environment/failed"] == 4 / 32
     assert metrics[0]["environment/turns"] > 1.5 and metrics[0]["environment/tokens"] > 10
     assert all(row["mismatch/mean_abs"] < 0.02 for row in metrics)

@@ -11,7 +11,7 @@ from PIL import Image
 from ranks import REPO
 
 sys.path.insert(0, str(REPO / "tools"))
-import make_tiny_vision_model as tool
+import tiny_vision_model as tool
 
 # Of a chat template: earlier turns of the policy are shown by their first letter.
 FORGETFUL = (

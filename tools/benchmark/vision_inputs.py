@@ -3,7 +3,7 @@
     python tools/benchmark/vision_inputs.py RUN_DIR [--rows 256]
 
 Writes RUN_DIR/model (Hugging Face files in bfloat16, 7.5 GB, with the processor and the byte tokenizer of
-tools/make_tiny_vision_model.py) and RUN_DIR/data/train.jsonl. A picture of 1008 x 1008 pixels becomes 1,296 tokens.
+tools/tiny_vision_model.py) and RUN_DIR/data/train.jsonl. A picture of 1008 x 1008 pixels becomes 1,296 tokens.
 tools/benchmark/vision.sh trains on them.
 """
 
@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-from make_tiny_vision_model import SPECIAL, make_processor, make_tokenizer
 from PIL import Image
+from tiny_vision_model import SPECIAL, make_processor, make_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 SIDE = 1008  # pixels

@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 from bad_input_bench import GOOD
 from bad_input_runs import TRAIN, launch, model  # noqa: F401 (a fixture)
+from run_files import json_lines
 from test_prompts import Characters, flags, text, user
 
 from megatron_grpo.data import prompts
@@ -95,7 +96,7 @@ def test_a_run_trains_on_rows_of_verl(tmp_path, model, capfd, suffix, messages):
     capfd.readouterr()
     assert launch(TRAIN, flags) == 0
     assert "answers from reward_model.ground_truth\n" in capfd.readouterr().out
-    logged = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    logged = json_lines(tmp_path / "run" / "completions.jsonl")
     assert logged and all(line["prompt"] in [f"{a}+1=" for a in range(1, 9)] for line in logged)
     assert all(line["rewards"]["exact_match"] == (line["completion"].strip() == "2") for line in logged)
 

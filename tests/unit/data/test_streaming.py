@@ -15,6 +15,7 @@ from bad_input_bench import GOOD
 from bad_input_runs import TRAIN, launch, model  # noqa: F401 (a fixture)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_files import json_lines, metrics_of
 from test_prompts import Characters
 
 from megatron_grpo.data import prompts, row_files, sampler
@@ -319,8 +320,8 @@ def test_a_streamed_run_that_was_stopped_goes_on_with_the_same_prompts(tmp_path,
 
     def train(save, *more):
         assert launch(TRAIN, [*flags, "--save", str(save), *more]) == 0
-        read = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-        logged = [json.loads(line) for line in (save / "completions.jsonl").read_text().splitlines()]
+        read = metrics_of(save)
+        logged = json_lines(save / "completions.jsonl")
         counts = [(row["consumed/prompts"], row["consumed/left_out"]) for row in read if "consumed/prompts" in row]
         return counts, [(line["iteration"], line["row"]) for line in logged]
 

@@ -1,10 +1,10 @@
 """A configuration of another system, translated by the tool, makes an update here."""
 
-import json
 import os
 import subprocess
 
 from bad_input_runs import TRAIN, bench, finished, launch, model  # noqa: F401 (fixtures)
+from run_files import metrics_of
 
 from tools import translate_flags
 
@@ -35,6 +35,6 @@ def test_a_translated_configuration_of_trl_trains(bench, tmp_path):
     own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TRAIN_DATA": str(bench.train), "SAVE": str(tmp_path / "run")}
     run = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=os.environ | own, check=True)
     assert launch(TRAIN, [*run.stdout.splitlines(), "--reward-funcs", "exact_match"]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_of(tmp_path / "run")
     assert [row["iteration"] for row in rows] == [1, 2]
     assert (tmp_path / "run" / "iter_0000002").is_dir() and (tmp_path / "run" / "hf_model").is_dir()

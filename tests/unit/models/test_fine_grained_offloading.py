@@ -49,12 +49,6 @@ class Calls(Counter):
             monkeypatch.setattr(owner, name, counted)
 
 
-@pytest.fixture
-def one_rank(one_process):
-    yield
-    parallel_state.destroy_model_parallel()
-
-
 def updates(*flags: str, passes_between: bool) -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of three updates of different sizes."""
     args = made_up.parse([*MODEL, *flags], 1)

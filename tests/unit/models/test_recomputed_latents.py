@@ -1,6 +1,5 @@
 """--recompute-modules mla_up_proj: the numbers of an update without it, and nothing is compiled."""
 
-import pytest
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as core_random
 
@@ -18,12 +17,6 @@ MODEL = """--model-family deepseek_v3 --num-layers 2 --multi-latent-attention --
     --moe-router-group-topk 1 --moe-router-topk-scaling-factor 1.5 --moe-shared-expert-intermediate-size 32
     --micro-batch-size 2 --lr 1e-2""".split()
 RECOMPUTED = "--recompute-granularity selective --recompute-modules mla_up_proj".split()
-
-
-@pytest.fixture
-def one_rank(one_process):
-    yield
-    parallel_state.destroy_model_parallel()
 
 
 def updates(*flags: str) -> list[tuple[float, float]]:

@@ -27,13 +27,6 @@ from megatron_grpo.utils.errors import GrpoError
 PADDED = ["--micro-batch-size", "2", "--moe-token-dispatcher-type", "allgather"]  # it wants packs of one length
 
 
-@pytest.fixture
-def one_rank(one_process):
-    """A process group of this process alone, without a layout afterwards."""
-    yield
-    parallel_state.destroy_model_parallel()
-
-
 def start(mode: str, *flags: str):
     """(arguments, trainer) of the toy model."""
     args = made_up.parse([*MODEL, *PADDED, "--router-replay-mode", mode, *flags], 1)

@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pyarrow.parquet
 import pytest
+from run_files import json_lines
 
 from megatron_grpo.utils.errors import GrpoError
 from tools.benchmark.peers import prompts
@@ -89,8 +90,8 @@ def test_every_request_gets_its_length_and_no_end_token(monkeypatch, lengths, ex
 def test_all_formats_have_the_same_problems(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["prompts.py", "--save", str(tmp_path), "--count", "3"])
     assert prompts.main() == 0
-    rows = list(map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()))
-    messages = list(map(json.loads, (tmp_path / "messages.jsonl").read_text().splitlines()))
+    rows = json_lines(tmp_path / "rows.jsonl")
+    messages = json_lines(tmp_path / "messages.jsonl")
     table = pyarrow.parquet.read_table(tmp_path / "rows.parquet").to_pylist()
     assert len(rows) == 3 and rows == table and [row["messages"] for row in messages] == [row["prompt"] for row in rows]
     words = rows[0]["prompt"][0]["content"].split()

@@ -5,7 +5,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.utils.errors import GrpoError
-from tools.make_tiny_model import IGNORED, accuracy, build_parser, encode, make, make_model, make_tokenizer, warm_up
+from tools.make_tiny_model import (
+    IGNORED,
+    TextRows,
+    accuracy,
+    build_parser,
+    encode,
+    make,
+    make_model,
+    make_tokenizer,
+    warm_up,
+)
 
 
 def arguments(tmp_path, *flags):
@@ -144,7 +154,7 @@ def test_accuracy_is_that_of_sampling_token_by_token(tmp_path, rows):
             context.append(token)
         expected_sampled.append(probability)
         expected_greedy.append(right)
-    sampled, greedy = accuracy(model, *encode([rows], tokenizer))
+    sampled, greedy = accuracy(model, TextRows([rows], tokenizer))
     assert sampled == pytest.approx(sum(expected_sampled) / 5, rel=1e-4)
     assert greedy == sum(expected_greedy) / 5
 
@@ -152,11 +162,11 @@ def test_accuracy_is_that_of_sampling_token_by_token(tmp_path, rows):
 def test_warm_up_learns_and_stops_at_the_goal(tmp_path, rows):
     tokenizer = make_tokenizer("characters")
     args = arguments(tmp_path, "--num-layers", "1", "--steps", "400", "--stop-accuracy", "0.5", "--lr", "3e-3")
-    model, data = make_model(args, tokenizer), encode([rows], tokenizer)
-    before, _ = accuracy(model, *data)
+    model, data = make_model(args, tokenizer), TextRows([rows], tokenizer)
+    before, _ = accuracy(model, data)
     steps = warm_up(model, data, data, args)
     assert before < 0.05 and 10 <= steps < 400
-    assert accuracy(model, *data)[0] >= 0.5
+    assert accuracy(model, data)[0] >= 0.5
 
 
 def test_warm_up_that_is_too_short_is_refused(tmp_path, rows):

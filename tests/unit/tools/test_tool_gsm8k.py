@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+from run_files import json_lines
 
 from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import write_rows
@@ -36,7 +37,7 @@ def test_both_formats(tmp_path):
         ]
     ]
     assert pyarrow.parquet.read_table(tmp_path / "out/a.parquet").to_pylist() == expected
-    assert [json.loads(line) for line in (tmp_path / "out/b.jsonl").read_text().splitlines()] == expected
+    assert json_lines(tmp_path / "out/b.jsonl") == expected
     assert "out/a.parquet: 3 rows" in run.stdout and "Ida has 3 pens" in run.stdout
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["a.parquet", "b.jsonl"]
 

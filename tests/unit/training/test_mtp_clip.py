@@ -23,12 +23,6 @@ CLIP = 0.01
 RATE = 50 / 100  # Adam's first step is this multiple of a gradient far below epsilon
 
 
-@pytest.fixture
-def one_rank(one_process):
-    yield
-    parallel_state.destroy_model_parallel()
-
-
 def updated(*flags: str):
     """Return the metrics of one update, and the weights before and after it by name."""
     args = made_up.parse([*MODEL, *flags], 1)

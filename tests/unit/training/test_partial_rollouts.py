@@ -15,6 +15,7 @@ import pytest
 from bad_input_bench import Bench
 from bad_input_runs import TRAIN, StubEngine, launch
 from noted_signal import raise_noted_signal
+from run_files import json_lines, metrics_of, without
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
@@ -119,25 +120,18 @@ def tensors(checkpoint):
     return [item for begin, item in zip(begins, items, strict=True) if begin != place.offset]
 
 
-def rows(save, name="metrics.jsonl"):
-    return [json.loads(line) for line in (save / name).read_text().splitlines()]
-
-
 @pytest.mark.parametrize("name", ["stopped", "lost", "crashed", "replayed"])
 def test_it_goes_on_to_the_very_same_end(runs, name):
-    first, second = (
-        [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows(runs[which])]
-        for which in ("alone", name)
-    )
+    first, second = (without(metrics_of(runs[which])) for which in ("alone", name))
     assert [row["iteration"] for row in first] == list(range(1, UPDATES + 1))
     assert first == second
-    assert rows(runs["alone"], "completions.jsonl") == rows(runs[name], "completions.jsonl")
+    assert json_lines(runs["alone"] / "completions.jsonl") == json_lines(runs[name] / "completions.jsonl")
     alone, other = (tensors(runs[which] / f"iter_{UPDATES:07d}") for which in ("alone", name))
     assert alone == other
 
 
 def test_tokens_are_of_several_versions_within_the_bound(runs):
-    metrics = rows(runs["alone"])
+    metrics = metrics_of(runs["alone"])
     assert metrics[0]["staleness/max"] == 0 < max(row["staleness/max"] for row in metrics) <= STALENESS
     assert max(row["staleness/interrupted"] for row in metrics) > 0.2
     assert all(0 <= row["staleness/mean"] <= row["staleness/max"] for row in metrics)
@@ -146,10 +140,10 @@ def test_tokens_are_of_several_versions_within_the_bound(runs):
 
 def test_every_group_is_trained_on_once(runs):
     """The rows of the first updates are those drawn first; at most the batches of the bound are ahead."""
-    metrics = rows(runs["alone"])
+    metrics = metrics_of(runs["alone"])
     groups = 8 // GENERATIONS
     assert [row["consumed/prompts"] for row in metrics] == [groups * (STALENESS + n) for n in range(1, UPDATES + 1)]
-    trained = [row["row"] for row in rows(runs["alone"], "completions.jsonl")][::GENERATIONS]
+    trained = [row["row"] for row in json_lines(runs["alone"] / "completions.jsonl")][::GENERATIONS]
     assert len(trained) == groups * UPDATES
     for begin in range(0, len(trained) - 9 * 2, 9):  # no row comes a third time before each has come once
         assert max(np.bincount(trained[begin : begin + 9])) <= 2

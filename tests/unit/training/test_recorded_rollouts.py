@@ -12,6 +12,7 @@ import bad_input_runs
 import pytest
 from bad_input_bench import Bench
 from bad_input_runs import REPO, TRAIN, launch
+from run_files import metrics_of
 from test_partial_rollouts import REWARD, ROWS, Slow, tensors
 
 FLAGS = "--train-iters 4 --mismatch-limit 100 --max-completion-length 40 --num-iterations 1 --no-save-hf".split()
@@ -47,28 +48,26 @@ def runs(tiny_models, tmp_path_factory):
     return saves
 
 
-def rows(save):
-    return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_training_on_the_rollouts_of_a_run_is_that_run(runs):
     names = "loss grad_norm lr reward/mean tokens/update tokens/rollout completion/length_mean".split()
-    found, expected = ([[row[name] for name in names] for row in rows(runs[which])] for which in ("same", "whole"))
+    found, expected = (
+        [[row[name] for name in names] for row in metrics_of(runs[which])] for which in ("same", "whole")
+    )
     assert found == expected and len(found) == 4
     same, whole = (tensors(runs[which] / "iter_0000004") for which in ("same", "whole"))
     assert same == whole
 
 
 def test_rollouts_alone_are_all_of_the_first_weights(runs):
-    assert [row["iteration"] for row in rows(runs["rollouts"])] == [1, 2, 3, 4]
-    assert all("loss" not in row and row["tokens/rollout"] > 0 for row in rows(runs["rollouts"]))
+    assert [row["iteration"] for row in metrics_of(runs["rollouts"])] == [1, 2, 3, 4]
+    assert all("loss" not in row and row["tokens/rollout"] > 0 for row in metrics_of(runs["rollouts"]))
     assert not list(runs["rollouts"].glob("iter_*"))
-    assert rows(runs["rollouts"])[0]["reward/mean"] == rows(runs["whole"])[0]["reward/mean"]
+    assert metrics_of(runs["rollouts"])[0]["reward/mean"] == metrics_of(runs["whole"])[0]["reward/mean"]
 
 
 def test_another_algorithm_learns_from_them_in_batches_of_its_own(runs):
     """Half the groups a batch: eight batches of four recorded ones, then four of the second pass."""
-    learnt, made = rows(runs["other"]), rows(runs["rollouts"])
+    learnt, made = metrics_of(runs["other"]), metrics_of(runs["rollouts"])
     assert [row["iteration"] for row in learnt] == list(range(1, 13)) and all(row["grad_norm"] >= 0 for row in learnt)
     tokens = [row["tokens/rollout"] for row in learnt]
     assert [tokens[n] + tokens[n + 1] for n in range(0, 8, 2)] == [row["tokens/rollout"] for row in made]

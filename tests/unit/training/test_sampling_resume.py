@@ -13,6 +13,7 @@ import pytest
 from bad_input_bench import Bench
 from bad_input_runs import TRAIN, StubEngine, launch
 from noted_signal import raise_noted_signal
+from run_files import json_lines, metrics_of, without
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from megatron_grpo.rollout.engine import Completion
@@ -79,22 +80,16 @@ def runs(tiny_models, tmp_path_factory):
     return benches["alone"].save, stopped.save
 
 
-def rows(save, name="metrics.jsonl"):
-    return [json.loads(line) for line in (save / name).read_text().splitlines()]
-
-
 def test_a_run_that_got_sigterm_goes_on_to_the_very_same_end(runs):
     alone, stopped = runs
-    first, second = (
-        [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows(save)] for save in runs
-    )
+    first, second = (without(metrics_of(save)) for save in runs)
     assert [row["iteration"] for row in first] == list(range(1, UPDATES + 1))
     assert first == second
-    assert rows(alone, "completions.jsonl") == rows(stopped, "completions.jsonl")
+    assert json_lines(alone / "completions.jsonl") == json_lines(stopped / "completions.jsonl")
 
 
 def test_groups_were_replaced_and_aborted(runs):
-    metrics = rows(runs[0])
+    metrics = metrics_of(runs[0])
     assert sum(row["sampling/resampled_groups"] for row in metrics) > 0
     assert sum(row["sampling/aborted_groups"] for row in metrics) > 0
     # What was looked at: kept groups and replaced ones; the others come again.
@@ -105,7 +100,7 @@ def test_groups_were_replaced_and_aborted(runs):
 
 def test_easy_prompts_come_first(runs):
     """Of the first rollout all that was looked at is among the easiest of the three and four that it may begin."""
-    first = {row["row"] for row in rows(runs[0], "completions.jsonl") if row["iteration"] == 1}
+    first = {row["row"] for row in json_lines(runs[0] / "completions.jsonl") if row["iteration"] == 1}
     assert {ROWS[row]["pass_rate"] for row in first} <= {0.75, 0.5}
 
 
@@ -119,11 +114,11 @@ def test_an_engine_lost_in_an_evaluation_costs_nothing_of_the_update_before(tiny
     assert launch(TRAIN, [*bench.good, *flags.split()]) == 1
     assert latest_iteration(bench.save) == 1
     assert (bench.save / "iter_0000001" / "reference").is_dir()
-    (row,) = rows(bench.save)
+    (row,) = metrics_of(bench.save)
     assert row["iteration"] == 1 and row["tokens/total"] == row["tokens/update"] > 0
     monkeypatch.setattr(SeededEngine, "lost_in", None)
     assert launch(TRAIN, [*bench.good, *flags.split(), "--load", str(bench.save)]) == 0
-    first, second, *_ = rows(bench.save)
+    first, second, *_ = metrics_of(bench.save)
     assert [first["iteration"], second["iteration"]] == [1, 2]
     assert second["tokens/total"] == first["tokens/update"] + second["tokens/update"]
 
@@ -142,7 +137,7 @@ def test_shuffled_updates_are_the_same_after_a_resume(tiny_models, tmp_path, mon
             load = ["--load", str(bench.save)] if latest_iteration(bench.save) else []
             assert launch(TRAIN, [*words, *end.split(), *load]) == 0
         benches.append(bench)
-    first, second = ([(row["loss"], row["grad_norm"]) for row in rows(bench.save)] for bench in benches)
+    first, second = ([(row["loss"], row["grad_norm"]) for row in metrics_of(bench.save)] for bench in benches)
     assert len(set(first)) == 8 and first == second
     weights = [(bench.save / "hf_model" / "model.safetensors").read_bytes() for bench in benches]
     assert weights[0] == weights[1]

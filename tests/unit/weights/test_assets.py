@@ -13,7 +13,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf
 
 sys.path.insert(0, str(REPO / "tools"))
-import make_tiny_vision_model as tool
+import tiny_vision_model as tool
 
 # transformers' constants: settings and templates. Weights are written anew; the others are no files of these models.
 CONSTANTS = """CONFIG_NAME GENERATION_CONFIG_NAME FEATURE_EXTRACTOR_NAME IMAGE_PROCESSOR_NAME VIDEO_PROCESSOR_NAME

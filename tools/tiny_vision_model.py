@@ -1,27 +1,19 @@
-"""Make a tiny vision-language model as a Hugging Face checkpoint, with a short supervised warm-up on pictures.
+"""Tiny vision-language models with random weights, their processors, and rows with pictures; for make_tiny_model.py.
 
-    python tools/make_tiny_vision_model.py --save runs/tiny --train warmup.parquet --valid valid.parquet
-
-The tower and the decoder start from random weights. The warm-up stops when the probability of a correct sampled answer
-on the validation rows reaches --stop-accuracy; `--steps 0` keeps the random weights and needs no data. Rows are of
-tools/data/pictures.py. The tokenizer has one token for each byte, and Qwen2.5-VL's special tokens and chat template.
+The tokenizer has one token for each byte, and the family's special tokens and chat template.
 """
 
-import argparse
 import io
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import torch
-import torch.nn.functional as F
+from make_tiny_model import IGNORED, byte_tokenizer
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -38,7 +30,6 @@ from transformers.models.llava_onevision.video_processing_llava_onevision import
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
-from transformers.utils import logging as transformers_logging
 
 from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.utils.errors import GrpoError
@@ -59,13 +50,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 IMAGE, VIDEO = (f"<|vision_start|><|{medium}_pad|><|vision_end|>" for medium in ("image", "video"))
-IGNORED = -100
 # Family -> processors of images, of videos and of both, and pixels along a patch.
 PROCESSORS = {
     "qwen2_5_vl": (Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen2_5_VLProcessor, 14),
     "qwen3_vl": (Qwen2VLImageProcessor, Qwen3VLVideoProcessor, Qwen3VLProcessor, 16),
 }
-SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"]
 INTERNVL_SPECIAL = "<|endoftext|> <|im_start|> <|im_end|> <img> </img> <IMG_CONTEXT> <quad> </quad>".split()
 INTERNVL_VIDEO = "<video>"  # as published, behind the tokens that have an embedding
 TILE, TILE_TOKENS = 56, 4  # of InternVL: pixels along each side, and tokens
@@ -90,10 +79,7 @@ def make_tokenizer(shape: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
         special, template = INTERNVL_SPECIAL, TEMPLATE.replace(IMAGE, "<IMG_CONTEXT>\n").replace(VIDEO, "<video>\n")
     if shape == "llava_onevision":
         special, template = LLAVA_SPECIAL, LLAVA_TEMPLATE
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
+    made = byte_tokenizer(before=special)
     made.add_special_tokens([*special, INTERNVL_VIDEO] if shape == "internvl" else special)
     names = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
     names |= {"vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>"}
@@ -258,6 +244,8 @@ def save_model(model: torch.nn.Module, directory: Path, **options: Any) -> None:
 class Rows:
     """Rows as tensors: ids and labels [rows, longest], pixels [rows, patches, channels]; one picture a row."""
 
+    at_a_time = 100  # rows of one forward pass without gradients
+
     def __init__(self, paths: list[Path], processor: Any):
         tokenizer, sequences, pictures = processor.tokenizer, [], []
         for where, row in (item for path in paths for item in read_rows(path)):
@@ -294,101 +282,3 @@ class Rows:
             pixel_values=self.pixels[chosen].flatten(0, 1),
             image_grid_thw=self.grid.expand(len(chosen), -1),
         ).logits
-
-    @torch.no_grad()
-    def accuracy(self, model: torch.nn.Module) -> float:
-        """Return the probability of the right answer at temperature 1, its mean over the rows."""
-        total = 0.0
-        for part in torch.arange(len(self.ids)).split(100):
-            log_probs, labels = self.logits(model, part).log_softmax(-1), self.labels[part]
-            chosen = log_probs.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != IGNORED)
-            total += chosen.sum(-1).exp().sum().item()
-        return total / len(self.ids)
-
-
-def warm_up(model: torch.nn.Module, train: Rows, valid: Rows, args: argparse.Namespace) -> int:
-    """Train on the answers until the accuracy on `valid` reaches the goal; return the number of steps."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
-    generator, reached = torch.Generator().manual_seed(args.seed), 0.0
-    with tqdm(total=args.steps, desc="  warm-up", unit="step", disable=args.quiet) as bar:
-        for step in range(1, args.steps + 1):
-            chosen = torch.randint(len(train.ids), (args.batch_size,), generator=generator)
-            logits, labels = train.logits(model, chosen), train.labels[chosen]
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            bar.update()
-            if step % 10 == 0:
-                reached = valid.accuracy(model)
-                bar.set_postfix(loss=f"{loss.item():.2f}", sampled=f"{reached:.2f}")
-                if reached >= args.stop_accuracy:
-                    return step
-    raise GrpoError(
-        f"after {args.steps} steps a sampled answer is right with probability {reached:.2f}, below --stop-accuracy "
-        f"{args.stop_accuracy}: raise --steps"
-    )
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--save", type=Path, required=True, metavar="DIR", help="folder of the checkpoint")
-    add("--train", type=Path, nargs="+", metavar="FILE", help="training rows")
-    add("--valid", type=Path, nargs="+", metavar="FILE", help="rows of the accuracy for --stop-accuracy")
-    add("--stop-accuracy", type=float, default=0.35, help="stop at this probability of a right sampled answer [0.35]")
-    add("--steps", type=int, default=2000, help="maximum number of supervised steps; 0: random weights [2000]")
-    add("--batch-size", type=int, default=32, help="rows per step [32]")
-    add("--lr", type=float, default=1e-3, help="learning rate [1e-3]")
-    add("--shape", choices=SHAPES, default="qwen2_5_vl", help="model family [qwen2_5_vl]")
-    add("--num-layers", type=int, default=2, help="layers of the decoder [2]")
-    add("--hidden-size", type=int, default=128, help="channels of the decoder, a multiple of 64 [128]")
-    add("--depth", type=int, default=2, help="blocks of the tower [2]")
-    add("--vision-hidden-size", type=int, default=64, help="channels of the tower, a multiple of 32 [64]")
-    add(
-        "--max-tokens", type=int, default=24, help="visual tokens of the largest picture, except LLaVA-OneVision's [24]"
-    )
-    add("--tie-embeddings", action="store_true", help="one matrix for embedding and output layer")
-    add("--seed", type=int, default=1234, help="seed of weights and batches [1234]")
-    add("--threads", type=int, default=2, help="threads of torch [2]")
-    add("--quiet", action="store_true", help="no progress bar")
-    return parser
-
-
-def make(args: argparse.Namespace) -> None:
-    """Build, warm up and save the model that the arguments describe."""
-    processor = make_processor(make_tokenizer(args.shape), args.max_tokens, args.shape)
-    sizes = args.num_layers, args.hidden_size, args.depth, args.vision_hidden_size
-    model = make_model(processor.tokenizer, *sizes, args.tie_embeddings, args.seed, args.shape)
-    print(f"  {args.shape}, {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")
-    if args.steps:
-        if args.shape in ("internvl", "llava_onevision"):
-            raise GrpoError(f"the warm-up does not cut pictures into tiles: give --steps 0 with --shape {args.shape}")
-        if not args.train or not args.valid:
-            raise GrpoError("the warm-up needs --train and --valid; or give --steps 0 for random weights")
-        start = time.perf_counter()
-        train, valid = (Rows(paths, processor) for paths in (args.train, args.valid))
-        steps = warm_up(model, train, valid, args)
-        print(f"  stopped after {steps} steps, {time.perf_counter() - start:.0f} s")
-        print(f"  validation accuracy: sampled {valid.accuracy(model):.3f}")
-    save_model(model, args.save)
-    processor.save_pretrained(args.save)
-
-
-def main() -> int:
-    """Parse the command line, make the model, and return the exit code."""
-    args = build_parser().parse_args()
-    torch.set_num_threads(max(1, args.threads))
-    transformers_logging.disable_progress_bar()
-    try:
-        make(args)
-    except GrpoError as error:
-        print(f"make_tiny_vision_model.py: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
