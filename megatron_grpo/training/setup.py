@@ -252,11 +252,11 @@ def _join(args, world_size: int) -> Watchdog | None:
     Return the watchdog of this rank, which has started; None without one. From here on, ranks wait for rank 0 without a
     time-out: it reads checkpoints and data.
     """
-    check_packages(args)
     if args.load or args.pretrained_checkpoint:
         flags = resolve_flags(args, world_size)
     else:
         flags = resolve_args(resolve_origin(args, resume=False), world_size)
+    check_packages(flags)
     workers = args.reward_workers + (args.environment_workers if flags.environment else 0)
     raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size), workers)
     progress.step("other ranks")

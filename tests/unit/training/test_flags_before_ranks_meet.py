@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from good_args import MOE, RUN
+from good_args import MODEL, MOE, RUN
 from ranks import REPO
 
 from megatron_grpo.training import setup
@@ -71,6 +71,14 @@ def test_wrong_flags_are_refused_before_the_ranks_meet(join, monkeypatch, origin
         with pytest.raises(GrpoError) as error:
             join(f"{origin} {flags}")
         assert word in str(error.value), folder
+
+
+@pytest.mark.parametrize("origin", ["--load run", MODEL])
+def test_a_run_without_rewards_is_refused_before_its_packages_are_looked_for(origin):
+    """With --external-plugins no check comes earlier: a plugin can add flags."""
+    words = f"{RUN} {origin}".replace("--reward-funcs exact_match", "").split()
+    with pytest.raises(GrpoError, match="^--reward-funcs is missing"):
+        setup.setup(parse_args(words), None, None)
 
 
 def _refuse(name):
