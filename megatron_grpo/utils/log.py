@@ -30,12 +30,18 @@ _LOGGER.propagate = False  # the root's handler writes to standard error
 _LOGGER.addHandler(_Terminal())
 
 
+def _write(level: int, message: str) -> None:
+    """Log ``message``, also after logging.config or logging.disable in a plug-in, which hide what others log."""
+    _LOGGER.disabled = False
+    _LOGGER.handle(_LOGGER.makeRecord(_LOGGER.name, level, __file__, 0, message, (), None))
+
+
 def log(message: str) -> None:
     """Log ``message``, with the number of this rank in front."""
-    _LOGGER.warning(f"[rank {rank()}] {message}")
+    _write(logging.WARNING, f"[rank {rank()}] {message}")
 
 
 def print_rank_0(message: str) -> None:
     """Log ``message`` on rank 0 only."""
     if rank() == 0:
-        _LOGGER.info(message)
+        _write(logging.INFO, message)
