@@ -241,7 +241,7 @@ def build_parser() -> Parser:
     for registry, title in ((LOSSES, "algorithm"), (ADVANTAGES, "advantages and KL")):
         for dest, owner in registry.owners.items():
             _add_plugin_flag(parser, groups[title], registry.flags[dest], owner)
-    for group in groups.values():
+    for group in (*groups.values(), synonyms):
         _add_opposites(parser, group)
     return parser
 
