@@ -7,7 +7,7 @@ from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.kl import KL_ESTIMATORS
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.registry import TOKEN_STATISTICS, Entry, Level, Loss, Registry, call
-from megatron_grpo.utils.arguments import Step
+from megatron_grpo.utils.arguments import Step, replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, REAL, FlagRow
 from megatron_grpo.utils.rules import excludes, flag, needs, was_given, within
@@ -117,7 +117,7 @@ def check_loss(args: Namespace) -> None:
     _check_micro_batch_flags(args, loss)
     _check_level(args, loss)
     if loss.check is not None:
-        call(loss.check, {}, args)
+        call(loss.check, {}, replaced(args, importance_sampling_level=_level(args, loss)))
 
 
 def _check_unread_flags(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
@@ -149,6 +149,10 @@ def _check_micro_batch_flags(args: Namespace, loss: Loss) -> None:
         )
 
 
+def _level(args: Namespace, loss: Loss) -> str:
+    return args.importance_sampling_level if loss.level is None else loss.level
+
+
 def _check_level(args: Namespace, loss: Loss) -> None:
     """Refuse a level of the importance ratio that the loss does not have."""
     level = args.importance_sampling_level
@@ -168,7 +172,7 @@ def _check_level(args: Namespace, loss: Loss) -> None:
 def resolve_loss(args: Namespace) -> dict[str, Any]:
     """Return level and bounds of the importance ratio, and the loss's own defaults."""
     loss = LOSSES.get(args.loss_type)
-    level = args.importance_sampling_level if loss.level is None else loss.level
+    level = _level(args, loss)
     defaults = {"epsilon": 0.2, **loss.defaults}
     if _clips_sequences(level, loss) and args.epsilon is None:
         defaults |= {"epsilon": 3e-4, "epsilon_high": 4e-4}  # arXiv:2507.18071, section 5.1

@@ -134,3 +134,15 @@ def test_a_plugin_that_fails_is_refused_with_its_line(tmp_path):
         parsed(tmp_path, "1 / 0\n")
     with pytest.raises(GrpoError, match=r"--external-plugins gone.py: no such file"):
         parse_args(["--external-plugins", "gone.py"])
+
+
+def test_the_check_of_a_loss_reads_the_level_of_the_loss(tmp_path):
+    text = """
+def check(importance_sampling_level):
+    assert importance_sampling_level == "sequence"
+
+@register_loss("foo", aggregation="grpo", level="sequence", check=check)
+def foo(log_ratio, advantages):
+    return -log_ratio * advantages
+"""
+    assert parsed(tmp_path, text, "--loss-type foo").importance_sampling_level == "sequence"
