@@ -20,8 +20,9 @@ class _Terminal(logging.Handler):
     """Writes to standard output, without breaking a progress bar there."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record))
-        sys.stdout.flush()  # output to a pipe is buffered
+        if sys.stdout is not None:  # None without a terminal, as under pythonw or redirect_stdout(None)
+            tqdm.write(self.format(record))
+            sys.stdout.flush()  # output to a pipe is buffered
 
 
 _LOGGER = logging.getLogger("megatron_grpo")
