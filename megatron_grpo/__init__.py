@@ -4,7 +4,7 @@ import logging
 import sys
 import warnings
 
-if sys.version_info < (3, 12):  # what follows has syntax that older versions do not read
+if sys.version_info < (3, 12):  # noqa: UP036 (other modules have syntax that older versions do not read)
     found = sys.version.split()[0]
     sys.exit(f"megatron-grpo needs Python 3.12 or 3.13, and {sys.executable} is {found}: see docs/gpus.md#versions")
 
