@@ -26,17 +26,24 @@ class _Terminal(logging.Handler):
 
 
 _LOGGER = logging.getLogger("megatron_grpo")
-_LOGGER.setLevel(logging.INFO)
 _LOGGER.propagate = False  # the root's handler writes to standard error
 _LOGGER.addHandler(_Terminal())
 
 
 def log(message: str) -> None:
     """Log ``message``, with the number of this rank in front."""
-    _LOGGER.warning(f"[rank {rank()}] {message}")
+    _to_handlers(logging.WARNING, f"[rank {rank()}] {message}")
 
 
 def print_rank_0(message: str) -> None:
     """Log ``message`` on rank 0 only."""
     if rank() == 0:
-        _LOGGER.info(message)
+        _to_handlers(logging.INFO, message)
+
+
+def _to_handlers(level: int, message: str) -> None:
+    """Give a message to every handler, even if a plug-in or a library has switched existing loggers off.
+
+    ``logging.config`` does so by default, and ``logging.disable`` for all.
+    """
+    _LOGGER.callHandlers(_LOGGER.makeRecord(_LOGGER.name, level, __file__, 0, message, (), None))

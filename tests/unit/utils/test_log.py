@@ -1,6 +1,7 @@
 """Messages on standard output: the rank in front, and a logger that a program can give more handlers."""
 
 import logging
+import logging.config
 import sys
 
 from tqdm import tqdm
@@ -36,3 +37,17 @@ def test_a_line_does_not_break_a_progress_bar(capsys):
         log("a server has restarted")
     lines = [line.rpartition("\r")[2] for line in capsys.readouterr().out.split("\n")]
     assert "[rank 0] a server has restarted" in lines
+
+
+def test_a_plug_in_that_configures_logging_hides_no_message(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    logger = logging.getLogger("megatron_grpo")
+    try:
+        logging.config.dictConfig({"version": 1})  # switches existing loggers off, by default
+        logging.disable(logging.CRITICAL)
+        print_rank_0("the run has started")
+        log("a disk is full")
+    finally:
+        logging.disable(logging.NOTSET)
+        logger.disabled = False
+    assert capsys.readouterr().out == "the run has started\n[rank 0] a disk is full\n"
