@@ -1,7 +1,12 @@
 """GRPO on Megatron-Core and vLLM; the algorithm is in ``pretrain_grpo.py``."""
 
 import logging
+import sys
 import warnings
+
+if sys.version_info < (3, 12):  # noqa: UP036 (other modules have syntax that older versions do not read)
+    found = sys.version.split()[0]
+    sys.exit(f"megatron-grpo needs Python 3.12 or 3.13, and {sys.executable} is {found}: see docs/gpus.md#versions")
 
 __version__ = "0.1.0"  # the top version of CHANGELOG.md, whose tag is v0.1.0
 

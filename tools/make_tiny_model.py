@@ -18,25 +18,25 @@ template; its rows are of tools/data/pictures.py.
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from byte_tokenizer import byte_tokenizer
+from tokenizers import Tokenizer, decoders, models
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from megatron_grpo.data.pack import IGNORED_LABEL
 from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.utils.errors import GrpoError
 
 EOS, PAD = "<eos>", "<pad>"
-IGNORED = -100
 SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3"]
 VISION_SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"]
 POSITIVE = (
@@ -57,16 +57,6 @@ TOOL_TEMPLATE = (
 )
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 CHAT_TEMPLATES = {"bytes": CHAT_TEMPLATE, "tools": TOOL_TEMPLATE}
-
-
-def byte_tokenizer(more: Sequence[str] = (), before: Sequence[str] = ()) -> Tokenizer:
-    """Build a tokenizer without merges whose tokens are `before`, the 256 bytes and `more`."""
-    tokens = [*before, *sorted(pre_tokenizers.ByteLevel.alphabet()), *more]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(before))
-    return tokenizer
 
 
 def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
@@ -163,7 +153,7 @@ class Rows(Protocol):
     """Rows as tensors, for the warm-up."""
 
     ids: torch.Tensor  # [rows, longest], padded on the right
-    labels: torch.Tensor  # [rows, longest]; labels[i, t] is the token that follows ids[i, t], or IGNORED
+    labels: torch.Tensor  # [rows, longest]; labels[i, t] is the token that follows ids[i, t], or IGNORED_LABEL
     at_a_time: int  # rows of one forward pass without gradients
 
     def logits(self, model: torch.nn.Module, chosen: torch.Tensor) -> torch.Tensor:
@@ -206,12 +196,12 @@ def encode(paths: list[Path], tokenizer: PreTrainedTokenizerFast) -> tuple[torch
             parts[-1].append(tokenizer.eos_token_id)
         ids = [token for part in parts for token in part]
         spoken = [number % 2 == 1 for number, part in enumerate(parts) for _ in part]
-        sequences.append((ids, [token if said else IGNORED for token, said in zip(ids, spoken, strict=True)]))
+        sequences.append((ids, [token if said else IGNORED_LABEL for token, said in zip(ids, spoken, strict=True)]))
     if not sequences:
         raise GrpoError(f"{', '.join(map(str, paths))}: no rows")
     longest = max(len(sequence) for sequence, _ in sequences) - 1
     ids = torch.full((len(sequences), longest), tokenizer.pad_token_id)
-    labels = torch.full((len(sequences), longest), IGNORED)
+    labels = torch.full((len(sequences), longest), IGNORED_LABEL)
     for i, (sequence, learnt) in enumerate(sequences):
         ids[i, : len(sequence) - 1] = torch.tensor(sequence[:-1])
         labels[i, : len(sequence) - 1] = torch.tensor(learnt[1:])
@@ -242,7 +232,7 @@ def accuracy(model: torch.nn.Module, rows: Rows) -> tuple[float, float]:
     sampled = greedy = 0.0
     for part in torch.arange(len(rows.ids)).split(rows.at_a_time):
         log_probs, labels = rows.logits(model, part).log_softmax(-1), rows.labels[part]
-        answer = labels != IGNORED
+        answer = labels != IGNORED_LABEL
         chosen = log_probs.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1)
         sampled += (chosen * answer).sum(-1).exp().sum().item()
         greedy += ((log_probs.argmax(-1) == labels) | ~answer).all(-1).sum().item()
@@ -262,7 +252,7 @@ def warm_up(model: torch.nn.Module, train: Rows, valid: Rows, args: argparse.Nam
         for step in range(1, args.steps + 1):
             chosen = torch.randint(len(train.ids), (args.batch_size,), generator=generator)
             logits, labels = train.logits(model, chosen), train.labels[chosen]
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

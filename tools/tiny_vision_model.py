@@ -11,7 +11,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import torch
-from make_tiny_model import IGNORED, byte_tokenizer
+from byte_tokenizer import byte_tokenizer
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -31,6 +31,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
+from megatron_grpo.data.pack import IGNORED_LABEL
 from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.utils.errors import GrpoError
 
@@ -265,7 +266,7 @@ class Rows:
             encoded.append((ids, [*tokenizer.encode(answer), tokenizer.eos_token_id]))
         longest = max(len(prompt) + len(answer) for prompt, answer in encoded) - 1
         self.ids = torch.full((len(encoded), longest), tokenizer.pad_token_id)
-        self.labels = torch.full_like(self.ids, IGNORED)
+        self.labels = torch.full_like(self.ids, IGNORED_LABEL)
         for i, (prompt, answer) in enumerate(encoded):
             whole = torch.tensor(prompt + answer)
             self.ids[i, : len(whole) - 1] = whole[:-1]

@@ -104,15 +104,20 @@ def get_environment(name: str) -> EnvironmentSpec:
         _register(EnvironmentSpec(name, lambda: AgentProgram(name.removeprefix(AGENT))))
     if name not in _registry and name in _BUILTIN:
         importlib.import_module(_BUILTIN[name])
-    if name not in _registry:
-        known = sorted(_BUILTIN.keys() | _registry.keys())
+    check_environment(name)
+    return _registry[name]
+
+
+def check_environment(name: str) -> None:
+    """Raise GrpoError for an unknown name, with all known ones; the program of an agent is not looked at."""
+    known = sorted(_BUILTIN.keys() | _registry.keys())
+    if name not in known and not name.startswith(AGENT):
         close = difflib.get_close_matches(name, known, n=1)
         hint = f' (did you mean "{close[0]}"?)' if close else ""
         raise GrpoError(
             f'--environment: unknown environment "{name}"{hint}; known: {", ".join(known)}. Register a class by '
             "@register_environment, or functions by register_tools, in a file of --external-plugins"
         )
-    return _registry[name]
 
 
 def environment_of(row: Mapping[str, Any], default: str) -> EnvironmentSpec:

@@ -79,6 +79,8 @@ def _estimator(value: object, settings: Settings) -> Converted:
 
 
 def _scale(value: object, settings: Settings) -> Converted:
+    if settings.text("grpo.adv_estimator.name") == "gdpo":  # it has a scale of its own
+        return None
     return "group" if truth(value) else "none"
 
 

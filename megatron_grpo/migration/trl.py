@@ -88,6 +88,8 @@ def scaled_rewards(value: object, settings: Settings) -> Converted:
     """Return our --scale-rewards: true and false are older forms of group and none."""
     if str(value).lower() == "gdpo":  # of ms-swift
         raise Undecided("give --advantage-estimator gdpo, an estimator of its own here")
+    if settings.text("multi_objective_aggregation") == "normalize_then_sum":  # GDPO, which has a scale of its own
+        return None
     names = {"true": "group", "false": "none", "group": "group", "batch": "batch", "none": "none"}
     return names.get(str(value).lower())
 

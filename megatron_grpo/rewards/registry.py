@@ -159,6 +159,18 @@ def known_rewards() -> list[str]:
     return sorted(_BUILTIN.keys() | _registry.keys())
 
 
+def check_reward(name: str) -> None:
+    """Raise GrpoError for an unknown name, with all known ones."""
+    known = known_rewards()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f' (did you mean "{close[0]}"?)' if close else ""
+        raise GrpoError(
+            f'--reward-funcs: unknown reward function "{name}"{hint}; known: {", ".join(known)}. '
+            "Register a function by @register_reward in a file of --external-plugins, or a model by --reward-model"
+        )
+
+
 def check_package(name: str) -> None:
     """Raise GrpoError if the package that a built-in function needs is not installed."""
     if package := _PACKAGE.get(name):
@@ -174,14 +186,7 @@ def get_rewards(names: Sequence[str], flags: Mapping[str, Any] | None = None) ->
         if name not in _registry and name in _BUILTIN:
             check_package(name)
             importlib.import_module(_BUILTIN[name])
-        if name not in _registry:
-            known = known_rewards()
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f' (did you mean "{close[0]}"?)' if close else ""
-            raise GrpoError(
-                f'--reward-funcs: unknown reward function "{name}"{hint}; known: {", ".join(known)}. '
-                "Register a function by @register_reward in a file of --external-plugins, or a model by --reward-model"
-            )
+        check_reward(name)
         functions.append(_fill_flags(name, _registry[name].function, flags or {}))
     return functions
 

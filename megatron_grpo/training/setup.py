@@ -17,9 +17,11 @@ from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
 from megatron_grpo.data.prompts import PromptDataset, Reading
 from megatron_grpo.data.routing import reward_routes
+from megatron_grpo.data.sampler import read_blend
+from megatron_grpo.data.saved_datasets import PREFIX as CACHED
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, check_vocabulary
 from megatron_grpo.environments.pool import EnvironmentPool
-from megatron_grpo.environments.registry import tools_of, videos_are_shown
+from megatron_grpo.environments.registry import check_environment, tools_of, videos_are_shown
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.threads import Sizes, default_sandboxes
 from megatron_grpo.environments.tool_calls import ToolCallParser
@@ -54,7 +56,7 @@ from megatron_grpo.reference.model_args import check_teacher_tokenizer, referenc
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
-from megatron_grpo.rewards.registry import get_rewards, gold_check
+from megatron_grpo.rewards.registry import check_reward, get_rewards, gold_check
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
@@ -125,6 +127,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if found is not None:
         _check_position(args, found)
     if args.dry_run:
+        _check_names(args)
+        if absent := _not_here(args):
+            print_rank_0(f"not on this machine, and not read: {', '.join(absent)}\n")
         print_rank_0(dry_run_report(args, world_size))
         return None
     set_log_level(args.log_level)
@@ -301,6 +306,26 @@ def _directories(args, resume: bool) -> dict[str, Any]:
     if resume or args.finetune:
         found = {"--load": checkpoint.find(args.load)[1]} | found
     return {name: str(path) for name, path in found.items() if path and Path(path).exists()}
+
+
+def _check_names(args) -> None:
+    """Raise GrpoError for an unknown reward function or environment; load none of them."""
+    for name in args.reward_funcs or ():
+        if name not in reward_models(args):
+            check_reward(name)
+    if args.environment:
+        check_environment(args.environment)
+
+
+def _not_here(args) -> list[str]:
+    """Return the flags, with their values, that name data files or a tokenizer which this machine does not have."""
+    found = []
+    for name, words in ("--train-data-path", args.train_data_path), ("--valid-data-path", args.valid_data_path):
+        files = read_blend(words or [])[0]
+        found += [f"{name} {file}" for file in files if not file.startswith(CACHED) and not Path(file).exists()]
+    if args.tokenizer_model and not Path(args.tokenizer_model).exists():
+        found.append(f"--tokenizer-model {args.tokenizer_model}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -20,28 +20,30 @@ class _Terminal(logging.Handler):
     """Writes to standard output, without breaking a progress bar there."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record))
-        sys.stdout.flush()  # output to a pipe is buffered
+        if sys.stdout is not None:  # None without a terminal, as under pythonw or redirect_stdout(None)
+            tqdm.write(self.format(record))
+            sys.stdout.flush()  # output to a pipe is buffered
 
 
 _LOGGER = logging.getLogger("megatron_grpo")
-_LOGGER.setLevel(logging.INFO)
 _LOGGER.propagate = False  # the root's handler writes to standard error
 _LOGGER.addHandler(_Terminal())
 
 
-def _write(level: int, message: str) -> None:
-    """Log ``message``, also after logging.config or logging.disable in a plug-in, which hide what others log."""
-    _LOGGER.disabled = False
-    _LOGGER.handle(_LOGGER.makeRecord(_LOGGER.name, level, __file__, 0, message, (), None))
-
-
 def log(message: str) -> None:
     """Log ``message``, with the number of this rank in front."""
-    _write(logging.WARNING, f"[rank {rank()}] {message}")
+    _to_handlers(logging.WARNING, f"[rank {rank()}] {message}")
 
 
 def print_rank_0(message: str) -> None:
     """Log ``message`` on rank 0 only."""
     if rank() == 0:
-        _write(logging.INFO, message)
+        _to_handlers(logging.INFO, message)
+
+
+def _to_handlers(level: int, message: str) -> None:
+    """Give a message to every handler, even if a plug-in or a library has switched existing loggers off.
+
+    ``logging.config`` does so by default, and ``logging.disable`` for all.
+    """
+    _LOGGER.callHandlers(_LOGGER.makeRecord(_LOGGER.name, level, __file__, 0, message, (), None))

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, models, processors
 from transformers import PreTrainedTokenizerFast
 
-from tools.make_tiny_model import byte_tokenizer
+from tools.byte_tokenizer import byte_tokenizer
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "instruct_models"
 NAMES = sorted(path.name for path in DATA.iterdir() if path.is_dir())

@@ -139,8 +139,8 @@ def test_a_process_killed_at_random_moments_leaves_a_loadable_checkpoint(tmp_pat
             assert saved == iteration + 1
             time.sleep(rng.uniform(0, 0.03))  # it is now at any moment of the next saves
             os.kill(process, signal.SIGKILL)
-            while forker.stdout.readline() != "killed\n":
-                pass
+            while (line := forker.stdout.readline()) != "killed\n":
+                assert line, "the process that forks has ended"
             newest = cd.latest_iteration(root)
             assert newest > iteration
             check_loadable(root, {newest})

@@ -162,6 +162,12 @@ def test_dry_run(name):
     assert seconds < 120  # a few on a machine that does nothing else
 
 
+def test_a_dry_run_names_what_this_machine_lacks():
+    lines = dry_run("qwen3_8b")[0].splitlines()
+    files = "--train-data-path data/train.parquet, --valid-data-path data/test.parquet"
+    assert f"not on this machine, and not read: {files}" in lines
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_it_fits_beside_the_engine(name):
     report, _ = dry_run(name)

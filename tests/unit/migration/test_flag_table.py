@@ -127,6 +127,16 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             {"fp8_format": "e4m3", "fp8_amax_history_len": "1024", "fp8_param_gather": "true"},
             {"--fp8-format": "e4m3", "--fp8-param-gather": None},
         ),
+        (
+            "TRL",
+            {"scale_rewards": "group", "multi_objective_aggregation": "normalize_then_sum"},
+            {"--advantage-estimator": "gdpo", "--scale-rewards": None},
+        ),
+        (
+            "NeMo-RL",
+            {"grpo__normalize_rewards": "true", "grpo__adv_estimator__name": "gdpo"},
+            {"--advantage-estimator": "gdpo", "--scale-rewards": None},
+        ),
     ],
 )
 def test_values_are_converted(system, settings, expected):

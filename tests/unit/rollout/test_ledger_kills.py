@@ -115,7 +115,7 @@ def test_killed_again_and_again(start, tmp_path, partial):
         )
 
 
-@FEW_MODES
+@MODES  # which files can go differs: a synchronous group is needed for one batch
 def test_old_files_go_and_every_kept_checkpoint_can_be_resumed(start, tmp_path, partial):
     """Runs that keep one or two checkpoints are killed up to three times; a copy goes on from each checkpoint.
 

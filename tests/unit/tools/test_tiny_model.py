@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_grpo.data.pack import IGNORED_LABEL
 from megatron_grpo.utils.errors import GrpoError
 from tools.make_tiny_model import (
-    IGNORED,
     TextRows,
     accuracy,
     build_parser,
@@ -57,8 +57,8 @@ def test_conversations_are_learnt_where_the_assistant_speaks(tmp_path):
     ids, labels = encode([tmp_path / "rows.jsonl"], tokenizer)
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "12+7"}}</tool_call><eos>'
     assert tokenizer.decode(ids[0]) == f"user: 12+7=\nassistant: {call}tool: 19\nassistant: 19"
-    assert tokenizer.decode(labels[0][labels[0] != IGNORED]) == f"{call}19<eos>"
-    assert (labels != IGNORED).sum() == 9 + 3  # the fixed parts of a call have one token each
+    assert tokenizer.decode(labels[0][labels[0] != IGNORED_LABEL]) == f"{call}19<eos>"
+    assert (labels != IGNORED_LABEL).sum() == 9 + 3  # the fixed parts of a call have one token each
 
 
 def test_parameter_count_of_the_default_shape(tmp_path):
@@ -130,9 +130,9 @@ def test_labels_are_the_answer_and_its_end(rows):
     ids, labels = encode([rows], make_tokenizer("characters"))
     # Ids: digits are themselves, + is 10, = is 13, end 14, padding 15. The longest row is 60+60=021 and its end.
     assert ids[0].tolist() == [1, 10, 2, 13, 3, 15, 15, 15, 15]
-    assert labels[0].tolist() == [IGNORED] * 3 + [3, 14] + [IGNORED] * 4
+    assert labels[0].tolist() == [IGNORED_LABEL] * 3 + [3, 14] + [IGNORED_LABEL] * 4
     assert ids[3].tolist() == [6, 0, 10, 6, 0, 13, 0, 2, 1]
-    assert labels[3].tolist() == [IGNORED] * 5 + [0, 2, 1, 14]
+    assert labels[3].tolist() == [IGNORED_LABEL] * 5 + [0, 2, 1, 14]
 
 
 def test_accuracy_is_that_of_sampling_token_by_token(tmp_path, rows):

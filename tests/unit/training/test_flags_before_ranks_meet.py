@@ -77,7 +77,7 @@ def test_wrong_flags_are_refused_before_the_ranks_meet(join, monkeypatch, origin
 def test_a_run_without_rewards_is_refused_before_its_packages_are_looked_for(origin):
     """With --external-plugins no check comes earlier: a plugin can add flags."""
     words = f"{RUN} {origin}".replace("--reward-funcs exact_match", "").split()
-    with pytest.raises(GrpoError, match="^--reward-funcs is missing"):
+    with pytest.raises(GrpoError, match=r"^--reward-funcs is missing"):
         setup.setup(parse_args(words), None, None)
 
 
