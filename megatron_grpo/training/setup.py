@@ -305,6 +305,8 @@ def _directories(args, resume: bool) -> dict[str, Any]:
     found: dict[str, Any] = {flag(dest): getattr(args, dest) for dest in dests}
     if resume or args.finetune:
         found = {"--load": checkpoint.find(args.load)[1]} | found
+    if resume and not (args.beta > 0 or args.lora_rank):
+        del found["--pretrained-checkpoint"]  # the reference model's, or an adapter's base
     return {name: str(path) for name, path in found.items() if path and Path(path).exists()}
 
 

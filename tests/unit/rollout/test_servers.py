@@ -411,11 +411,11 @@ def test_servers_may_still_be_starting(start, monkeypatch):
     double, said = start(), []
     double.fault = "die"
 
-    def note(line: str, flush: bool) -> None:
+    def note(line: str) -> None:
         said.append(line)
         double.fault = ""  # there as soon as the wait for it was told
 
-    monkeypatch.setattr(servers, "print", note, raising=False)
+    monkeypatch.setattr(servers, "log", note)
     pool = make_pool([double])
     pool.check()
     assert len(said) == 1 and said[0].startswith(f"waiting up to 10 s for server {double.url}: ")

@@ -72,7 +72,7 @@ def test_a_worlds_groups_are_those_of_real_ranks(worlds):
     """The gloo group of all ranks; those of megatron-core have the data-parallel ranks."""
     for numbers in worlds:
         assert numbers.gloo_sockets >= numbers.ranks - 1
-        assert numbers.device_gib > 0 and numbers.host_gib > 0
+        assert numbers.device_gib > 0 and numbers.host_gib == 0  # the script of 30B-A3B moves nothing
 
 
 def test_deepseek_v3_is_exchanged_in_as_many_rounds_as_its_fullest_rank_needs():
