@@ -10,7 +10,7 @@
 #   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py writes such files)
 #   SAVE        folder for checkpoints, metrics and the export; a second start resumes from it
 #
-#   NNODES 128, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
+#   NNODES 128, GPUS_PER_NODE all, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
 #
 # Pipeline stages for 61 layers: the embedding and 3 dense layers; 14 stages of 4 layers; 2 layers, multi-token
 # prediction (not trained) and the output layer. A rank holds 4 of the 256 experts of each of its layers: EP 64 x PP 16

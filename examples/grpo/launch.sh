@@ -6,17 +6,28 @@
 #
 # Later flags override earlier ones: a script's come after MATH_ARGS, those of the command line last.
 #
-#   NNODES 1, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
+#   NNODES 1, GPUS_PER_NODE all of the node (8 in a dry run), NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500:
+#                  start the script on each node
 #   SAVE           folder for checkpoints, metrics and the export: runs/ with the name of the script
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 SAVE=${SAVE:-runs/$(basename "$0" .sh)}
 
-launch() {
-    local nodes=${NNODES:-1} gpus=${GPUS_PER_NODE:-8}
-    if [[ ${DRY_RUN:-0} == 1 ]]; then
-        WORLD_SIZE=$((nodes * gpus)) python pretrain_grpo.py "$@" --dry-run
+gpus_here() {  # those that a program sees; 1 without any, so that the program says what is missing
+    local found
+    if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+        found=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
     else
-        exec torchrun --nproc-per-node "$gpus" --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" \
+        found=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') || true
+    fi
+    echo $((found > 0 ? found : 1))
+}
+
+launch() {
+    local nodes=${NNODES:-1}
+    if [[ ${DRY_RUN:-0} == 1 ]]; then
+        WORLD_SIZE=$((nodes * ${GPUS_PER_NODE:-8})) python pretrain_grpo.py "$@" --dry-run
+    else
+        exec torchrun --nproc-per-node "${GPUS_PER_NODE:-$(gpus_here)}" --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" \
             --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" pretrain_grpo.py "$@"
     fi
 }

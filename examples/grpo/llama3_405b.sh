@@ -9,7 +9,7 @@
 #   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py writes such files)
 #   SAVE        folder for checkpoints, metrics and the export; a second start resumes from it
 #
-#   NNODES 32, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
+#   NNODES 32, GPUS_PER_NODE all, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
 #
 # Pipeline stages for 126 layers: 7 layers in the first and in the last stage, which also hold the embedding or the
 # output layer; 8 layers in each of the other 14. An engine spans 4 nodes, with 24 GiB of weights on each GPU. The

@@ -9,7 +9,7 @@
 #   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py writes such files)
 #   SAVE        folder for checkpoints, metrics and the export; a second start resumes from it
 #
-#   NNODES 2, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
+#   NNODES 2, GPUS_PER_NODE all, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
 #
 # Each pipeline stage has 40 of the 80 layers. A rank has 4.4 x 10^9 parameters. At 18 bytes each, with Adam's state,
 # they would fill its GPU. So Adam's state is in host memory, 66 GiB per rank (0.6 TB per node), and the update runs on

@@ -4,22 +4,25 @@
 #   HF_MODEL=/models/Qwen3-0.6B GSM8K=/data/gsm8k bash examples/grpo/qwen3_0.6b.sh [more flags of pretrain_grpo.py]
 #
 #   HF_MODEL    the model as Hugging Face publishes it (config.json, safetensors, tokenizer)
-#   GSM8K       folder with train.jsonl and test.jsonl as published by GSM8K's authors
+#   GSM8K       folder of GSM8K: train.jsonl and test.jsonl of its authors, or what "hf download --repo-type dataset
+#               openai/gsm8k" makes
 #   SAVE        folder for checkpoints, metrics, the export (default: runs/qwen3_0.6b); a second start resumes from it
-#   GPUS_PER_NODE 8, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: with more nodes, start it on each
+#   GPUS_PER_NODE all, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: with more nodes, start it on each
 #
 # Flags at the end override those below: "... qwen3_0.6b.sh --dry-run" prints batch sizes and the layers of each rank.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 HF_MODEL=${HF_MODEL:?the folder of Qwen3-0.6B}
-GSM8K=${GSM8K:?the folder of the original train.jsonl and test.jsonl of GSM8K}
+GSM8K=${GSM8K:?the folder of GSM8K, from its authors or from Hugging Face}
 # shellcheck source=examples/grpo/launch.sh
 source examples/grpo/launch.sh
 
 DATA=$SAVE/data
 for split in train test; do
-    [[ -e $DATA/$split.parquet ]] || python tools/data/gsm8k.py --input "$GSM8K/$split.jsonl" --output "$DATA/$split.parquet"
+    input=$GSM8K/main/$split-00000-of-00001.parquet  # Hugging Face's
+    [[ -e $input ]] || input=$GSM8K/$split.jsonl
+    [[ -e $DATA/$split.parquet ]] || python tools/data/gsm8k.py --input "$input" --output "$DATA/$split.parquet"
 done
 
 PARALLEL_ARGS=(

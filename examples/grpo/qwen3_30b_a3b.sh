@@ -9,7 +9,7 @@
 #   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py writes such files)
 #   SAVE        folder for checkpoints, metrics and the export; a second start resumes from it
 #
-#   NNODES 4, GPUS_PER_NODE 8, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
+#   NNODES 4, GPUS_PER_NODE all, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: start the script on each node
 #
 # Each pipeline stage has 24 of the 48 layers, in 2 virtual stages. Each of the 8 ranks of a node holds 16 of the 128
 # experts (EP 8, expert TP 1), so the token dispatch stays within a node. A stage has 2 nodes with the same experts.

@@ -9,7 +9,7 @@
 #   TRAIN_DATA, VALID_DATA   JSON lines or Parquet with prompt and answer (tools/data/gsm8k.py writes such files)
 #   SAVE        folder for checkpoints, metrics and the export; a second start resumes from it
 #
-#   GPUS_PER_NODE 8, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500
+#   GPUS_PER_NODE all, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500
 #
 # Flags at the end of the line override these. Two GPUs hold a replica of the model; the four replicas share the optimizer's
 # state. Four engines of 2 GPUs each generate. Trainer and engine take turns on the memory of the GPUs.

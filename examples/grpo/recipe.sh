@@ -5,7 +5,7 @@
 #       --global-batch-size 512 --num-generations 16 --steps-per-generation 4 --lr 1e-6 --train-iters 1000 --bf16 ...
 #   bash examples/grpo/recipe.sh list       print the names of the methods
 #
-#   GPUS_PER_NODE 8, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: with more nodes, start it on each
+#   GPUS_PER_NODE all, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: with more nodes, start it on each
 #
 # A recipe sets the flags of the method. Your flags set model, data, batch and parallel configuration; they come last
 # and override the recipe. Formulas and sources: docs/algorithms.md. python tools/recipes.py trains the quickstart's

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import ranks
 from bad_input_runs import launch
@@ -160,6 +162,44 @@ def test_dry_run(name):
     assert [int(row[2]) for row in section(report, "pipeline stages")] == script.layers
     assert int(section(report, "\nranks")[-1][0]) == script.ranks - 1
     assert seconds < 120  # a few on a machine that does nothing else
+
+
+@pytest.mark.parametrize(
+    ("given", "listed", "processes"),
+    [({}, 4, "4"), ({}, 0, "1"), ({"CUDA_VISIBLE_DEVICES": "2,3"}, 4, "2"), ({"GPUS_PER_NODE": "3"}, 4, "3")],
+)
+def test_a_process_for_each_gpu(tmp_path, given, listed, processes):
+    """nvidia-smi and torchrun are stand-ins; without a GPU one process starts and says what is missing."""
+    cards = "\n".join(f"GPU {i}: a card" for i in range(listed)) or "No devices found"
+    for name, text in {
+        "nvidia-smi": f"echo '{cards}'",
+        "torchrun": 'printf "%s " "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "HF_MODEL": "model",
+        "SAVE": str(tmp_path / "run"),
+    } | given
+    command = ["bash", "examples/grpo/qwen3_8b.sh"]
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"--nproc-per-node {processes} --nnodes 1 ")
+
+
+def test_gsm8k_is_read_as_hugging_face_has_it(tmp_path):
+    """Its folder has Parquet files; torchrun is a stand-in."""
+    rows = [{"question": f"What is {i} + 1?", "answer": f"It is {i + 1}.\n#### {i + 1}"} for i in range(3)]
+    (tmp_path / "gsm8k/main").mkdir(parents=True)
+    for split in "train", "test":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"gsm8k/main/{split}-00000-of-00001.parquet")
+    (tmp_path / "torchrun").write_text("#!/bin/sh\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "SAVE": str(tmp_path / "run")}
+    environment |= {"HF_MODEL": "model", "GSM8K": str(tmp_path / "gsm8k")}
+    subprocess.run(["bash", "examples/grpo/qwen3_0.6b.sh"], cwd=REPO, env=environment, capture_output=True, check=True)
+    assert pq.read_table(tmp_path / "run/data/test.parquet").column("answer").to_pylist() == ["1", "2", "3"]
 
 
 def test_a_dry_run_names_what_this_machine_lacks():
