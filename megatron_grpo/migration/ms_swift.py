@@ -10,6 +10,7 @@ from megatron_grpo.migration.rows import (
     SEQUENCE,
     SWITCH,
     SWITCH_IF_FALSE,
+    TURNS,
     WORDS,
     Conversion,
     Converted,
@@ -93,7 +94,6 @@ def _thinking(value: object, settings: Settings) -> Converted:
 
 
 INTERVAL = multiple_of(_updates_per_rollout)
-TURNS = "environments with several turns are not supported"
 
 BATCH = (
     Row("--micro_batch_size", "--micro-batch-size"),

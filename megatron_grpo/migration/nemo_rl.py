@@ -13,6 +13,7 @@ from megatron_grpo.migration.rows import (
     SEQUENCE,
     SWITCH,
     SWITCH_IF_FALSE,
+    TURNS,
     WORDS,
     Conversion,
     Converted,
@@ -194,7 +195,7 @@ BATCH = (
         only_if(
             "above 1",
             lambda s: s.number("grpo.max_rollout_turns", 1) > 1,
-            ask("environments with several turns are not supported"),
+            ask(TURNS),
         ),
         "one turn",
     ),

@@ -212,6 +212,7 @@ def ask(question: str) -> Conversion:
     return Conversion(question, apply)
 
 
+TURNS = "write it as an --environment or as a program of --agent: docs/environments.md"
 LORA_PAGE = "--lora-rank, --lora-alpha and --lora-target-modules, with Hugging Face's names: docs/lora.md"
 
 

@@ -9,6 +9,7 @@ from megatron_grpo.migration.rows import (
     REGISTER,
     SAME,
     SWITCH,
+    TURNS,
     WORDS,
     Conversion,
     Converted,
@@ -232,7 +233,7 @@ ENGINE = (
     Row("--update-weight-buffer-size", None, None, "weights go to the engine in bounded buckets"),
     Row("--update-weights-interval", None, None, "the engine gets the weights before every rollout"),
     Row("--rollout-function-path", None, ask("a rollout of your own: docs/customise.md says what can be replaced")),
-    Row("--custom-generate-function-path", None, ask("environments with several turns are not supported")),
+    Row("--custom-generate-function-path", None, ask(TURNS)),
     Row("--use-fault-tolerance", None, None, "lost servers are always excluded and probed again"),
     Row("--rollout-health-check-interval", None, None, "servers are probed"),
 )

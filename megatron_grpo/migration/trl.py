@@ -8,6 +8,7 @@ from megatron_grpo.migration.rows import (
     SEQUENCE,
     SWITCH,
     SWITCH_IF_FALSE,
+    TURNS,
     WORDS,
     Conversion,
     Converted,
@@ -245,7 +246,7 @@ ENGINE = (
     Row(
         "max_tool_calling_iterations",
         None,
-        ask("environments with several turns are not supported"),
+        ask(TURNS),
     ),
 )
 

@@ -11,6 +11,7 @@ from megatron_grpo.migration.rows import (
     SEQUENCE,
     SWITCH,
     SWITCH_IF_FALSE,
+    TURNS,
     WORDS,
     Conversion,
     Converted,
@@ -264,13 +265,13 @@ LEARNING = (
     Row(f"{ACTOR}optim.lr", "--lr"),
     Row(f"{ACTOR}optim.min_lr", "--min-lr"),
     Row(f"{ACTOR}optim.weight_decay", "--weight-decay"),
-    Row(f"{ACTOR}optim.lr_warmup_steps", "--lr-warmup-iters", SEQUENCE, "updates, as there"),
+    Row(f"{ACTOR}optim.lr_warmup_steps", "--lr-warmup-iters", scaled(ROLLOUTS, updates_per_rollout, True)),
     Row(
         f"{ACTOR}optim.lr_warmup_steps_ratio",
         "--lr-warmup-fraction",
         only_if("above 0", lambda settings: settings.number(f"{ACTOR}optim.lr_warmup_steps_ratio", 0) > 0),
     ),
-    Row(f"{ACTOR}optim.lr_decay_steps", "--lr-decay-iters"),
+    Row(f"{ACTOR}optim.lr_decay_steps", "--lr-decay-iters", scaled(ROLLOUTS, updates_per_rollout, True)),
     Row(
         f"{ACTOR}optim.lr_decay_style",
         "--lr-decay-style",
@@ -461,7 +462,7 @@ ENGINE = (
         only_if(
             "if true",
             lambda s: s.true(f"{ROLLOUT}multi_turn.enable"),
-            ask("environments with several turns are not supported"),
+            ask(TURNS),
         ),
     ),
     Row(
@@ -700,8 +701,8 @@ RUN = (
     Row(f"{REF}profiler.*", None, None, "--profile, with --use-pytorch-profiler"),
     Row(f"{ROLLOUT}profiler.*", None, None, "--profile, with --use-pytorch-profiler"),
     Row(f"{ROLLOUT}engine_kwargs.*", None, None, "--vllm-engine-kwargs has what has no flag"),
-    Row(f"{ROLLOUT}multi_turn.*", None, None, "environments with several turns are not supported"),
-    Row(f"{ROLLOUT}agent.*", None, None, "environments with several turns are not supported"),
+    Row(f"{ROLLOUT}multi_turn.*", None, None, TURNS),
+    Row(f"{ROLLOUT}agent.*", None, None, TURNS),
     Row(f"{ACTOR}fsdp_config.*", None, None, "FSDP is not supported"),
     Row(f"{REF}fsdp_config.*", None, None, "FSDP is not supported"),
     Row(f"{MODEL}lora*", None, None, "docs/lora.md has what there is"),

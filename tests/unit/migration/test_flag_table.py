@@ -127,6 +127,17 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             {"fp8_format": "e4m3", "fp8_amax_history_len": "1024", "fp8_param_gather": "true"},
             {"--fp8-format": "e4m3", "--fp8-param-gather": None},
         ),
+        (  # verl's schedule takes a step for each rollout: 1024 / 256 x 2 updates
+            "verl",
+            {
+                "data__train_batch_size": "1024",
+                "actor_rollout_ref__actor__ppo_mini_batch_size": "256",
+                "actor_rollout_ref__actor__ppo_epochs": "2",
+                "actor_rollout_ref__actor__optim__lr_warmup_steps": "10",
+                "actor_rollout_ref__actor__optim__lr_decay_steps": "100",
+            },
+            {"--lr-warmup-iters": "80", "--lr-decay-iters": "800"},
+        ),
         (
             "TRL",
             {"scale_rewards": "group", "multi_objective_aggregation": "normalize_then_sum"},
@@ -156,7 +167,7 @@ def test_values_are_converted(system, settings, expected):
         ("TRL", {"steps_per_generation": "3", "gradient_accumulation_steps": "2"}, "3 micro-batches of 2 an update"),
         ("TRL", {"loss_type": "luspo"}, "there is no 'luspo' here"),
         ("ms-swift", {"reward_funcs": ["accuracy", "mine"]}, "mine: register it with @register_reward"),
-        ("slime", {"custom_generate_function_path": "a.b"}, "several turns are not supported"),
+        ("slime", {"custom_generate_function_path": "a.b"}, "write it as an --environment or as a program of --agent"),
         (
             "slime",
             {"fp8_format": "e4m3", "fp8_recipe": "delayed"},
