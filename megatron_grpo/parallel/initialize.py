@@ -41,13 +41,30 @@ def join(args) -> None:
             # SGLang's servers set this: all NCCL ranks of one host must share memory in the same way.
             os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
         if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            _choose_gpu(args)
         # No device_id: with it each of megatron-core's groups would allocate its memory (7 GiB of one GPU) at once,
         # used or not, and keep it while the engine generates.
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         with _explained():
             dist.init_process_group(backend, timeout=timeout, **_rendezvous(args, timeout))
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _choose_gpu(args) -> None:
+    """Make the GPU with the number of this process on its host the current one; GrpoError if there are fewer GPUs.
+
+    A rank that drives servers (--rollout-ranks with --vllm-mode server) computes on no GPU and may be beyond the last.
+    """
+    process, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    drives = (
+        args.vllm_mode == "server" and int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]) - args.rollout_ranks
+    )
+    if process >= gpus and not drives:
+        raise GrpoError(
+            f"process {process} of host {socket.gethostname()} has no GPU: {gpus} are visible there. Start one process "
+            f"for each (torchrun --nproc-per-node {gpus}), or let it see more (CUDA_VISIBLE_DEVICES)"
+        )
+    torch.cuda.set_device(process % gpus)
 
 
 @contextlib.contextmanager

@@ -416,6 +416,11 @@ def _print_start(args, world_size: int, inputs: Inputs, lock: RunLock | None) ->
     print_rank_0(f"completions end at {describe(args.end_token_ids, inputs.tokenizer)}")
     for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args))):
         print_rank_0(note)
+    if torch.version.cuda is None and Path("/dev/nvidia0").exists():
+        print_rank_0(
+            f"note: torch {torch.__version__} is a build for CPUs, and this host has GPUs that the run does not use: "
+            "pip install -r requirements-gpu.txt"
+        )
     if inputs.isolation:
         print_rank_0(f"generated code is isolated by {inputs.isolation}")
 
