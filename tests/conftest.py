@@ -63,6 +63,29 @@ def pytest_sessionfinish() -> None:
     end_warm_ranks()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_gloo_device():
+    """Let all gloo groups of this process share a device: each has a thread that polls.
+
+    Models of megatron-core hold their groups, and its hooks hold the models: a file of tests left 285 such threads,
+    which took half a processor until the end.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    gloo = c10d.ProcessGroupGloo
+    device = gloo.create_default_device()
+
+    class SharedDevice(gloo):
+        def __init__(self, store, rank, size, timeout):
+            options = gloo._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "ProcessGroupGloo", SharedDevice)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_rank_left():
     """Restore torchrun's variables after each file: a run of one process sets them, and later tests would read them."""

@@ -147,6 +147,7 @@ def made_up_rank(args: Namespace, rank: int, ranks: int) -> Iterator[list[Group]
         mock.patch.object(dist, "new_group", recorded_group),
         mock.patch.object(torch.distributed, "new_group", recorded_group),
         mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "device_count", lambda: 8),
         mock.patch.object(torch.cuda, "set_device", lambda device: None),
     ):
         initialize.initialize_distributed(args)

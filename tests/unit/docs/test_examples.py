@@ -257,7 +257,14 @@ def test_the_size_of_the_cluster_comes_from_the_environment(name, tmp_path):
     fake = tmp_path / "torchrun"
     fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)
-    where = {"NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "head", "MASTER_PORT": "1", "HF_MODEL": "/m"}
+    where = {
+        "GPUS_PER_NODE": "8",
+        "NNODES": "3",
+        "NODE_RANK": "2",
+        "MASTER_ADDR": "head",
+        "MASTER_PORT": "1",
+        "HF_MODEL": "/m",
+    }
     environment = os.environ | where | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", f"examples/grpo/{name}.sh", "--seed", "5"]
     words = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=True).stdout.split(
