@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron_grpo.models.arguments import check_model, check_settings
 from megatron_grpo.patches import vllm
 from megatron_grpo.patches.replacement import check_all
-from megatron_grpo.rewards.registry import check_package, get_rewards, known_rewards
+from megatron_grpo.rewards.registry import check_package, check_reward
 from megatron_grpo.rewards.reward_models.arguments import reward_models
 from megatron_grpo.training.run_rules import resolve_run
 from megatron_grpo.utils.errors import GrpoError
@@ -22,6 +22,12 @@ def check_packages(args: Namespace) -> None:
         check_all(vllm.ENTRIES)
     for name in args.reward_funcs:
         check_package(name)
+
+
+def check_reward_names(args: Namespace) -> None:
+    """Raise GrpoError for a name that is neither a reward function nor a reward model; load none of them."""
+    for name in sorted({*(args.reward_funcs or ())} - reward_models(args).keys()):
+        check_reward(name)
 
 
 def check_early(args: Namespace, world_size: int) -> None:
@@ -40,5 +46,4 @@ def check_early(args: Namespace, world_size: int) -> None:
         for word in getattr(args, dest) or []:
             if Path(word).suffix in (".jsonl", ".parquet", ".arrow") and not Path(word).exists():
                 raise GrpoError(f"{flag(dest)} {word}: no such file")
-    functions = {*args.reward_funcs} - reward_models(args).keys()
-    get_rewards(sorted(functions - set(known_rewards())))  # raises for an unknown name
+    check_reward_names(args)

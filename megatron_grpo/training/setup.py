@@ -56,7 +56,7 @@ from megatron_grpo.reference.model_args import check_teacher_tokenizer, referenc
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rewards.pool import RewardPool
-from megatron_grpo.rewards.registry import check_reward, get_rewards, gold_check
+from megatron_grpo.rewards.registry import get_rewards, gold_check
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
 from megatron_grpo.rewards.reward_models.models import check_models
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
@@ -85,7 +85,7 @@ from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import print_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.device_memory import DeviceMemory
-from megatron_grpo.training.early_checks import check_packages
+from megatron_grpo.training.early_checks import check_packages, check_reward_names
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
@@ -127,7 +127,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if found is not None:
         _check_position(args, found)
     if args.dry_run:
-        _check_names(args)
+        check_reward_names(args)
+        if args.environment:
+            check_environment(args.environment)
         if absent := _not_here(args):
             print_rank_0(f"not on this machine, and not read: {', '.join(absent)}\n")
         print_rank_0(dry_run_report(args, world_size))
@@ -308,15 +310,6 @@ def _directories(args, resume: bool) -> dict[str, Any]:
     if resume and not (args.beta > 0 or args.lora_rank):
         del found["--pretrained-checkpoint"]  # the reference model's, or an adapter's base
     return {name: str(path) for name, path in found.items() if path and Path(path).exists()}
-
-
-def _check_names(args) -> None:
-    """Raise GrpoError for an unknown reward function or environment; load none of them."""
-    for name in args.reward_funcs or ():
-        if name not in reward_models(args):
-            check_reward(name)
-    if args.environment:
-        check_environment(args.environment)
 
 
 def _not_here(args) -> list[str]:

@@ -28,14 +28,13 @@ from megatron_grpo.rollout.arguments import urls_of_replica
 from megatron_grpo.rollout.collect import exchange, nothing, sample_to_score, to_batch
 from megatron_grpo.rollout.dynamic_sampling import filter_reward, filter_weights, has_signal
 from megatron_grpo.rollout.engine import AdapterEngine, Completion, InterruptibleEngine, Request, request_seed
-from megatron_grpo.rollout.episodes import Conversing
+from megatron_grpo.rollout.episodes import print_failures
 from megatron_grpo.rollout.ledger.ledger import Ledger
 from megatron_grpo.rollout.plan import rollout_seed, training_sampling
 from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.messages import Message
 from megatron_grpo.rollout.unfinished import Group, prompts_of, read_groups, with_completion, write_groups
 from megatron_grpo.utils import progress
-from megatron_grpo.utils.log import log
 
 FIRST_OF_JOB = 2**40  # id of a request of an evaluation; those of training are far below
 IDLE = 0.002  # seconds between two looks for commands, if nothing is generated
@@ -468,8 +467,7 @@ class Producer:
             self._joint.store.set("signal", self._signal)
             self._signal = None
         now = time.monotonic()
-        for line in self._engine.failures() if isinstance(self._engine, Conversing) else []:
-            log(line)
+        print_failures(self._engine)
         if self._is_lead and now - self._last_sign > BETWEEN_SIGNS:
             self._last_sign = now
             sign = {"moved": progress.signs, "running": len(self._running), "idle_seconds": self._idle_seconds}

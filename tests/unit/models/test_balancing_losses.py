@@ -36,13 +36,6 @@ BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-l
 PACKS = ["--micro-batch-size 1", "--micro-batch-size 4", "--max-tokens-per-microbatch 70"]
 
 
-@pytest.fixture
-def one_rank(one_process):
-    yield
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
-
-
 def build(flags: str, lengths: list[int] | None = None):
     """Return arguments, trainer, a rollout (with completions of these lengths) and the completions of an update."""
     args = made_up.parse(flags.split(), 1)
