@@ -107,8 +107,10 @@ def test_flags_together_are_checked_as_early(changes, message, tmp_path, monkeyp
 def test_a_folder_without_permission_is_named(tmp_path, monkeypatch, capsys):
     """The tests may run as root, to whom every folder is open."""
 
-    def refuse(path, **_):
-        raise PermissionError(13, "Permission denied", str(path))
+    def refuse(path, exists=Path.exists, **_):
+        if path.parent.name == "shut":
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
 
     monkeypatch.setattr(Path, "exists", refuse)
     with pytest.raises(SystemExit) as end:
