@@ -36,7 +36,8 @@ def program(*command) -> str:
 
 
 def _environment(more: dict | None = None) -> dict[str, str]:
-    paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
+    places = REPO, REPO / "tests" / "helpers"
+    paths = [*map(str, places), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_DEVICE_MAX_CONNECTIONS": "1"} | (more or {})
 
 
