@@ -57,7 +57,9 @@ OTHERS += "--launcher".split()  # of tools/benchmark/wrong_starts.py
 OTHERS += "--log-dir --tee --local-ranks-filter".split()  # of torchrun
 OTHERS += "--max-restarts --rdzv-id --rdzv-backend --rdzv-endpoint --node-rank --master-addr --master-port".split()
 OTHERS += "--signals-to-handle --shutdown-timeout --standalone".split()
-OTHERS += "--nodes --signal --container-image --container-mounts --container-workdir".split()  # of sbatch, srun and pyxis
+OTHERS += (
+    "--nodes --signal --container-image --container-mounts --container-workdir".split()
+)  # of sbatch, srun and pyxis
 OTHERS += "--build-arg --for --timeout".split()  # of docker and kubectl
 OTHERS += "--updates --server".split()  # of tools/soak.py
 OTHERS += ["--staleness", "--seeds"]  # of tools/benchmark/staleness.py

@@ -1,5 +1,6 @@
 """Commands of a page fit together: each file that one reads is in the repository, or an earlier one wrote it."""
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Iterator
@@ -9,9 +10,22 @@ import yaml
 from test_commands import REPO, blocks
 
 # Pages whose commands are typed one after the other. The others have names that stand for any file.
-PAGES = ["README.md", *(f"docs/{name}.md" for name in "quickstart one_gpu qwen3_8b gpus clusters asynchronous fp8".split())]
+PAGES = [
+    "README.md",
+    *(f"docs/{name}.md" for name in "quickstart one_gpu qwen3_8b gpus clusters asynchronous fp8".split()),
+]
 WRITES = {"--output", "--local-dir", "--save", "-o", "SAVE", "WORK", "-a", "venv"}
-READS = {"--input", "--load", "--load-hf", "--tokenizer-model", "--train-data-path", "--hf", "--data", "--logdir", "serve"}
+READS = {
+    "--input",
+    "--load",
+    "--load-hf",
+    "--tokenizer-model",
+    "--train-data-path",
+    "--hf",
+    "--data",
+    "--logdir",
+    "serve",
+}
 READS |= {"HF_MODEL", "TRAIN_DATA", "VALID_DATA", "GSM8K", "source", "-r"}
 
 
@@ -30,9 +44,9 @@ def words(line: str) -> list[str]:
 
 
 def files_of(line: str) -> tuple[list[str], list[str]]:
-    """(read, written) relative paths of a command. A launch script writes to runs/ and its name if SAVE is not given."""
+    """(read, written) relative paths of a command. Without SAVE a launch script writes to runs/ and its name."""
     found = words(line)
-    pairs = list(zip(found, found[1:], strict=False))
+    pairs = list(itertools.pairwise(found))
     read = [value for name, value in pairs if name in READS]
     written = [value for name, value in pairs if name in WRITES]
     scripts = re.findall(r"\bexamples/grpo/([\w.]+)\.sh", line)
@@ -75,12 +89,21 @@ def test_what_a_command_reads_an_earlier_one_wrote(name):
     ("page", "missing"),
     [
         ("    hf download a/b --local-dir models/b\n    HF_MODEL=models/b bash examples/grpo/qwen3_8b.sh\n", []),
-        ("    hf download a/b --local-dir models/b\n    HF_MODEL=models/c bash examples/grpo/qwen3_8b.sh\n", ["models/c"]),
+        (
+            "    hf download a/b --local-dir models/b\n    HF_MODEL=models/c bash examples/grpo/qwen3_8b.sh\n",
+            ["models/c"],
+        ),
         ("    HF_MODEL=models/b bash x.sh\n    hf download a/b --local-dir models/b\n", ["models/b"]),
         ("    python tools/data/gsm8k.py --input g/a --output data/train.parquet\n", ["g/a"]),
         ("    bash examples/grpo/qwen3_8b.sh\n    python tools/report.py runs/qwen3_8b -o r.html\n", []),
-        ("    DRY_RUN=1 bash examples/grpo/qwen3_8b.sh\n    vllm serve runs/qwen3_8b/hf_model\n", ["runs/qwen3_8b/hf_model"]),
-        ("    SAVE=runs/a bash x.sh 2>&1 | tee -a a.log\n    grep eval runs/a/m.jsonl | grep x runs/b/m.jsonl\n", ["runs/b/m.jsonl"]),
+        (
+            "    DRY_RUN=1 bash examples/grpo/qwen3_8b.sh\n    vllm serve runs/qwen3_8b/hf_model\n",
+            ["runs/qwen3_8b/hf_model"],
+        ),
+        (
+            "    SAVE=runs/a bash x.sh 2>&1 | tee -a a.log\n    grep eval runs/a/m.jsonl | grep x runs/b/m.jsonl\n",
+            ["runs/b/m.jsonl"],
+        ),
     ],
 )
 def test_a_file_that_nothing_wrote_is_found(page, missing):
