@@ -218,6 +218,15 @@ def test_gsm8k_is_read_as_hugging_face_has_it(tmp_path):
     assert pq.read_table(tmp_path / "run/data/test.parquet").column("answer").to_pylist() == ["1", "2", "3"]
 
 
+def test_a_folder_without_gsm8k_is_refused(tmp_path):
+    environment = os.environ | {"HF_MODEL": "model", "GSM8K": str(tmp_path), "SAVE": str(tmp_path / "run")}
+    done = subprocess.run(
+        ["bash", "examples/grpo/qwen3_0.6b.sh"], cwd=REPO, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert f"{tmp_path} has neither main/train-00000-of-00001.parquet nor train.jsonl" in done.stderr
+
+
 def test_a_dry_run_names_what_this_machine_lacks():
     lines = dry_run("qwen3_8b")[0].splitlines()
     files = "--train-data-path data/train.parquet, --valid-data-path data/test.parquet"
