@@ -45,7 +45,6 @@ class EarlyExit:
         self._closed = threading.Event()
         self._steps, self._last_step = 0, sys.maxsize  # of the engine, in all rollouts
         self._next_look = 0.0  # at other ranks' signals
-        self.save_seconds = 0.0  # of the last save
         if on_signal:
             # Python runs handlers on the main thread, which may be in a collective: this thread reads the signals.
             reading, writing = os.pipe()
@@ -137,9 +136,9 @@ class EarlyExit:
             with contextlib.suppress(OSError):  # a full disk: the file exists, which is enough
                 Path(self.save, MARKER).write_text(f"{reason}\n", encoding="utf-8")
 
-    def save_fits(self) -> bool:
-        """Return whether this rank expects a save to end within the grace: the last one is the measure."""
-        return self._signal is None or time.monotonic() + MARGIN * self.save_seconds < self._deadline
+    def leaves_time(self, seconds: float) -> bool:
+        """Return whether a save ends within the grace; ``seconds``: of the last one, to which `MARGIN` is added."""
+        return self._signal is None or time.monotonic() + MARGIN * seconds < self._deadline
 
 
 def in_words(number: signal.Signals) -> str:

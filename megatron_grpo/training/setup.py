@@ -93,6 +93,7 @@ from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
 from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
 from megatron_grpo.training.run_rules import check_warmup
+from megatron_grpo.training.saves import Saves
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json, replaced, resolved
@@ -155,9 +156,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if args.save:
         checkpoint.check_shared(args.save)
     set_random_seed(args.seed)
-    saves = checkpoint.start_background_saves() if args.async_save else None
-    if saves is not None:
-        before_exit(saves.settle)  # after an error, too: the checkpoint in hand is whole in a moment
+    background = checkpoint.start_background_saves() if args.async_save else None
+    if background is not None:
+        before_exit(background.settle)  # after an error, too: the checkpoint in hand is whole in a moment
     _print_start(args, world_size, inputs, lock)
 
     progress.step("model")
@@ -227,6 +228,21 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     source = _build_source(args, engine, common, scorer, inputs.tokenizer, partial(_watch, logger, early_exit))
     if position:
         source.resume(position, partial(checkpoint.subfolder, args.load, DIRECTORY))
+    lifecycle = EngineLifecycle(args, model, forward_step, engine, state_offloader, weight_offloader, timers, memory)
+    saves = Saves(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        reference=reference,
+        source=source,
+        lifecycle=lifecycle,
+        timers=timers,
+        logger=logger,
+        early_exit=early_exit,
+        lock=lock,
+        background=background,
+    )
     return Trainer(
         args=args,
         model=model,
@@ -235,7 +251,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         reference=reference,
         teacher=teacher,
         source=source,
-        lifecycle=EngineLifecycle(args, model, forward_step, engine, state_offloader, weight_offloader, timers, memory),
+        lifecycle=lifecycle,
         tokenizer=inputs.tokenizer,
         images=image_store,
         valid_prompts=valid_prompts,
@@ -246,8 +262,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         watchdog=watchdog,
         bad_updates=bad_updates,
         early_exit=early_exit,
-        save_lock=lock,
-        background_saves=saves,
+        saves=saves,
         iteration=iteration,
         tokens=position.get("tokens", 0),
     )
