@@ -58,12 +58,24 @@ def on_all_ranks[Result](step: Callable[[], Result], problem: str) -> list[Resul
         mine = None, str(error)
     except (OSError, GrpoError) as error:
         mine = None, f"{problem}: {error}"
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=host_group())
+    everyone = of_all_ranks(mine)
     for _, error in everyone:
         if error is not None:
             raise GrpoError(error)
     return [result for result, _ in everyone]
+
+
+def of_all_ranks[Value](value: Value) -> list[Value]:
+    """Return the value of each rank, in the order of ranks. Collective."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, value, group=host_group())
+    return everywhere
+
+
+def raise_on_all_ranks(problem: str | None) -> None:
+    """Raise GrpoError if a rank has a problem, with that of the first one. Collective."""
+    for message in filter(None, of_all_ranks(problem)):
+        raise GrpoError(message)
 
 
 def _broadcast[Value](value: Value, group: dist.ProcessGroup) -> Value:

@@ -15,6 +15,7 @@ from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.engine import GeneratingEngine
 from megatron_grpo.utils.errors import Preempted
+from megatron_grpo.utils.launch import rank
 from megatron_grpo.utils.log import print_rank_0
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -132,7 +133,7 @@ class EarlyExit:
 
     def mark(self, reason: str) -> None:
         """Write the file that tells a launch script to start the run again; on rank 0 only."""
-        if self.save and int(os.environ.get("RANK", "0")) == 0:
+        if self.save and rank() == 0:
             with contextlib.suppress(OSError):  # a full disk: the file exists, which is enough
                 Path(self.save, MARKER).write_text(f"{reason}\n", encoding="utf-8")
 

@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.run_lock import RunLock
+from megatron_grpo.data.blend import absent_files
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
 from megatron_grpo.data.prompts import PromptDataset, Reading
 from megatron_grpo.data.routing import reward_routes
-from megatron_grpo.data.sampler import read_blend
-from megatron_grpo.data.saved_datasets import PREFIX as CACHED
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, check_vocabulary
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.registry import check_environment, tools_of, videos_are_shown
@@ -329,10 +328,8 @@ def _directories(args, resume: bool) -> dict[str, Any]:
 
 def _not_here(args) -> list[str]:
     """Return the flags, with their values, that name data files or a tokenizer which this machine does not have."""
-    found = []
-    for name, words in ("--train-data-path", args.train_data_path), ("--valid-data-path", args.valid_data_path):
-        files = read_blend(words or [])[0]
-        found += [f"{name} {file}" for file in files if not file.startswith(CACHED) and not Path(file).exists()]
+    data = ("train_data_path", "valid_data_path")
+    found = [f"{flag(dest)} {path}" for dest in data for path in absent_files(getattr(args, dest) or [])]
     if args.tokenizer_model and not Path(args.tokenizer_model).exists():
         found.append(f"--tokenizer-model {args.tokenizer_model}")
     return found
@@ -446,7 +443,7 @@ def _open_logs(args, iteration: int) -> MetricsLogger:
 
 def _trainers_here(trainers: int) -> int:
     """Return how many of the ranks of this host train: trainers come first."""
-    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    first = launch.rank() - int(os.environ.get("LOCAL_RANK", "0"))
     return max(0, min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trainers - first))
 
 
