@@ -47,7 +47,7 @@ from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimi
 from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWriter
 from megatron_grpo.checkpointing.checkpoint_directory import find, latest_iteration, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
-from megatron_grpo.parallel.agreement import of_all_ranks, on_all_ranks, on_rank_0, raise_on_all_ranks
+from megatron_grpo.parallel.agreement import gathered, on_all_ranks, on_rank_0, raise_on_all_ranks
 from megatron_grpo.parallel.initialize import host_group, set_random_seed
 from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.arguments import args_to_json
@@ -197,7 +197,7 @@ def check_shared(root: str | Path) -> None:
     """
     token = on_rank_0(_write_token, Path(root))
     sees = os.environ.get("LOCAL_RANK", "0") != "0" or _appears(token)
-    everywhere = of_all_ranks((socket.gethostname(), sees))
+    everywhere = gathered((socket.gethostname(), sees))
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError):
             token.unlink(missing_ok=True)
@@ -305,7 +305,7 @@ def wait_for_background() -> None:
         return
     job, error = _background.job, _background.written()
     # Rank 0's process ends last: it publishes the checkpoint.
-    errors = of_all_ranks(error and f"rank {dist.get_rank()}: {error}")
+    errors = gathered(error and f"rank {dist.get_rank()}: {error}")
     if job is not None:
         _background.note_published()
     for text in filter(None, errors):
@@ -394,7 +394,7 @@ def _check_presence(request: dict, directory: Path) -> None:
     """Raise GrpoError when a key that any rank requests is missing; megatron-core's own error is less clear."""
     wanted = {item.key for item in nested_values(request) if isinstance(item, ShardedBase)}
     absent = wanted - on_rank_0(_stored_keys, directory)
-    missing = sorted(set().union(*of_all_ranks(absent)))
+    missing = sorted(set().union(*gathered(absent)))
     if missing and all(key.startswith("optimizer.") for key in missing):
         raise GrpoError(
             f"checkpoint {directory} does not hold {missing[0]} (and {len(missing) - 1} more of the optimizer's): the "

@@ -117,7 +117,7 @@ class MetricsLogger:
         self.peak_tflops = peak_tflops(args)
         self.recent: deque[tuple[int, float]] = deque(maxlen=20)  # (updates, seconds) of the last rows, for the ETA
         self.written = start_iteration  # update of the last row
-        self.bar = None
+        self.bar: Any = None  # tqdm's, while this logger is active
         if not self.active:
             return
         if args.save:

@@ -18,7 +18,13 @@ from megatron_grpo.data.blend import absent_files
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
 from megatron_grpo.data.prompts import PromptDataset, Reading
 from megatron_grpo.data.routing import reward_routes
-from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, check_vocabulary
+from megatron_grpo.data.tokenizer import (
+    ChatTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    check_vocabulary,
+)
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.registry import check_environment, tools_of, videos_are_shown
 from megatron_grpo.environments.rendering import TurnRenderer
@@ -742,7 +748,7 @@ def build_episodes(args, engine: GeneratingEngine, inputs: Inputs) -> Conversing
     )
     before_exit(pool.close)
     parser = None
-    renderer = TurnRenderer(tokenizer, turn_end_token_ids(args, tokenizer))
+    renderer = TurnRenderer(cast(ChatTokenizer, tokenizer), turn_end_token_ids(args, tokenizer))
     if args.tool_call_parser:
         backend = cast(HuggingFaceTokenizer, tokenizer).backend
         parser = ToolCallParser(args.tool_call_parser, backend, args.reasoning_parser)

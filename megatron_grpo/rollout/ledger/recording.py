@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.parallel.agreement import of_all_ranks
+from megatron_grpo.parallel.agreement import gathered
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rollout.engine import Completion, Request, Submits
 from megatron_grpo.rollout.ledger.content import BatchRecord, GroupKey
@@ -82,7 +82,7 @@ class Recording:
         ledger.flush()
         mine = sorted(self._places.items()) if ledger.appends else []
         lost = ledger.has_lost(self._places.values())
-        everywhere = of_all_ranks((mine, lost))
+        everywhere = gathered((mine, lost))
         keys = tuple(key for _, key in sorted(item for items, _ in everywhere for item in items))
         if not any(lost for _, lost in everywhere):
             position = None if partial is None else partial.position(partial.state)

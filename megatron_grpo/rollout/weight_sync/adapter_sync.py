@@ -16,7 +16,7 @@ from torch import nn
 from megatron_grpo.lora.layers import scaling
 from megatron_grpo.lora.stream import stream_adapter
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.parallel.agreement import of_all_ranks
+from megatron_grpo.parallel.agreement import gathered
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.engine import AdapterEngine
 from megatron_grpo.rollout.weight_sync.weight_check import ENDING
@@ -83,6 +83,6 @@ def _refuse(lines: list[str], what: str) -> None:
     dist.all_reduce(count, group=host_group())
     if not count:
         return
-    rank, first = next((rank, found) for rank, found in enumerate(of_all_ranks(lines)) if found)
+    rank, first = next((rank, found) for rank, found in enumerate(gathered(lines)) if found)
     more = f" and {len(first) - 3} more" if len(first) > 3 else ""
     raise GrpoError(f"{what}: on rank {rank} {'; '.join(first[:3])}{more}. {ENDING}")

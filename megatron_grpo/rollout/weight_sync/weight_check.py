@@ -21,7 +21,7 @@ from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.models import forward
-from megatron_grpo.parallel.agreement import of_all_ranks
+from megatron_grpo.parallel.agreement import gathered
 from megatron_grpo.rollout.engine import LocalEngine
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.utils.arguments import replaced
@@ -51,7 +51,7 @@ def compare_tensors(engine: LocalEngine, weights: Iterator[tuple[str, torch.Tens
     differences = engine.compare_weights(weights)
     if differences is None:
         return
-    wrong = {rank: lines for rank, lines in enumerate(of_all_ranks(differences)) if lines}
+    wrong = {rank: lines for rank, lines in enumerate(gathered(differences)) if lines}
     if wrong:
         rank, lines = next(iter(wrong.items()))
         more = f" and {len(lines) - 3} more tensors" if len(lines) > 3 else ""
