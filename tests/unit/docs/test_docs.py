@@ -36,7 +36,7 @@ DOCUMENTS.remove("docs/arguments.md")  # generated: tests/unit/training/test_arg
 # Flags of torchrun, pip and our tools, which are not the trainer's.
 OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --kills --tokenizer".split()
 OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()
-OTHERS += "--hf-config --gigabytes --prompts --prompt-length --rounds --with-transformers".split()
+OTHERS += "--hf-config --prompts --prompt-length --rounds --with-transformers".split()
 OTHERS += "--completions --workers --security-opt --trl --verl --no-deps --target".split()
 OTHERS += ["--gpu", "--thorough"]  # of tests/run_tests.sh
 OTHERS += (
