@@ -167,7 +167,8 @@ def check_reward(name: str) -> None:
         hint = f' (did you mean "{close[0]}"?)' if close else ""
         raise GrpoError(
             f'--reward-funcs: unknown reward function "{name}"{hint}; known: {", ".join(known)}. '
-            "Register a function by @register_reward in a file of --external-plugins, or a model by --reward-model"
+            "Register a function by @register_reward in a file of --external-plugins, a model by --reward-model, or a "
+            "function of verl or TRL by --reward-adapter"
         )
 
 
