@@ -6,6 +6,7 @@ from itertools import chain
 
 from megatron_grpo.migration.rows import (
     DISPATCHER,
+    ENGINE_RANKS,
     LORA_PAGE,
     NO_DEEPEP,
     ON,
@@ -24,6 +25,7 @@ from megatron_grpo.migration.rows import (
     choice,
     computed,
     constant,
+    differs,
     fixed,
     fp8_rows,
     only_if,
@@ -187,7 +189,7 @@ BATCH = (
         "in addition to the greedy completion",
     ),
     Row("grpo.val_batch_size", None, None, "all held-out prompts are generated at once"),
-    Row("grpo.val_start_at", None, None, "--eval-interval has no delay"),
+    Row("grpo.val_start_at", None, differs("--eval-interval has no delay", "0", "-1")),
     Row("grpo.seed", "--seed"),
     Row(
         "grpo.max_rollout_turns",
@@ -326,7 +328,7 @@ MODEL = (
                 and s.true(f"{MEGATRON}freeze_moe_router")
                 and s.number(f"{MEGATRON}expert_model_parallel_size", 1) > 1
             ),
-            ask("routers are trained here: --router-replay-mode R3 keeps the engine's choice of experts"),
+            differs("routers are trained here: --router-replay-mode R3 keeps the engine's choice of experts"),
         ),
         "for mixtures of experts",
     ),
@@ -457,7 +459,7 @@ ENGINE = (
         only_if(
             "if false",
             lambda s: not s.true(f"{GENERATION}colocated.enabled", True),
-            ask("separate GPUs for the engine are servers: --vllm-mode server --vllm-server-base-url"),
+            ask(ENGINE_RANKS, off=False),
         ),
         "--vllm-mode colocate is the default",
     ),
@@ -465,10 +467,9 @@ ENGINE = (
     Row(
         "grpo.async_grpo.enabled",
         None,
-        only_if("if true", lambda s: s.true("grpo.async_grpo.enabled"), ask("rollouts do not overlap with updates")),
-        "rollouts do not overlap with updates",
+        ask(ENGINE_RANKS),
     ),
-    Row("grpo.async_grpo.*", None, None, "rollouts do not overlap with updates"),
+    Row("grpo.async_grpo.*", None, None, "with grpo.async_grpo.enabled"),
 )
 
 ALGORITHM = (
@@ -618,7 +619,7 @@ RUN = (
     Row("cluster.gpus_per_node", None, None, "torchrun's --nproc-per-node"),
     Row("cluster.num_nodes", None, None, "torchrun's --nnodes"),
     Row("data_plane.*", None, None, "rollouts stay in the training processes"),
-    Row("async_rl.*", None, None, "rollouts do not overlap with updates"),
+    Row("async_rl.*", None, None, "--max-staleness, with --rollout-ranks"),
     Row("cluster.*", None, None, "there is no Ray"),
     Row("grpo.*", None, None, "docs/algorithms.md has what can be set"),
 )
