@@ -58,6 +58,9 @@ def updates_per_rollout(settings: Settings) -> float:
     return max(1, completions_per_rollout(settings) // batch) if batch else 1
 
 
+IN_ROLLOUTS = scaled(ROLLOUTS, updates_per_rollout, True)  # a step of its schedule is a rollout
+
+
 def megatron(settings: Settings) -> bool:
     """Return whether the policy is trained by Megatron-Core, not by DTensor."""
     return settings.true(f"{MEGATRON}enabled")
@@ -390,8 +393,10 @@ LEARNING = (
     Row(f"{OPTIMIZER}clip_grad", "--clip-grad", MEGATRON_ONLY),
     Row(f"{OPTIMIZER}*", None, None, "has megatron-core's default"),
     Row(f"{SCHEDULER}lr_decay_style", "--lr-decay-style", MEGATRON_ONLY),
-    Row(f"{SCHEDULER}lr_decay_iters", "--lr-decay-iters", MEGATRON_ONLY, "updates, as there"),
-    Row(f"{SCHEDULER}lr_warmup_iters", "--lr-warmup-iters", MEGATRON_ONLY, "updates, as there"),
+    Row(f"{SCHEDULER}lr_decay_iters", "--lr-decay-iters", only_if("with megatron_cfg.enabled", megatron, IN_ROLLOUTS)),
+    Row(
+        f"{SCHEDULER}lr_warmup_iters", "--lr-warmup-iters", only_if("with megatron_cfg.enabled", megatron, IN_ROLLOUTS)
+    ),
     Row(f"{SCHEDULER}lr_warmup_init", None, None, "the warm-up starts from 0"),
     Row(f"{SCHEDULER}*", None, None, "the weight decay is constant: --weight-decay-incr-style changes it"),
     Row(
@@ -409,7 +414,7 @@ LEARNING = (
     Row(
         f"{POLICY}scheduler.0.kwargs.total_iters",
         "--lr-warmup-iters",
-        only_if("with DTensor", _dtensor),
+        only_if("with DTensor", _dtensor, IN_ROLLOUTS),
         "of LinearLR, from start_factor; here the warm-up starts from 0",
     ),
     Row(f"{POLICY}scheduler.*", None, None, "--lr-decay-style and --lr-warmup-iters"),

@@ -357,7 +357,7 @@ BATCH = (
     Row(f"{ACTOR}use_dynamic_bsz", None, None, "--max-tokens-per-microbatch alone switches it on"),
     Row(f"{ACTOR}ppo_epochs", "--num-iterations"),
     Row(f"{ACTOR}use_prefix_grouper", "--share-prompts", SWITCH),
-    Row(f"{ACTOR}shuffle", "--no-shuffle-completions", SWITCH_IF_FALSE, "the default here, off by default there"),
+    Row(f"{ACTOR}shuffle", None, None, "on by default here; --no-shuffle-completions if it is off there"),
     Row(f"{ROLLOUT}n", "--num-generations"),
     Row("trainer.total_training_steps", "--train-iters", scaled(ROLLOUTS, updates_per_rollout)),
     Row("trainer.total_epochs", "--num-epochs", unless("trainer.total_training_steps")),
@@ -1188,8 +1188,18 @@ def _weights(settings: Settings) -> Converted:
     return ["1", reward_text(settings, f"{OVERLONG}penalty_factor", "1")] if _overlong(settings) else None
 
 
+def _half(settings: Settings) -> bool:
+    return "float16" in (settings.text(f"{ACTOR}megatron.dtype"), settings.text(f"{ACTOR}fsdp_config.dtype"))
+
+
+def _in_order(settings: Settings) -> Converted:
+    several = updates_per_rollout(settings) > 1
+    return True if several and not settings.true(f"{ACTOR}shuffle") else None
+
+
 def _budget(settings: Settings) -> Converted:
-    return number(16384 * context_parallel(settings)) if _dynamic(settings) else None
+    longest = settings.number("data.max_prompt_length", 512) + settings.number("data.max_response_length", 512)
+    return number(max(16384 * context_parallel(settings), longest)) if _dynamic(settings) else None
 
 
 def _completions(name: str, default: float) -> Callable[[Settings], Converted]:
@@ -1262,7 +1272,7 @@ SYSTEM = System(
     sources="verl-project/verl: examples/*_trainer, verl/trainer/config (August 2026); siiRL has the same keys",
     rows=tuple(chain(BATCH, DATA, MODELS, LEARNING, PARALLEL, ENGINE, ALGORITHM, REFERENCE, REWARDS, RUN)),
     implied=(
-        ("--bf16", constant(True), "verl trains in bfloat16"),
+        ("--bf16", lambda s: None if _half(s) else True, "verl trains in bfloat16"),
         ("--transformer-impl", constant("local"), "transformer_engine where it is installed"),
         ("--lora-alpha", lambda s: "16" if _lora(s) else None, "verl's default"),
         ("--beta", _beta, "0.001 with a KL term there, none without use_kl_loss"),
@@ -1276,7 +1286,8 @@ SYSTEM = System(
         ("--scale-rewards", lambda s: "group" if _estimator(s) == "grpo_passk" else None, "verl's default"),
         ("--generation-batch-size", _completions("data.train_batch_size", 1024), "1024 prompts by default there"),
         ("--global-batch-size", _completions(f"{ACTOR}ppo_mini_batch_size", 256), "256 prompts by default there"),
-        ("--max-tokens-per-microbatch", _budget, "16384 tokens of one GPU by default there"),
+        ("--no-shuffle-completions", _in_order, "actor.shuffle is off by default there"),
+        ("--max-tokens-per-microbatch", _budget, "16384 tokens of one GPU by default there, or the longest sequence"),
         ("--val-before-train", _first_evaluation, "on by default there"),
         (
             "--eval-num-generations",

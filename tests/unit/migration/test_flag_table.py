@@ -138,6 +138,27 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             },
             {"--lr-warmup-iters": "80", "--lr-decay-iters": "800"},
         ),
+        (  # NeMo-RL's schedule takes a step for each rollout, too: 32 x 4 completions / 32
+            "NeMo-RL",
+            {
+                "policy__megatron_cfg__enabled": "true",
+                "policy__megatron_cfg__scheduler__lr_warmup_iters": "10",
+                "policy__train_global_batch_size": "32",
+                "grpo__num_prompts_per_step": "32",
+                "grpo__num_generations_per_prompt": "4",
+            },
+            {"--lr-warmup-iters": "40"},
+        ),
+        (
+            "verl",  # mini-batches are taken in order unless actor.shuffle is given; with one there is no order
+            {"data__train_batch_size": "512", "actor_rollout_ref__actor__ppo_mini_batch_size": "256"},
+            {"--no-shuffle-completions": ""},
+        ),
+        (
+            "verl",
+            {"actor_rollout_ref__actor__shuffle": "True", "actor_rollout_ref__actor__megatron__dtype": "float16"},
+            {"--no-shuffle-completions": None, "--fp16": "", "--bf16": None},
+        ),
         # settings of verl, by its formulas in trainer/ppo/core_algos.py and its defaults in trainer/config
         ("verl", {"actor_rollout_ref__actor__use_kl_loss": "True"}, {"--beta": "0.001"}),
         ("verl", {"algorithm__use_kl_in_reward": "True"}, {"--beta": "0.001", "--kl-in-reward": ""}),
