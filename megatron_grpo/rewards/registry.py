@@ -161,7 +161,10 @@ def known_rewards() -> list[str]:
 
 def check_reward(name: str) -> None:
     """Raise GrpoError for an unknown name, with all known ones."""
-    cure = "Register a function by @register_reward in a file of --external-plugins, or a model by --reward-model"
+    cure = (
+        "Register a function by @register_reward in a file of --external-plugins, a model by --reward-model, or a "
+        "function of verl or TRL by --reward-adapter"
+    )
     check_known("--reward-funcs: unknown reward function", name, known_rewards(), cure)
 
 

@@ -6,6 +6,7 @@ from megatron_grpo.data.blend import absent_files
 from megatron_grpo.models.arguments import check_model, check_settings
 from megatron_grpo.patches import vllm
 from megatron_grpo.patches.replacement import check_all
+from megatron_grpo.rewards.adapters import adapters
 from megatron_grpo.rewards.registry import check_package, check_reward
 from megatron_grpo.rewards.reward_models.arguments import reward_models
 from megatron_grpo.training.run_rules import resolve_run
@@ -25,8 +26,9 @@ def check_packages(args: Namespace) -> None:
 
 
 def check_reward_names(args: Namespace) -> None:
-    """Raise GrpoError for a name that is neither a reward function nor a reward model; load none of them."""
-    for name in sorted({*(args.reward_funcs or ())} - reward_models(args).keys()):
+    """Raise GrpoError for a name that is no reward function, reward model or adapter; load none of them."""
+    others = reward_models(args).keys() | adapters(args.reward_adapter).keys()
+    for name in sorted({*(args.reward_funcs or ())} - others):
         check_reward(name)
 
 

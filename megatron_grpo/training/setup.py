@@ -60,6 +60,7 @@ from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
+from megatron_grpo.rewards.adapters import register_adapters
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, gold_check
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
@@ -358,6 +359,7 @@ def _read_inputs(args, teach_args) -> Inputs:
     """Return the inputs of a run, all of them checked."""
     models = reward_models(args)
     names = [name for name in args.reward_funcs if name not in models]
+    register_adapters(args.reward_adapter)
     get_rewards(names, vars(args))
     check_models(models, args.reward_model_max_tokens)
     isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
