@@ -212,7 +212,7 @@ def train(args, trainer: Trainer) -> None:
                     row |= evaluate(args, trainer)
             trainer.log(row)
         if trainer.due(args.save_interval):
-            trainer.save()
+            trainer.saves.write(trainer.position())
     trainer.finish()
 
 

@@ -1,8 +1,8 @@
 """Checks of the flags together that need neither torch nor the model: the rules of a run, files, names of rewards."""
 
 from argparse import Namespace
-from pathlib import Path
 
+from megatron_grpo.data.blend import absent_files
 from megatron_grpo.models.arguments import check_model, check_settings
 from megatron_grpo.patches import vllm
 from megatron_grpo.patches.replacement import check_all
@@ -45,7 +45,6 @@ def check_early(args: Namespace, world_size: int) -> None:
         return
     check_packages(args)
     for dest in ("train_data_path", "valid_data_path"):
-        for word in getattr(args, dest) or []:
-            if Path(word).suffix in (".jsonl", ".parquet", ".arrow") and not Path(word).exists():
-                raise GrpoError(f"{flag(dest)} {word}: no such file")
+        for path in absent_files(getattr(args, dest) or []):
+            raise GrpoError(f"{flag(dest)} {path}: no such file")
     check_reward_names(args)

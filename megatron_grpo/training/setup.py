@@ -14,19 +14,24 @@ import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.run_lock import RunLock
+from megatron_grpo.data.blend import absent_files
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
 from megatron_grpo.data.prompts import PromptDataset, Reading
 from megatron_grpo.data.routing import reward_routes
-from megatron_grpo.data.sampler import read_blend
-from megatron_grpo.data.saved_datasets import PREFIX as CACHED
-from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, check_vocabulary
+from megatron_grpo.data.tokenizer import (
+    ChatTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    check_vocabulary,
+)
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.registry import check_environment, tools_of, videos_are_shown
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.threads import Sizes, default_sandboxes
 from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.environments.tool_probe import probe
-from megatron_grpo.estimate.dry_run import dry_run_report
+from megatron_grpo.estimate.dry_run import dry_run_report, gpu_memory
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.lora import base
 from megatron_grpo.lora.attach import attach, trained
@@ -94,6 +99,7 @@ from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
 from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
 from megatron_grpo.training.run_rules import check_warmup
+from megatron_grpo.training.saves import Saves
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json, replaced, resolved
@@ -133,7 +139,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             check_environment(args.environment)
         if absent := _not_here(args):
             print_rank_0(f"not on this machine, and not read: {', '.join(absent)}\n")
-        print_rank_0(dry_run_report(args, world_size))
+        print_rank_0(dry_run_report(args, world_size, gpu_memory(args)))
         return None
     set_log_level(args.log_level)
     roles = joint()
@@ -156,9 +162,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if args.save:
         checkpoint.check_shared(args.save)
     set_random_seed(args.seed)
-    saves = checkpoint.start_background_saves() if args.async_save else None
-    if saves is not None:
-        before_exit(saves.settle)  # after an error, too: the checkpoint in hand is whole in a moment
+    background = checkpoint.start_background_saves() if args.async_save else None
+    if background is not None:
+        before_exit(background.settle)  # after an error, too: the checkpoint in hand is whole in a moment
     _print_start(args, world_size, inputs, lock)
 
     progress.step("model")
@@ -228,6 +234,21 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     source = _build_source(args, engine, common, scorer, inputs.tokenizer, partial(_watch, logger, early_exit))
     if position:
         source.resume(position, partial(checkpoint.subfolder, args.load, DIRECTORY))
+    lifecycle = EngineLifecycle(args, model, forward_step, engine, state_offloader, weight_offloader, timers, memory)
+    saves = Saves(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        reference=reference,
+        source=source,
+        lifecycle=lifecycle,
+        timers=timers,
+        logger=logger,
+        early_exit=early_exit,
+        lock=lock,
+        background=background,
+    )
     return Trainer(
         args=args,
         model=model,
@@ -236,7 +257,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         reference=reference,
         teacher=teacher,
         source=source,
-        lifecycle=EngineLifecycle(args, model, forward_step, engine, state_offloader, weight_offloader, timers, memory),
+        lifecycle=lifecycle,
         tokenizer=inputs.tokenizer,
         images=image_store,
         valid_prompts=valid_prompts,
@@ -247,8 +268,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         watchdog=watchdog,
         bad_updates=bad_updates,
         early_exit=early_exit,
-        save_lock=lock,
-        background_saves=saves,
+        saves=saves,
         iteration=iteration,
         tokens=position.get("tokens", 0),
     )
@@ -315,10 +335,8 @@ def _directories(args, resume: bool) -> dict[str, Any]:
 
 def _not_here(args) -> list[str]:
     """Return the flags, with their values, that name data files or a tokenizer which this machine does not have."""
-    found = []
-    for name, words in ("--train-data-path", args.train_data_path), ("--valid-data-path", args.valid_data_path):
-        files = read_blend(words or [])[0]
-        found += [f"{name} {file}" for file in files if not file.startswith(CACHED) and not Path(file).exists()]
+    data = ("train_data_path", "valid_data_path")
+    found = [f"{flag(dest)} {path}" for dest in data for path in absent_files(getattr(args, dest) or [])]
     if args.tokenizer_model and not Path(args.tokenizer_model).exists():
         found.append(f"--tokenizer-model {args.tokenizer_model}")
     return found
@@ -433,7 +451,7 @@ def _open_logs(args, iteration: int) -> MetricsLogger:
 
 def _trainers_here(trainers: int) -> int:
     """Return how many of the ranks of this host train: trainers come first."""
-    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    first = launch.rank() - int(os.environ.get("LOCAL_RANK", "0"))
     return max(0, min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trainers - first))
 
 
@@ -732,7 +750,7 @@ def build_episodes(args, engine: GeneratingEngine, inputs: Inputs) -> Conversing
     )
     before_exit(pool.close)
     parser = None
-    renderer = TurnRenderer(tokenizer, turn_end_token_ids(args, tokenizer))
+    renderer = TurnRenderer(cast(ChatTokenizer, tokenizer), turn_end_token_ids(args, tokenizer))
     if args.tool_call_parser:
         backend = cast(HuggingFaceTokenizer, tokenizer).backend
         parser = ToolCallParser(args.tool_call_parser, backend, args.reasoning_parser)
