@@ -561,7 +561,11 @@ LEARNING = (
     ),
     Row(f"{OPTIMIZER}use_precision_aware_optimizer", "--use-precision-aware-optimizer", SWITCH),
     Row("critic.optim.lr", None, None, "there is no critic"),
-    Row(f"{ACTOR}optim.*", None, None, "--optimizer adam or sgd, with --lr-decay-style"),
+    *nothing(
+        f"{ACTOR}optim.",
+        "--optimizer adam or sgd, with --lr-decay-style",
+        "muon_* lr_wsd_* zero_indexed_step use_checkpoint_opt_param_scheduler use_layer_wise_distributed_optimizer",
+    ),
 )
 
 PARALLEL = (

@@ -285,8 +285,8 @@ def _join(args, world_size: int) -> Watchdog | None:
     else:
         flags = resolve_args(resolve_origin(args, resume=False), world_size)
     check_packages(flags)
-    workers = args.reward_workers + (args.environment_workers if flags.environment else 0)
-    raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size), workers)
+    workers = flags.reward_workers + (flags.environment_workers if flags.environment else 0)
+    raise_limit(world_size + flags.rollout_ranks, streams_of_a_rank(flags, world_size), workers)
     progress.step("other ranks")
     join(args)
     wait_without_time_out()

@@ -430,6 +430,15 @@ def test_settings_that_are_off_change_nothing(settings):
     assert {name for name, _ in result.without} == set(names)
 
 
+@pytest.mark.parametrize(
+    "name", ["actor.clip_ration", "actor.optim.lrr", "rollout.temprature", "actor.megatron.override_ddp_config.oops"]
+)
+def test_a_name_that_no_row_knows_is_left_to_a_person(name):
+    settings = {f"actor_rollout_ref.{name}": "1", "data.trian_files": "a", "reward.custom_reward_function.pth": "b"}
+    result = translate(SYSTEMS["verl"], Settings(settings), GROUPS)
+    assert sorted(result.unknown) == sorted(settings)
+
+
 def test_the_last_part_of_a_dotted_name_is_enough():
     assert answer("--ppo_mini_batch_size").startswith(
         "verl's actor_rollout_ref.actor.ppo_mini_batch_size is --global-batch-size here ("
