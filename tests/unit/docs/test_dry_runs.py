@@ -21,8 +21,8 @@ REST = {
     "--lr": "1e-5",
     "--micro-batch-size": "8",
 }
-# Not run here: a model with images, a name that stands for any, a reward model whose files another block has.
-ELSEWHERE = {"--max-image-pixels", "NAME", "--reward-model"}
+# Not run here: a model with images, a name that stands for any, a reward model of another block, no training.
+ELSEWHERE = {"--max-image-pixels", "NAME", "--reward-model", "--eval-only"}
 
 
 def commands(page: str) -> list[tuple[int, list[str]]]:
