@@ -49,6 +49,7 @@ def arguments(**changes) -> Namespace:
     args = replaced(
         parse_args([]),
         vllm_server_timeout=5.0,
+        vllm_max_num_seqs=256,
         max_prompt_length=8,
         max_completion_length=8,
         num_layers=LAYERS,
