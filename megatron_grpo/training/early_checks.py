@@ -3,6 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_grpo.data.held_out_files import valid_files
 from megatron_grpo.models.arguments import check_model, check_settings
 from megatron_grpo.patches import vllm
 from megatron_grpo.patches.replacement import check_all
@@ -42,8 +43,12 @@ def check_early(args: Namespace, world_size: int) -> None:
     if args.dry_run:
         return
     check_packages(args)
-    for dest in ("train_data_path", "valid_data_path"):
-        for word in getattr(args, dest) or []:
-            if Path(word).suffix in (".jsonl", ".parquet", ".arrow") and not Path(word).exists():
-                raise GrpoError(f"{flag(dest)} {word}: no such file")
+    files = {
+        "train_data_path": [] if args.eval_only else args.train_data_path or [],
+        "valid_data_path": valid_files(args.valid_data_path).values(),
+    }
+    for dest, paths in files.items():
+        for path in paths:
+            if Path(path).suffix in (".jsonl", ".parquet", ".arrow") and not Path(path).exists():
+                raise GrpoError(f"{flag(dest)} {path}: no such file")
     check_reward_names(args)
