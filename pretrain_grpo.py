@@ -154,6 +154,7 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
             batch = trainer.source.evaluate(plan, trainer.held_out_to_log)
             metrics |= evaluation_metrics(args, kind, batch, trainer.held_out)
             trainer.log_held_out(kind, batch)
+    trainer.evaluation = trainer.iteration, metrics
     return metrics
 
 

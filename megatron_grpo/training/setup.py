@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing.checkpoint_directory import forget_best
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
 from megatron_grpo.data.held_out_files import valid_files
@@ -439,6 +440,7 @@ def _open_logs(args, iteration: int) -> MetricsLogger:
     try:
         if args.save and dist.get_rank() == 0:
             write_run_record(args, args.explicit, iteration)
+            forget_best(args.save, after=iteration)
             unmark(args.save)
         return MetricsLogger(args, dist.get_rank(), iteration if args.eval_only else args.train_iters, iteration)
     except OSError as error:

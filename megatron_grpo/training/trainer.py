@@ -37,6 +37,7 @@ from megatron_grpo.rollout.source import Rollout, RolloutSource, SourceState
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.training import train_step
 from megatron_grpo.training.bad_updates import BadUpdates
+from megatron_grpo.training.best_checkpoint import best_in_words, new_best
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
@@ -79,6 +80,7 @@ class Trainer:
     images: ImageStore | None = None  # of a vision-language model
     iteration: int = 0
     tokens: int = 0
+    evaluation: tuple[int, dict[str, float]] = (0, {})  # iteration and metrics of the newest evaluation
     held_out_rows: list[dict[str, Any]] = field(default_factory=list)  # logged completions of --eval-only
     started: float = field(default_factory=time.monotonic)
 
@@ -346,6 +348,7 @@ class Trainer:
                     extra_state=position,
                     save_reference=save_reference,
                     save_on_this_rank=state.save,
+                    best=on_rank_0(self._new_best),
                 )
                 if last:
                     checkpoint.wait_for_background()
@@ -353,6 +356,13 @@ class Trainer:
         self.early_exit.save_seconds = time.monotonic() - began
         if self.background_saves is not None:  # the last save of a run is waited for
             self.early_exit.save_seconds = max(self.early_exit.save_seconds, self.background_saves.seconds)
+
+    def _new_best(self) -> dict[str, Any] | None:
+        """Return what best.json is to say if this iteration's checkpoint is the best one; call it on one rank."""
+        iteration, metrics = self.evaluation
+        if not self.args.keep_best or iteration != self.iteration:
+            return None
+        return new_best(self.args, iteration, metrics)
 
     def _oldest_batch(self) -> int | None:
         """Return the batch of the oldest checkpoint, on rank 0; None if --max-checkpoints-to-keep deletes none."""
@@ -395,6 +405,8 @@ class Trainer:
             except GrpoError as error:
                 failed.append(str(error))
         self.close()
+        if self.args.keep_best:
+            print_rank_0(on_rank_0(best_in_words, self.args))
         if failed:
             raise GrpoError(f"{'; '.join(failed)}. Make room, or correct the path. {newest_in_words(self.args.save)}")
         if self.args.save and not self.left_early and dist.get_rank() == 0:

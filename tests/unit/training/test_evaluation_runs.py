@@ -105,6 +105,49 @@ def test_eval_only_repeats_an_evaluation_of_the_run_and_leaves_its_files(bench, 
     assert re.search(r"\nall +greedy +10 +0\.", out) and "Traceback" not in out
 
 
+class RisingAndFalling(SeededEngine):
+    """The length of all completions, and so the reward, follows the number of evaluations so far."""
+
+    lengths = (1, 3, 2, 3)
+
+    def submit(self, requests):
+        requests = list(requests)
+        super().submit(requests)
+        for request in requests:
+            if not request.sampling.temperature:
+                length = self.lengths[self.version - 1]
+                self.running[request.id] = [[50] * (length - 1) + [*request.sampling.stop_token_ids[:1]], 0]
+
+
+KEEP = """--train-iters 4 --save-interval 1 --eval-interval 1 --max-checkpoints-to-keep 1 --no-save-hf
+    --keep-best eval/greedy_reward --eval-max-prompts 2"""
+
+
+@pytest.mark.parametrize("more", ["", "--async-save"])
+def test_the_best_checkpoint_is_kept_and_named(tiny_models, monkeypatch, tmp_path, capfd, more):
+    """Rewards of 1/4, 3/4, 2/4, 3/4: the second is the best, before and after a resume; it can be evaluated."""
+    monkeypatch.setattr(bad_input_runs, "StubEngine", RisingAndFalling)
+    monkeypatch.setattr(SeededEngine, "sigterm_in", None)
+    bench = Bench(tmp_path, tiny_models["qwen3"])
+    words = [*bench.good, *bench.plugin(REWARD), *KEEP.split(), "--valid-data-path", str(bench.train), *more.split()]
+    saved = lambda: sorted(path.name for path in bench.save.glob("iter_*"))  # noqa: E731
+    assert launch(TRAIN, [*words, "--exit-interval", "3"]) == 0
+    assert [row["eval/greedy_reward"] for row in metrics_of(bench.save)] == [0.25, 0.75, 0.5]
+    best = {"iteration": 2, "metric": "eval/greedy_reward", "value": 0.75}
+    assert json.loads((bench.save / "best.json").read_text()) == best
+    assert saved() == ["iter_0000002", "iter_0000003"]
+    capfd.readouterr()
+    assert launch(TRAIN, [*words, "--load", str(bench.save)]) == 0
+    assert json.loads((bench.save / "best.json").read_text()) == best
+    assert saved() == ["iter_0000002", "iter_0000004"]
+    line = f"best checkpoint (eval/greedy_reward 0.7500, {bench.save}/best.json): {bench.save}/iter_0000002\n"
+    assert capfd.readouterr().out.count(line) == 1
+    assert launch(TRAIN, [*words, "--eval-only", "--load", str(bench.save / "iter_0000002")]) == 0
+    (entry,) = json.loads((bench.save / "evaluation.json").read_text())["evaluations"]
+    assert entry["iteration"] == 2 and entry["evaluated"] == f"checkpoint {bench.save}/iter_0000002"
+    assert entry["rows"][0]["reward"] == 0.75
+
+
 def test_eval_only_of_nothing(bench, seeded, tmp_path, capfd):
     assert launch(TRAIN, [*bench.words, "--eval-only", "--load", str(tmp_path)]) == 1
     assert f"{tmp_path} (--load) holds no checkpoint; to evaluate --load-hf, leave --load out" in capfd.readouterr().err
