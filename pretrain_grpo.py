@@ -148,7 +148,7 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
     """
     if not trainer.source.generates:  # all rollouts are recorded: there is no engine
         return {}
-    metrics = {}
+    metrics: dict[str, float] = {}
     with trainer.timers("eval"), trainer.engine_awake():
         for kind, plan in evaluation_plans(args, trainer.held_out.prompts).items():
             batch = trainer.source.evaluate(plan, trainer.held_out_to_log)
