@@ -17,11 +17,12 @@ from megatron_grpo.utils.rules import excludes, flag, needs, required
 
 
 def check_required(args: Namespace) -> None:
-    """Refuse the absence of what every run needs."""
+    """Refuse the absence of what every run needs; --eval-only needs nothing of training."""
+    if not args.eval_only:
+        required(args, "train_data_path", "name the files of training prompts")
     required(args, "reward_funcs", "name at least one reward function")
     if args.eval_only:
         return
-    required(args, "train_data_path", "name the files of training prompts")
     required(args, "lr", "give the learning rate, such as 1e-6")
     if args.num_epochs is None:
         required(args, "train_iters", "give it, or --num-epochs")
