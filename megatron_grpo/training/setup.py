@@ -127,7 +127,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     resume = found is not None
     args = resolve_args(args, world_size)
     if args.eval_only:
-        args = replaced(args, **WITHOUT_TRAINING)
+        args = replaced(args, **WITHOUT_TRAINING, explicit=args.explicit - WITHOUT_TRAINING.keys())
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
     if found is not None and not args.eval_only:

@@ -148,6 +148,16 @@ def test_the_best_checkpoint_is_kept_and_named(tiny_models, monkeypatch, tmp_pat
     assert entry["rows"][0]["reward"] == 0.75
 
 
+def test_eval_only_needs_no_flags_of_training_and_no_save(bench, seeded, monkeypatch, tmp_path, capfd):
+    monkeypatch.chdir(tmp_path)
+    words = f"--transformer-impl local --load-hf {bench.model} --reward-funcs exact_match --max-prompt-length 8"
+    words += f" --max-completion-length 4 --valid-data-path {bench.train} --eval-only --vllm-enforce-eager"
+    assert launch(TRAIN, words.split()) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"\ntrain +greedy +8 +[01]\.\d{4} ", out) and "evaluation.json" not in out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_eval_only_of_nothing(bench, seeded, tmp_path, capfd):
     assert launch(TRAIN, [*bench.words, "--eval-only", "--load", str(tmp_path)]) == 1
     assert f"{tmp_path} (--load) holds no checkpoint; to evaluate --load-hf, leave --load out" in capfd.readouterr().err
