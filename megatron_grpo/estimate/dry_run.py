@@ -1,11 +1,13 @@
 """Report of ``--dry-run``: batch arithmetic, model parts on each rank, and an estimate of memory."""
 
-import math
 import os
 from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron_grpo.estimate.memory import GIB, MARGIN, Chunk, Memory, Plan, engine_share
+import torch
+
+from megatron_grpo.estimate.memory import GIB, MARGIN, Chunk, Plan, engine_share, gpu_bytes
+from megatron_grpo.estimate.savings import fitting, in_words
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.arguments import generating_width, recompute_note
 from megatron_grpo.parallel.roles import role_of
@@ -18,6 +20,8 @@ from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.rules import flag
 
 GPUS_PER_HOST = 8  # if the launcher does not say: a dry run needs no torchrun
+# GiB for what is not counted; a sleeping engine keeps graphs and buffers.
+ROOM, ROOM_BESIDE_ENGINE = 5, 10
 MOST_RANKS = 64  # a larger world is listed with its first and last ranks only
 
 
@@ -33,6 +37,13 @@ class Rank:
     pp: int
     replica: int
     replica_tp: int
+
+
+def gpu_memory(args: Namespace) -> float | None:
+    """Return the GiB of the GPU that a dry run should fit: --gpu-memory or this machine's; None without a GPU."""
+    if args.gpu_memory or not torch.cuda.is_available():
+        return args.gpu_memory
+    return torch.cuda.get_device_properties(0).total_memory / GIB
 
 
 def ranks(args: Namespace, world_size: int) -> list[Rank]:
@@ -63,8 +74,8 @@ def ranks(args: Namespace, world_size: int) -> list[Rank]:
     return found
 
 
-def dry_run_report(args: Namespace, world_size: int) -> str:
-    """Return the whole report as text, for validated arguments."""
+def dry_run_report(args: Namespace, world_size: int, gpu: float | None = None) -> str:
+    """Return the whole report as text, for validated arguments; ``gpu``: GiB of a GPU that it should fit."""
     plan = Plan(args)
     sections = [
         "batch arithmetic",
@@ -79,6 +90,7 @@ def dry_run_report(args: Namespace, world_size: int) -> str:
         "",
         "memory of a rank, GiB (estimated)",
         *_memory_lines(plan),
+        *(_fit_lines(plan, gpu) if gpu else []),
     ]
     return "\n".join(sections)
 
@@ -142,14 +154,13 @@ def _placed_lines(args: Namespace, world_size: int) -> list[str]:
     return lines
 
 
-def _engine_lines(plan: Plan, memories: list[Memory]) -> list[str]:
+def _engine_lines(plan: Plan) -> list[str]:
     """Return the lines about the engine's memory, and about the memory that a GPU must have in total."""
-    args, most = plan.args, max(max(memory.total, memory.stays) for memory in memories) / GIB
+    args, most = plan.args, gpu_bytes(plan) / GIB
     if args.rollout_engine == "megatron":
-        caches = [plan.cache(stage) / GIB for stage in range(len(plan.stages))]
-        most = max(most, *(memory.stays / GIB + cache for memory, cache in zip(memories, caches, strict=True)))
+        cache = max(plan.cache(stage) for stage in range(len(plan.stages))) / GIB
         return [
-            f"engine: the training model, with a cache of {max(caches):.2f} during generation",
+            f"engine: the training model, with a cache of {cache:.2f} during generation",
             f"a GPU must have {most:.1f}",
         ]
     if has_servers(args):
@@ -174,18 +185,28 @@ def _engine_lines(plan: Plan, memories: list[Memory]) -> list[str]:
         f"engine: {engine:.2f} of weights on each rank (--vllm-tensor-parallel-size {width}); {share}",
         *_draft_lines(plan),
     ]
-    if engine / utilization > most and (wider := _wider_engines(plan)):
+    trainer = max(plan.memory(stage).total for stage in range(len(plan.stages))) / GIB
+    if engine / utilization > trainer and (wider := _wider_engines(plan)):
         lines.append(f"engine: its weights need more than the trainer; {wider}")
     if args.sleep_level:  # an awake engine shares the GPU with the trainer's remaining tensors
-        most_awake = max(memory.stays for memory in memories) / GIB
-        needed = max(most, most_awake / (1 - utilization) if utilization < 1 else math.inf, engine / utilization)
-        lines.append(
-            f"a GPU must have {needed:.1f}: for the trainer alone, and for the engine beside the trainer's rest"
-        )
+        lines.append(f"a GPU must have {most:.1f}: for the trainer alone, and for the engine beside the trainer's rest")
     elif utilization < 1:
-        needed = max(most / (1 - utilization), engine / utilization)
-        lines.append(f"a GPU must have {needed:.1f}, for the engine's share and the trainer's")
+        lines.append(f"a GPU must have {most:.1f}, for the engine's share and the trainer's")
     return lines
+
+
+def _fit_lines(plan: Plan, gpu: float) -> list[str]:
+    """Return the line about whether the run fits a GPU of ``gpu`` GiB, and with which flags if it does not."""
+    room = ROOM_BESIDE_ENGINE if has_colocated_vllm(plan.args) else ROOM
+    needed = gpu_bytes(plan) / GIB
+    if needed + room <= gpu:
+        return [f"it fits a GPU of {gpu:.0f}, with {gpu - needed:.1f} for what is not counted"]
+    flags, less = fitting(plan.args, (gpu - room) * GIB)
+    last = f"it does not fit a GPU of {gpu:.0f}, where {room} should stay for what is not counted"
+    if less / GIB + room <= gpu:
+        return [f"{last}: add {in_words(flags)} ({less / GIB:.1f})"]
+    rest = f", and with {in_words(flags)} it still needs {less / GIB:.1f}" if flags else ""
+    return [f"{last}{rest}: divide the model over more GPUs, train adapters (--lora-rank), or shorten the completions"]
 
 
 def _draft_lines(plan: Plan) -> list[str]:
@@ -278,7 +299,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     lines += _offload_lines(plan, max(memory.total for memory in memories) / GIB)
     if note := recompute_note(args):
         lines.append(note)
-    lines += _engine_lines(plan, memories)
+    lines += _engine_lines(plan)
     lines += _reference_lines(args)
     if args.num_experts:
         lines.append("experts: estimated for tokens spread evenly over all experts")

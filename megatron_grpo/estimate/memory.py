@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, prod
+from math import ceil, inf, prod
 from typing import NamedTuple
 
 from megatron.core.transformer.enums import LayerType
@@ -440,6 +440,24 @@ class Plan:
         gradient = size if args.gradient_accumulation_fusion else 4 + size
         backward = kept + chunk * (4 + size) * again + rows * args.hidden_size * gradient * trained
         return max(forward, backward) + 3 * tokens * args.hidden_size * size
+
+
+def gpu_bytes(plan: Plan) -> float:
+    """Return the memory that a GPU of a trainer must have: its own at the peak of training, and a colocated engine's.
+
+    An engine that sleeps has its share only while it generates, beside what the trainer leaves on the GPU; infinite if
+    it takes the whole GPU. Not counted: communication buffers, libraries, fragmentation.
+    """
+    args = plan.args
+    memories = [plan.memory(stage) for stage in range(len(plan.stages))]
+    most = max(max(memory.total, memory.stays) for memory in memories)
+    if args.rollout_engine == "megatron":
+        return max(most, *(memory.stays + plan.cache(stage) for stage, memory in enumerate(memories)))
+    if args.rollout_ranks or not has_colocated_vllm(args):
+        return most
+    share, engine = args.vllm_gpu_memory_utilization, plan.engine() * params_dtype(args).itemsize
+    beside = max(memory.stays for memory in memories) if args.sleep_level else most
+    return max(most, beside / (1 - share) if share < 1 else inf, engine / share)
 
 
 def _cache_per_token(args: Namespace, layers: int) -> int:

@@ -2,6 +2,7 @@
 
 import re
 from argparse import Namespace
+from math import ceil
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -63,7 +64,12 @@ ROLLOUT: tuple[FlagRow, ...] = (
         None,
         "longest sequence of the engine [--max-prompt-length + --max-completion-length]",
     ),
-    ("--vllm-max-num-seqs", COUNT, 256, "concurrent completions of an engine replica or of a server"),
+    (
+        "--vllm-max-num-seqs",
+        COUNT,
+        None,
+        "concurrent completions of an engine replica or of a server [its share of a rollout, 256 to 512]",
+    ),
     (
         "--inference-max-requests",
         COUNT,
@@ -719,6 +725,22 @@ def check_ledger(args: Namespace) -> None:
         excludes(args, "rollout_only", dest, "there are no updates to save or evaluate")
     if args.rollout_only and not recorded_in(args):
         required(args, "ledger", "--rollout-only writes nothing else; give it, or --save")
+
+
+def resolve_max_num_seqs(args: Namespace) -> dict[str, Any]:
+    """Return the default of --vllm-max-num-seqs: what a replica or a server has of a rollout, from 256 to 512.
+
+    Fewer would cut a rollout into waves. 512 is the size of vLLM's largest CUDA graph; 256 is for evaluations, and for
+    --rollout-balancing dynamic, which needs completions that wait.
+    """
+    if args.vllm_max_num_seqs is not None:
+        return {}
+    share = 0
+    if args.rollout_balancing == "static":
+        engines = len(server_urls(args)) or (args.rollout_ranks or args.world_size) // args.vllm_tensor_parallel_size
+        batches = 1 + args.max_staleness if args.rollout_ranks else 1  # these engines begin the next ones meanwhile
+        share = ceil(args.generation_batch_size * args.over_sampling_ratio * batches / max(engines, 1))
+    return {"vllm_max_num_seqs": min(max(share, 256), 512)}
 
 
 def resolve_placed(args: Namespace) -> dict[str, Any]:

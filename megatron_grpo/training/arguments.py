@@ -203,7 +203,7 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "evaluation": EVALUATION,
     "logging": (*LOGGING, *TRACKERS),
     "profiling": PROFILE,
-    "running": (DRY_RUN, TIMEOUT, *WATCHDOG),
+    "running": (*DRY_RUN, TIMEOUT, *WATCHDOG),
 }
 
 # Attributes of the parsed arguments that are not flags.

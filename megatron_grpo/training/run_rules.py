@@ -8,6 +8,7 @@ from argparse import Namespace
 
 from megatron_grpo.checkpointing.arguments import check_checkpoints
 from megatron_grpo.environments.arguments import check_agent, check_environments, resolve_environment
+from megatron_grpo.estimate.arguments import check_dry_run
 from megatron_grpo.rewards.arguments import check_rewards, resolve_rewards
 from megatron_grpo.rewards.reward_models.arguments import check_reward_models
 from megatron_grpo.utils.arguments import Step, replaced, resolved
@@ -142,6 +143,7 @@ RUN: tuple[Step, ...] = (
     check_duration,
     check_optimizer,
     check_checkpoints,
+    check_dry_run,
 )
 
 

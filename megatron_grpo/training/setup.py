@@ -28,7 +28,7 @@ from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.threads import Sizes, default_sandboxes
 from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.environments.tool_probe import probe
-from megatron_grpo.estimate.dry_run import dry_run_report
+from megatron_grpo.estimate.dry_run import dry_run_report, gpu_memory
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.lora import base
 from megatron_grpo.lora.attach import attach, trained
@@ -138,7 +138,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             check_environment(args.environment)
         if absent := _not_here(args):
             print_rank_0(f"not on this machine, and not read: {', '.join(absent)}\n")
-        print_rank_0(dry_run_report(args, world_size))
+        print_rank_0(dry_run_report(args, world_size, gpu_memory(args)))
         return None
     set_log_level(args.log_level)
     roles = joint()

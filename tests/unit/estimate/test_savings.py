@@ -2,9 +2,11 @@
 
 import pytest
 from dry_run_worker import arguments
-from test_dry_run import GIB, LLAMA_8B
+from test_dry_run import GIB, LLAMA_8B, QWEN3_0_6B
 
-from megatron_grpo.estimate.savings import savings
+from megatron_grpo.estimate.dry_run import dry_run_report
+from megatron_grpo.estimate.memory import Plan, gpu_bytes
+from megatron_grpo.estimate.savings import fitting, in_words, savings
 
 LONG = "--max-prompt-length 1024 --max-completion-length 3072"
 
@@ -51,3 +53,48 @@ def test_what_megatron_core_refuses_is_not_offered():
     )
     found = savings(arguments(f"{shape} --bf16 --micro-batch-size 2 {LONG} --generation-batch-size 16 --dry-run", 2), 0)
     assert found and not any(flags.startswith("--tensor-model-parallel-size") for flags, _ in found)
+
+
+@pytest.mark.parametrize("gpu", [20, 40, 60, 80, 141])
+@pytest.mark.parametrize(
+    "flags, ranks",
+    [
+        (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 16384", 8),
+        (f"{LLAMA_8B} --bf16 --micro-batch-size 8 --num-generations 8", 2),
+        (f"{LLAMA_8B} --bf16 --micro-batch-size 2 --rollout-engine megatron", 4),
+        (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 8192 --rollout-ranks 2", 8),
+        (f"{QWEN3_0_6B} --bf16 --max-tokens-per-microbatch 16384", 1),
+        (f"{QWEN3_0_6B} --bf16 --micro-batch-size 8 --vllm-gpu-memory-utilization 0.6 --sleep-level 1", 1),
+    ],
+)
+def test_flags_that_fit(flags, ranks, gpu):
+    """The flags are allowed together, and lead to the memory that is said; without any one of them it would not fit."""
+    trainers = ranks - 2 * ("--rollout-ranks" in flags)
+    before = arguments(f"{flags} {LONG}", trainers)
+    found, needed = fitting(before, gpu * GIB)
+
+    def with_flags(chosen: dict[str, str]) -> float:
+        return gpu_bytes(Plan(arguments(f"{flags} {LONG} {in_words(chosen)} --dry-run", trainers)))
+
+    assert with_flags(found) == pytest.approx(needed, rel=2e-3)  # the vocabulary is padded anew for another TP size
+    if gpu_bytes(Plan(before)) <= gpu * GIB:
+        assert found == {}
+    elif needed <= gpu * GIB:
+        for left_out in [flag for flag in found if flag.startswith(("--sleep", "--max-tokens", "--micro"))]:
+            rest = {flag: value for flag, value in found.items() if flag != left_out}
+            if left_out != "--sleep-level" or not any("--offload" in flag for flag in rest):
+                assert with_flags(rest) > gpu * GIB
+    else:
+        assert gpu < 60
+
+
+def test_the_report_ends_with_them():
+    flags = f"{QWEN3_0_6B} --bf16 --max-tokens-per-microbatch 65536 --dry-run"
+    args = arguments(flags, 1)
+    report = dry_run_report(args, 1, 24.0)
+    last = report.splitlines()[-1]
+    assert last.startswith("it does not fit a GPU of 24, where 10 should stay for what is not counted: add --")
+    words = last.partition(": add ")[2].rpartition(" (")[0]
+    again = dry_run_report(arguments(f"{flags} {words}", 1), 1, 24.0).splitlines()[-1]
+    assert again.startswith("it fits a GPU of 24, with ")
+    assert "--lora-rank" in dry_run_report(arguments(f"{LLAMA_8B} --bf16", 1), 1, 24.0).splitlines()[-1]
