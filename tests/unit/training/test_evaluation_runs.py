@@ -146,6 +146,9 @@ def test_the_best_checkpoint_is_kept_and_named(tiny_models, monkeypatch, tmp_pat
     (entry,) = json.loads((bench.save / "evaluation.json").read_text())["evaluations"]
     assert entry["iteration"] == 2 and entry["evaluated"] == f"checkpoint {bench.save}/iter_0000002"
     assert entry["rows"][0]["reward"] == 0.75
+    words = ["--megatron-to-hf", "--load", str(bench.save / "iter_0000002"), "--save", str(tmp_path / "export")]
+    assert launch("tools/checkpoint/convert.py", words) == 0
+    assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "export").iterdir()}
 
 
 def test_eval_only_needs_no_flags_of_training_and_no_save(bench, seeded, monkeypatch, tmp_path, capfd):
