@@ -154,7 +154,7 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
             batch = trainer.source.evaluate(plan, trainer.held_out_to_log)
             metrics |= evaluation_metrics(args, kind, batch, trainer.held_out)
             trainer.log_held_out(kind, batch)
-    trainer.evaluation = trainer.iteration, metrics
+    trainer.saves.evaluation = trainer.iteration, metrics
     return metrics
 
 
@@ -207,7 +207,7 @@ def train(args, trainer: Trainer) -> None:
                     row |= evaluate(args, trainer)
             trainer.log(row)
         if trainer.due(args.save_interval):
-            trainer.save()
+            trainer.saves.write(trainer.position())
     trainer.finish()
 
 

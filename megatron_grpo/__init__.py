@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from functools import partial
 
 if sys.version_info < (3, 12):  # noqa: UP036 (other modules have syntax that older versions do not read)
     found = sys.version.split()[0]
@@ -21,12 +22,15 @@ warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does
 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
 
+
+def _is_other(beginning: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(beginning)
+
+
 # Messages that a user can do nothing about, by the logger's name and their beginning.
 for _name, _beginning in {
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
     "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
     "torch.utils.cpp_extension": "No CUDA runtime is found",  # torch's build for CUDA on a machine without a GPU
 }.items():
-    logging.getLogger(_name).addFilter(
-        lambda record, beginning=_beginning: not record.getMessage().startswith(beginning)
-    )
+    logging.getLogger(_name).addFilter(partial(_is_other, _beginning))

@@ -95,7 +95,7 @@ else
     step "pytest: $lanes files at a time"
     "$VENV/bin/python" -m pytest "${selection[@]}" --numprocesses $lanes --dist loadfile --no-loadscope-reorder || failed=1
 fi
-step "types of the pure modules (mypy)"
+step "types (mypy)"
 wait $checking || failed=1
 cat "$types"
 exit $failed

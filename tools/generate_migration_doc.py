@@ -53,12 +53,25 @@ CHANGED = """
 | --- | --- | --- |
 """
 
-NOTHING = """
-## Settings without a counterpart
+# Rows without a flag here, by the kind of their conversion.
+SECTIONS = {
+    "differs": """
+## Settings that change behaviour
+
+What a run here does instead. The tool prints these settings first.
+
+""",
+    "decide": """
+## Settings to translate by hand
+
+""",
+    "": """
+## Nothing to do
 
 A name that ends in `*` stands for all settings that begin so and are not listed.
 
-"""
+""",
+}
 
 IMPLIED = """
 ## Defaults
@@ -87,9 +100,11 @@ def document(system: System) -> str:
     for row in system.rows:
         if row.ours and _change(row) not in common:
             parts.append(f"| `{row.theirs}` | `{row.ours}` | {_change(row)} |\n")
-    parts.append(NOTHING)
-    for reason, rows in _by_change([row for row in system.rows if not row.ours]).items():
-        parts.append(f"- {', '.join(f'`{row.theirs}`' for row in rows)}: {reason}\n")
+    for kind, heading in SECTIONS.items():
+        of_kind = [row for row in system.rows if not row.ours and (row.convert.kind if row.convert else "") == kind]
+        parts += [heading] if of_kind else []
+        for reason, rows in _by_change(of_kind).items():
+            parts.append(f"- {', '.join(f'`{row.theirs}`' for row in rows)}: {reason}\n")
     parts.append(IMPLIED.format(name=system.name))
     parts += [f"| `{flag}` | {reason} |\n" for flag, _, reason in system.implied]
     return "".join(parts)

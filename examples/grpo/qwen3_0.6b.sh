@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # GRPO for Qwen3-0.6B on GSM8K, on one or more nodes with GPUs. Install first: pip install -r requirements-gpu.txt
 #
-#   HF_MODEL=/models/Qwen3-0.6B GSM8K=/data/gsm8k bash examples/grpo/qwen3_0.6b.sh [more flags of pretrain_grpo.py]
+#   hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B
+#   hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k
+#   HF_MODEL=models/Qwen3-0.6B GSM8K=data/gsm8k bash examples/grpo/qwen3_0.6b.sh [more flags of pretrain_grpo.py]
 #
 #   HF_MODEL    the model as Hugging Face publishes it (config.json, safetensors, tokenizer)
-#   GSM8K       folder of GSM8K: train.jsonl and test.jsonl of its authors, or what "hf download --repo-type dataset
-#               openai/gsm8k" makes
+#   GSM8K       folder of GSM8K as "hf download" makes it, or with train.jsonl and test.jsonl of its authors
 #   SAVE        folder for checkpoints, metrics, the export (default: runs/qwen3_0.6b); a second start resumes from it
 #   GPUS_PER_NODE all, NNODES 1, NODE_RANK 0, MASTER_ADDR localhost, MASTER_PORT 29500: with more nodes, start it on each
 #
@@ -22,6 +23,11 @@ DATA=$SAVE/data
 for split in train test; do
     input=$GSM8K/main/$split-00000-of-00001.parquet  # Hugging Face's
     [[ -e $input ]] || input=$GSM8K/$split.jsonl
+    if [[ ! -e $input ]]; then
+        echo "qwen3_0.6b: GSM8K=$GSM8K has neither main/$split-00000-of-00001.parquet nor $split.jsonl:" \
+            "hf download openai/gsm8k --repo-type dataset --local-dir DIR" >&2
+        exit 1
+    fi
     [[ -e $DATA/$split.parquet ]] || python tools/data/gsm8k.py --input "$input" --output "$DATA/$split.parquet"
 done
 

@@ -1,10 +1,15 @@
-# What the batch scripts share: source examples/slurm/torchrun.sh with NNODES and NODELIST. It puts the Python environment VENV
-# first in PATH, and sets the variables of torchrun, which reads PET_<FLAG> for each flag that its command line lacks.
+# What the batch scripts share: source examples/slurm/torchrun.sh with NNODES and NODELIST. It sets the variables of torchrun,
+# which reads PET_<FLAG> for each flag that its command line lacks.
 # shellcheck shell=bash
 
 GRACE=${GRACE:-240}
-VENV=${VENV-.venv}
-[[ -z $VENV ]] || PATH=$PWD/$VENV/bin:$PATH
+# sbatch hands on the PATH of the shell that called it. Nodes whose command runs in a container (SRUN_ARGS) have the image's.
+[[ -z ${VENV:-} ]] || PATH=$(realpath -m -s "$VENV")/bin:$PATH
+if [[ -z ${SRUN_ARGS:-} ]] && ! command -v torchrun >/dev/null; then
+    echo "no torchrun in PATH: source DIR/bin/activate before sbatch, or give VENV=DIR (docs/clusters.md)" >&2
+    exit 1
+fi
+read -r -a SRUN_ARGS <<<"${SRUN_ARGS:-}"
 
 MASTER_ADDR=$(scontrol show hostnames "$NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a node have different ports
@@ -24,7 +29,7 @@ export PET_SHUTDOWN_TIMEOUT=$((GRACE + 30))
 # the queue. torchrun returns 1 after a signal, whatever its ranks return: the run marks a preemption by a file.
 train() {
     local status=0
-    srun --nodes "$NNODES" --ntasks "$NNODES" --ntasks-per-node 1 --kill-on-bad-exit=0 "$@" \
+    srun --nodes "$NNODES" --ntasks "$NNODES" --ntasks-per-node 1 --kill-on-bad-exit=0 "${SRUN_ARGS[@]}" "$@" \
         --exit-signal-handler --exit-grace-seconds "$GRACE" || status=$?
     if [[ -e $SAVE/preempted ]]; then
         echo "preempted; job $SLURM_JOB_ID goes back to the queue"

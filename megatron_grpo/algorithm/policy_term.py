@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ def update_statistics(
     completion = batch.completion_of_tokens[tokens]
     _check_engine_log_probs(args, batch.rollout_log_probs[tokens])
     if not batch.response_lengths[completions].any():  # --overlong-filter has masked all tokens
-        empty = {name: np.zeros(len(batch.tokens), np.float32) for name in requested}
+        empty: dict[str, Any] = {name: np.zeros(len(batch.tokens), np.float32) for name in requested}
         return replace(batch, **empty) if requested else batch
 
     number = np.zeros(batch.num_completions, np.int64)  # in the update, of each completion
@@ -130,6 +130,7 @@ def update_statistics(
 
     kept = np.ones(len(tokens), bool)
     if args.m2po_threshold is not None:
+        assert batch.old_log_probs is not None
         differences = batch.old_log_probs[tokens] - batch.rollout_log_probs[tokens].astype(np.float64)
         kept &= masks.second_moment(differences, args.m2po_threshold, of_update)
     if args.top_entropy_quantile < 1:
@@ -138,7 +139,7 @@ def update_statistics(
         bounds = args.clip_cov_ratio, args.clip_cov_lb, args.clip_cov_ub
         draws = _random_numbers(args, batch, completions, iteration)
         kept &= masks.clip_cov(statistics["covariances"], *bounds, draws, of_update)
-    changed = {name: _scatter(batch, tokens, statistics[name], 0.0) for name in requested}
+    changed: dict[str, Any] = {name: _scatter(batch, tokens, statistics[name], 0.0) for name in requested}
     if args.kl_cov_ratio is not None:
         chosen = masks.kl_cov(statistics["covariances"], args.kl_cov_ratio, of_update)
         changed["kl_cov"] = _scatter(batch, tokens, args.kl_cov_coef * chosen, 0.0)
@@ -147,7 +148,7 @@ def update_statistics(
     if changed:
         batch = replace(batch, **changed)
     if loss.update_advantages is not None:
-        moved_by = log_probs - batch.old_log_probs[tokens] if moved else np.zeros(len(tokens))
+        moved_by = np.zeros(len(tokens)) if batch.old_log_probs is None else log_probs - batch.old_log_probs[tokens]
         batch = _with_update_advantages(args, loss.update_advantages, batch, completions, tokens, moved_by)
     return batch
 
@@ -190,8 +191,9 @@ def _with_update_advantages(
     moved_by: np.ndarray,
 ) -> RolloutBatch:
     """Return the batch with the advantages that the loss computes for an update, from d of its ``tokens``."""
-    sums = np.bincount(batch.completion_of_tokens[tokens], moved_by, minlength=batch.num_completions)
-    sums = of_completions(batch, sums)
+    assert batch.advantages is not None
+    own = np.bincount(batch.completion_of_tokens[tokens], moved_by, minlength=batch.num_completions)
+    sums = of_completions(batch, own)
     scores = (sums / np.maximum(batch.response_lengths, 1))[completions]
     unscored = np.isnan(batch.rewards[completions]).all(axis=1)
     signs = np.where(unscored, np.nan, batch.advantages[completions])

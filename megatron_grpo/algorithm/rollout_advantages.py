@@ -22,13 +22,18 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> tuple
     """
     metrics, penalties = {}, None
     if args.kl_in_reward:
+        assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         penalties = kl_penalties(batch.old_log_probs, batch.ref_log_probs, batch.response_mask, args.beta)
         metrics["reward/kl_penalty"] = float(_sum_per_completion(batch, penalties).mean())
     advantages, of_tokens = _estimate(args, batch, rewards, penalties)
     if batch.teacher_log_probs is not None:
+        assert batch.old_log_probs is not None
         metrics["teacher/kl"] = mean_in_loss(batch, batch.old_log_probs - batch.teacher_log_probs)
+        if of_tokens is None:
+            assert advantages is not None
+            of_tokens = np.repeat(advantages, batch.held_lengths)
         of_tokens = on_policy_distillation(
-            np.repeat(advantages, batch.held_lengths) if of_tokens is None else of_tokens,
+            of_tokens,
             batch.teacher_log_probs,
             batch.old_log_probs,
             batch.response_mask,
@@ -37,6 +42,7 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> tuple
     if of_tokens is not None:  # of a completion: the mean over its tokens in the loss
         means = _sum_per_completion(batch, of_tokens) / np.maximum(batch.response_lengths, 1)
         advantages = means.astype(np.float32)
+    assert advantages is not None
     metrics["advantage/mean"] = float(advantages.mean())
     metrics["advantage/std"] = float(advantages.std(ddof=1)) if batch.num_completions > 1 else 0.0
     return replace(batch, advantages=advantages, token_advantages=of_tokens), metrics

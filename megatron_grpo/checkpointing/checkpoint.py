@@ -47,7 +47,7 @@ from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimi
 from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWriter
 from megatron_grpo.checkpointing.checkpoint_directory import find, latest_iteration, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
-from megatron_grpo.parallel.agreement import on_all_ranks, on_rank_0
+from megatron_grpo.parallel.agreement import gathered, on_all_ranks, on_rank_0, raise_on_all_ranks
 from megatron_grpo.parallel.initialize import host_group, set_random_seed
 from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.arguments import args_to_json
@@ -198,8 +198,7 @@ def check_shared(root: str | Path) -> None:
     """
     token = on_rank_0(_write_token, Path(root))
     sees = os.environ.get("LOCAL_RANK", "0") != "0" or _appears(token)
-    everywhere: list[tuple[str, bool]] = [("", True)] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (socket.gethostname(), sees), group=host_group())
+    everywhere = gathered((socket.gethostname(), sees))
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError):
             token.unlink(missing_ok=True)
@@ -306,21 +305,12 @@ def wait_for_background() -> None:
     if _background is None:
         return
     job, error = _background.job, _background.written()
-    errors: list = [None] * dist.get_world_size()
     # Rank 0's process ends last: it publishes the checkpoint.
-    dist.all_gather_object(errors, error and f"rank {dist.get_rank()}: {error}", group=host_group())
+    errors = gathered(error and f"rank {dist.get_rank()}: {error}")
     if job is not None:
         _background.note_published()
     for text in filter(None, errors):
         raise GrpoError(f"checkpoint {job and job.temporary} was not written: {text}")
-
-
-def _raise_everywhere(problem: str | None) -> None:
-    """Raise GrpoError on every rank if any rank has a problem. Collective."""
-    everywhere: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, problem, group=host_group())
-    for message in filter(None, everywhere):
-        raise GrpoError(message)
 
 
 def _find_verified(root: str | Path) -> tuple[int, Path]:
@@ -366,7 +356,7 @@ def _load(request: dict, common: dict, directory: Path) -> dict:
     except (GrpoError, OSError, CheckpointingException, CheckpointException) as error:
         hint = checkpoint_directory.way_out(directory)
         problem = f"checkpoint {directory} cannot be loaded: {_cause(error, dist.get_rank())}{hint}"
-    _raise_everywhere(problem)
+    raise_on_all_ranks(problem)
     return merge(common, state)
 
 
@@ -405,9 +395,7 @@ def _check_presence(request: dict, directory: Path) -> None:
     """Raise GrpoError when a key that any rank requests is missing; megatron-core's own error is less clear."""
     wanted = {item.key for item in nested_values(request) if isinstance(item, ShardedBase)}
     absent = wanted - on_rank_0(_stored_keys, directory)
-    everywhere: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, absent, group=host_group())
-    missing = sorted(set().union(*everywhere))
+    missing = sorted(set().union(*gathered(absent)))
     if missing and all(key.startswith("optimizer.") for key in missing):
         raise GrpoError(
             f"checkpoint {directory} does not hold {missing[0]} (and {len(missing) - 1} more of the optimizer's): the "
@@ -448,7 +436,7 @@ def _check_architecture(directory: Path, model_chunks) -> None:
         f"checkpoint {directory} is of another architecture: {'; '.join(different)}. Give flags that agree, or "
         "--use-checkpoint-args"
     )
-    _raise_everywhere(problem if different else None)
+    raise_on_all_ranks(problem if different else None)
 
 
 def _parallel_configuration() -> dict[str, int]:

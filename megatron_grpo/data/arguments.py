@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_grpo.data.blend import read_blend
 from megatron_grpo.data.held_out_files import valid_files
-from megatron_grpo.data.sampler import read_blend
 from megatron_grpo.parallel.zigzag import padded_lengths
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError

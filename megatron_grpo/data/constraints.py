@@ -6,6 +6,7 @@ vLLM takes xgrammar, and llguidance for what xgrammar refuses. A constraint is v
 import functools
 import importlib.util
 import json
+from collections.abc import Callable
 from typing import Any
 
 _MAX_DEPTH = 64  # objects and arrays in a JSON schema: vLLM's limit
@@ -40,7 +41,7 @@ def _compile_error(kind: str, text: str) -> str | None:
 def _check_llguidance(kind: str, text: str) -> str | None:
     from llguidance import LLMatcher  # comes with vLLM; only constraints need it
 
-    build = {
+    build: dict[str, Callable[[str], str]] = {
         "regex": LLMatcher.grammar_from_regex,
         "json": LLMatcher.grammar_from_json_schema,
         "grammar": LLMatcher.grammar_from_lark,
@@ -51,7 +52,11 @@ def _check_llguidance(kind: str, text: str) -> str | None:
 def _check_xgrammar(kind: str, text: str) -> str | None:
     from xgrammar import Grammar  # comes with vLLM; only constraints need it
 
-    build = {"regex": Grammar.from_regex, "json": Grammar.from_json_schema, "grammar": Grammar.from_ebnf}
+    build: dict[str, Callable[[str], object]] = {
+        "regex": Grammar.from_regex,
+        "json": Grammar.from_json_schema,
+        "grammar": Grammar.from_ebnf,
+    }
     try:
         build[kind](text)
     except (RuntimeError, ValueError, TypeError) as error:

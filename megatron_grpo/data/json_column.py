@@ -1,4 +1,4 @@
-"""JSON text in a column of a data row."""
+"""JSON text in a column of a data row, and the names of JSON types."""
 
 import json
 from typing import Any
@@ -15,3 +15,9 @@ def json_column(column: Any) -> Any:
         return json.loads(column)
     except (ValueError, RecursionError):
         return None
+
+
+def kind(value: Any) -> str:
+    """Return the name of a value's JSON type for messages."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_grpo.data.answer_column import AnswerCounts
+from megatron_grpo.data.blend import read_blend
 from megatron_grpo.data.routing import check_source, reward_routes
 from megatron_grpo.data.row_files import Index, RowFiles
 from megatron_grpo.data.row_prompt import (
@@ -26,11 +27,12 @@ from megatron_grpo.data.row_prompt import (
     without_merged_nulls,
 )
 from megatron_grpo.data.row_sampling import row_sampling, with_row
-from megatron_grpo.data.sampler import WINDOW_BYTES, BlendedSampler, PromptSampler, read_blend
+from megatron_grpo.data.sampler import WINDOW_BYTES, BlendedSampler, PromptSampler
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.log import print_rank_0, rank
+from megatron_grpo.utils.launch import rank
+from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.vision.images import ImageReader, RowImages, without_bytes
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds and which the data tools do not need

@@ -26,6 +26,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from megatron_grpo.data.json_column import kind
 from megatron_grpo.data.saved_datasets import PREFIX, cached_files, saved_files
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError, of_file
@@ -473,9 +474,3 @@ def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f'the key "{twice}" occurs twice')
     return found
-
-
-def kind(value: Any) -> str:
-    """Return the name of a value's JSON type for messages."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

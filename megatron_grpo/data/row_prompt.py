@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron_grpo.data.json_column import json_column
-from megatron_grpo.data.row_files import kind
+from megatron_grpo.data.json_column import json_column, kind
 from megatron_grpo.utils.errors import GrpoError
 
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")

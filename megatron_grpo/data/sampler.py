@@ -189,32 +189,3 @@ def _check_same(was: Any, now: Any, flag: str) -> None:
             f"the checkpoint's data position belongs to other data: {flag} was {was} and is now {now}; restore it, or "
             "restart the data with --finetune"
         )
-
-
-def read_blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Split the words of --train-data-path into paths and weights; the weights are None if there are none.
-
-    Raises GrpoError unless all paths follow a weight or none does.
-    """
-    numbers = [_parse_number(word) for word in words]
-    if all(number is None for number in numbers):
-        return list(words), None
-    if len(words) % 2 or None in numbers[::2] or any(number is not None for number in numbers[1::2]):
-        raise GrpoError(
-            f"--train-data-path {' '.join(words)}: give a weight before each file (0.7 a.parquet 0.3 b.jsonl), or no "
-            "weights"
-        )
-    weights = [number for number in numbers[::2] if number is not None]
-    if not all(0 < weight < math.inf for weight in weights):
-        raise GrpoError(
-            f"--train-data-path {' '.join(words)}: weights must be finite and greater than 0; leave out a file with "
-            "weight 0"
-        )
-    return list(words[1::2]), weights
-
-
-def _parse_number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None

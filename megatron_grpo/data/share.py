@@ -34,14 +34,14 @@ def of_all_ranks(own: RolloutBatch, group: dist.ProcessGroup | None = None) -> R
         own = own.sorted_by_sample()
     own = _with_common_arrays(own, group)
     names = [name for name, spec in FIELDS.items() if spec.axis == "completion" and getattr(own, name) is not None]
-    sizes = [own.lengths, own.response_lengths]
+    sizes = own.lengths, own.response_lengths
     (*values, lengths, response_lengths), rank = concatenated([*(getattr(own, name) for name in names), *sizes], group)
-    arrays = dict(zip(names, values, strict=True))
+    arrays: dict[str, Any] = dict(zip(names, values, strict=True))
     order = np.argsort(arrays["sample_ids"], kind="stable")
     arrays = {name: array[order] for name, array in arrays.items()}
     mine = rank[order] == group.rank()
-    sizes = {"all_lengths": lengths[order], "all_response_lengths": response_lengths[order]}
-    return replace(own, cu_seqlens=offsets(np.where(mine, lengths[order], 0)), **arrays, **sizes)
+    arrays |= {"all_lengths": lengths[order], "all_response_lengths": response_lengths[order]}
+    return replace(own, cu_seqlens=offsets(np.where(mine, lengths[order], 0)), **arrays)
 
 
 def _with_common_arrays(own: RolloutBatch, group: dist.ProcessGroup) -> RolloutBatch:
@@ -76,16 +76,16 @@ def with_tokens_of(batch: RolloutBatch, needs: Bool, group: dist.ProcessGroup | 
     names = [name for name, spec in FIELDS.items() if spec.axis == "token" and getattr(batch, name) is not None]
     arrays = [getattr(batch, name) for name in names]
     arrays, held = exchange_tokens(arrays, batch.cu_seqlens[:-1], batch.lengths, batch.held, needs, group)
-    tokens = dict(zip(names, arrays, strict=True))
-    if batch.image_bytes is not None:
+    changed: dict[str, Any] = dict(zip(names, arrays, strict=True))
+    if batch.image_bytes is not None and batch.image_sizes is not None:
         starts = offsets(batch.held_image_sizes)[:-1]
-        (tokens["image_bytes"],), _ = exchange_tokens(
+        (changed["image_bytes"],), _ = exchange_tokens(
             [batch.image_bytes], starts, batch.image_sizes, batch.held, needs, group
         )
-    sizes = {"all_lengths": batch.lengths, "all_response_lengths": batch.response_lengths}
-    if of_every_rank(held, group).all():
-        sizes = dict.fromkeys(sizes)
-    return replace(batch, cu_seqlens=offsets(np.where(held, batch.lengths, 0)), **tokens, **sizes)
+    whole = of_every_rank(held, group).all()
+    changed["all_lengths"] = None if whole else batch.lengths
+    changed["all_response_lengths"] = None if whole else batch.response_lengths
+    return replace(batch, cu_seqlens=offsets(np.where(held, batch.lengths, 0)), **changed)
 
 
 def spread(batch: RolloutBatch, arrays: Sequence[Array], computed: Bool) -> list[Array]:

@@ -48,6 +48,10 @@ class Tokenizer(Protocol):
         ``variables`` are further variables of the chat template, such as ``{"enable_thinking": False}``.
         """
 
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """Interface of a tokenizer with a chat template, which episodes of several turns need."""
+
     def render_chat(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
     ) -> str:

@@ -1,6 +1,6 @@
 """What an environment is: the messages and turns of an episode, and the class that answers them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 # [{"type": "image", "image": a PIL image, path, bytes or data URI}, {"type": "video", "video": [images], "fps": 2.0},
 # {"type": "text", "text": "..."}].
 Message = dict[str, Any]
+
+type MaybeAsync[Value] = Value | Awaitable[Value]  # what a function or a coroutine function returns
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,14 @@ class Environment:
     immediate: ClassVar[bool] = False
     videos: ClassVar[bool] = False  # messages have videos: vLLM reserves memory for them
 
-    def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
+    def reset(self, row: Mapping[str, Any]) -> MaybeAsync[Sequence[Message] | None]:
         """Begin an episode of a data row; messages to add to the row's prompt, or None."""
         return None
 
-    def step(self, turn: Turn) -> Reply | Sequence[Message] | None:
+    def step(self, turn: Turn) -> MaybeAsync[Reply | Sequence[Message] | None]:
         """Answer a turn: a Reply, or only its messages; None ends the episode."""
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> MaybeAsync[None]:
         """End the episode, however it ended."""
+        return None

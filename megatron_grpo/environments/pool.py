@@ -190,7 +190,7 @@ class EnvironmentPool:
         for worker in self._processes:
             self._flush(worker)
         for stream in wait_readable(list(by_stream), 0 if self._answers else wait):
-            self._read(by_stream[stream])  # type: ignore[index]
+            self._read(by_stream[stream])
         now = time.monotonic()
         for worker in list(self._processes):
             if not worker.ready:

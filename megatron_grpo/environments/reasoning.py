@@ -48,7 +48,7 @@ class ReasoningParser:
             self._kind = ReasoningParserManager.get_reasoning_parser(name)
         except ImportError as error:
             raise GrpoError(f"--reasoning-parser {name}: vLLM cannot import it: {error}") from error
-        self._request = ChatCompletionRequest(messages=[])
+        self._request = ChatCompletionRequest(messages=[], seed=None)
         self._made: dict[str, Any] = {}
         self._parser({})
 

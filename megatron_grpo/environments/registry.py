@@ -34,7 +34,6 @@ Tools are plain functions; their signatures and docstrings tell the policy what 
 The modules of environments do not import torch at load time: worker processes must start fast.
 """
 
-import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ from megatron_grpo.environments.arguments import AGENT
 from megatron_grpo.environments.environment import Environment, Message, Reply, ToolCall, Turn
 from megatron_grpo.environments.tools import ToolEnvironment
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.rules import check_known
 
 # For files of --external-plugins.
 __all__ = ["Environment", "Message", "Reply", "ToolCall", "Turn", "register_environment", "register_tools"]
@@ -110,14 +110,10 @@ def get_environment(name: str) -> EnvironmentSpec:
 
 def check_environment(name: str) -> None:
     """Raise GrpoError for an unknown name, with all known ones; the program of an agent is not looked at."""
-    known = sorted(_BUILTIN.keys() | _registry.keys())
-    if name not in known and not name.startswith(AGENT):
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f' (did you mean "{close[0]}"?)' if close else ""
-        raise GrpoError(
-            f'--environment: unknown environment "{name}"{hint}; known: {", ".join(known)}. Register a class by '
-            "@register_environment, or functions by register_tools, in a file of --external-plugins"
-        )
+    if not name.startswith(AGENT):
+        cure = "Register a class by @register_environment, or functions by register_tools, in a file of "
+        known = _BUILTIN.keys() | _registry.keys()
+        check_known("--environment: unknown environment", name, known, f"{cure}--external-plugins")
 
 
 def environment_of(row: Mapping[str, Any], default: str) -> EnvironmentSpec:

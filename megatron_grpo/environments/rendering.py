@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_grpo.data.tokenizer import Tokenizer
+from megatron_grpo.data.tokenizer import ChatTokenizer
 from megatron_grpo.utils.errors import GrpoError
 
 Message = dict[str, Any]
@@ -36,7 +36,7 @@ class TurnRenderer:
     The clock of templates that print the date stands still, so that two renderings differ in nothing else.
     """
 
-    def __init__(self, tokenizer: Tokenizer, end_token_ids: Sequence[int]):
+    def __init__(self, tokenizer: ChatTokenizer, end_token_ids: Sequence[int]):
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
         self._special = set(tokenizer.special_tokens.values())
@@ -131,7 +131,7 @@ class TurnRenderer:
 
         def rendered(text: str, messages_after: Sequence[Message]) -> str:
             # Some templates show no text beside tool calls, so their arguments differ, too.
-            made_up = {"role": "assistant", "content": text}
+            made_up: Message = {"role": "assistant", "content": text}
             if calls := turn.get("tool_calls"):
                 made_up["tool_calls"] = [
                     {**call, "function": {"name": call["function"]["name"], "arguments": {"a": text}}} for call in calls

@@ -166,8 +166,8 @@ class _Reader:
         self.schemas = {function["name"]: _properties(function) for function in functions}
         # Arguments in JSON have types. vLLM would make texts of those for which the schema has none.
         without = {"parameters": None} if holds_types else {}
-        given = [{"type": "function", "function": function | without} for function in functions]
-        self._request = ChatCompletionRequest(messages=[], tools=given or None)
+        given: list[Any] = [{"type": "function", "function": function | without} for function in functions]
+        self._request = ChatCompletionRequest(messages=[], tools=given or None, seed=None)
         self._parser = kind(tokenizer, self._request.tools)
 
     def read(self, text: str) -> tuple[str, list[_Call]]:
@@ -484,8 +484,8 @@ def _parts(text: str, own: _Format, mark: re.Match[str]) -> Iterator[_Part]:
             last = _mark_or_end(text, own.start, after)
             yield _Part(begin, last, text[begin:last])
     else:
-        following = re.compile("|".join(map(re.escape, {own.start, mark[0]}))).search(text, after)
-        last, complete = _end(text, own, after, following.start() if following else len(text))
+        either = re.compile("|".join(map(re.escape, {own.start, mark[0]}))).search(text, after)
+        last, complete = _end(text, own, after, either.start() if either else len(text))
         yield _Part(begin, last, text[begin:last], complete=complete, broken=True)
 
 

@@ -1,7 +1,7 @@
 """Probe of --tool-call-parser at the start: does it read a call that the model's own chat template writes?"""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_grpo.environments.rendering import Message, TurnRenderer
@@ -88,7 +88,7 @@ def probe(
     read = [(call.name, call.arguments) for call in said.calls]
     if _as_json(read) == _as_json([(NAME, ARGUMENTS)]) and not said.malformed:
         return
-    found: Sequence[Any] = read or [call.error for call in said.malformed]
+    found: list[Any] = [*read] or [call.error for call in said.malformed]
     where = " in reasoning (--reasoning-parser)" if not found and NAME in said.reasoning else ""
     raise GrpoError(
         f"--tool-call-parser {parser.name} does not read the calls that the model's chat template writes. It finds "

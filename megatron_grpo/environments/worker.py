@@ -224,7 +224,7 @@ def _content(content: str | list[Any]) -> str | list[dict[str, Any]]:
     """Return a message's content in JSON's types: a text, or its parts with encoded images and videos."""
     if isinstance(content, str):
         return _printable(content)
-    parts = []
+    parts: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text" and isinstance(part.get("text"), str):

@@ -307,7 +307,7 @@ class Plan:
         for place in places:
             adapters = self.adapters.get(place, []) if with_adapters else []
             for weight, of_adapter in [(w, False) for w in self.weights[place]] + [(w, True) for w in adapters]:
-                number = self._copies(weight) * prod(weight.shard_shape(tp if weight.expert is None else etp))
+                number = self._copies(weight) * prod(weight.shard_shape(tp if weight.expert is None else etp or tp))
                 if not of_adapter and not self._is_trained(weight, place):
                     frozen += number // (1 if weight.expert is None else ep)
                 elif weight.expert is None or (ep == 1 and etp == tp):
@@ -346,7 +346,7 @@ class Plan:
         return number // (self.args.mtp_num_layers if layer == MTP else 1)
 
     def _in_fp8(self, layer: int | str) -> bool:
-        return bool(self.args.fp8_format) if layer == MTP else self.in_fp8[layer]
+        return self.in_fp8[layer] if isinstance(layer, int) else bool(self.args.fp8_format)  # else: MTP
 
     def _layers(self, chunk: Chunk) -> list[int | str]:
         """Return the layers of a chunk that run in an update; ``MTP`` for each prediction layer."""
@@ -375,7 +375,7 @@ class Plan:
         at_once: float = 0
         for chunk in self.stages[stage]:
             layers = self._layers(chunk)
-            kinds = [(sparse[-1 if layer == MTP else layer], self._saved_share(layer)) for layer in layers]
+            kinds = [(sparse[layer if isinstance(layer, int) else -1], self._saved_share(layer)) for layer in layers]
             whole = [tokens * _layer(args, *kind) for kind in kinds]
             if args.disable_parameter_transpose_cache:  # the backward pass needs both 8-bit copies, 2 bytes
                 whole = [size + self._quantized(layer) for size, layer in zip(whole, layers, strict=True)]

@@ -139,7 +139,7 @@ def _layers(chunk: nn.Module, by_base: dict[str, list[Pair]]) -> Iterator[tuple[
     yield from found.items()
 
 
-def _hook(layer: nn.Module, adapter: Adapter) -> None:
+def _hook(layer: Any, adapter: Adapter) -> None:
     """Add the adapter's output to that of the layer's matrix product."""
     fused_norm = hasattr(layer, "layer_norm_weight")
     if fused_norm:  # Transformer Engine's layer then returns the input of its matrix product, too

@@ -15,8 +15,10 @@ from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights
 
-SHARED = ("lora_rank", "lora_alpha", "lora_use_rslora", "lora_use_dora", "lora_target_modules")
-SHARED += ("lora_modules_to_save", "lora_base_dtype")
+SHARED = (
+    *("lora_rank", "lora_alpha", "lora_use_rslora", "lora_use_dora", "lora_target_modules"),
+    *("lora_modules_to_save", "lora_base_dtype"),
+)
 
 
 def describe(args: Namespace, model: Sequence[nn.Module], path: str | None) -> dict[str, Any]:

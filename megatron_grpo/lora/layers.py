@@ -15,9 +15,10 @@ gradient of its tokens, and megatron-core adds them up.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,7 @@ class AddProduct(torch.autograd.Function):
         return output.detach().addmm_(h, up.t(), alpha=scale)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         h, up = ctx.saved_tensors
         grad_h = torch.addmm(h, grad, up, beta=0, alpha=ctx.scale)  # beta 0: without the first argument
         grad_up = torch.addmm(up, grad.t(), h, beta=0, alpha=ctx.scale)
@@ -65,6 +66,10 @@ class Matrices(nn.Module):
 
     With a leading axis if they are those of all experts of this rank.
     """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_magnitude_vector: nn.Parameter | None
 
     def __init__(self, a: nn.Parameter, b: nn.Parameter, m: nn.Parameter | None):
         super().__init__()
@@ -87,7 +92,7 @@ class Adapter(nn.Module):
         self, args: Namespace, config, experts: Sequence[Sequence[Pair]], groups, grouped: bool, base: nn.Module
     ):
         super().__init__()
-        self._base = (base,)  # not a submodule
+        self._base: tuple[Any] = (base,)  # not a submodule
         self.experts, self.scale, self.dropout = experts, scaling(args), args.lora_dropout
         self.grouped, self.enabled, self.num_experts = grouped, True, config.num_moe_experts
         weight = experts[0][0].base
@@ -95,7 +100,7 @@ class Adapter(nn.Module):
         self.group = groups.expt_tp if self.of_experts else groups.tp
         self.sequence_parallel = config.sequence_parallel and self.group.size() > 1 and not self.of_experts
         rank, size = model_weights.tensor_parallel(weight)
-        self.parts = nn.ModuleDict()
+        parts: dict[str, Matrices] = {}
         self.rows: dict[str, Tensor | None] = {}
         self.outputs = weight.shard_shape(size)[0]
         lines = 0 if self.axis == 0 else None
@@ -105,11 +110,12 @@ class Adapter(nn.Module):
             a = self._parameter(config, [pair.a.shard_shape(size) for pair in alike], 1 if self.axis == 1 else None)
             b = self._parameter(config, [pair.b.shard_shape(size) for pair in alike], lines)
             norms = [pair.m.shard_shape(size) for pair in alike if pair.m is not None]
-            self.parts[pair.part] = Matrices(a, b, self._parameter(config, norms, lines) if norms else None)
+            parts[pair.part] = Matrices(a, b, self._parameter(config, norms, lines) if norms else None)
             runs = list(rows(pair, rank, size))
             orders.append(torch.cat([torch.arange(run.start, run.stop) for run in runs]))
             whole = len(orders[-1]) == self.outputs and bool((orders[-1] == torch.arange(self.outputs)).all())
             self.rows[pair.part] = None if whole else orders[-1].to(device())
+        self.parts = cast(Mapping[str, Matrices], nn.ModuleDict(parts))  # so that they are submodules
         self.places = self._places(orders)
 
     def _places(self, orders: Sequence[Tensor]) -> Tensor | None:
@@ -126,9 +132,8 @@ class Adapter(nn.Module):
         shape = (len(shapes), *shapes[0]) if self.grouped else shapes[0]
         if len(shapes[0]) == 1:  # norms stay vectors, on which megatron-core takes no weight decay
             shape = (prod(shape),)
-        parameter = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=device()))
-        sharded = axis is not None and self.group.size() > 1
-        if sharded:
+        parameter: Any = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=device()))
+        if axis is not None and self.group.size() > 1:
             set_tensor_model_parallel_attributes(parameter, True, axis + self.grouped, 1)
         if not self.of_experts:
             parameter.sequence_parallel = config.sequence_parallel and axis is None
@@ -251,6 +256,7 @@ class Adapter(nn.Module):
         norms = self.norms(*self.matrices())
         for matrices, order in zip(self.parts.values(), self.rows.values(), strict=True):
             chosen = norms if order is None else norms.index_select(-1, order)
+            assert matrices.lora_magnitude_vector is not None
             matrices.lora_magnitude_vector.data.copy_(chosen.flatten())
 
     def _communicate(self, h: Tensor) -> Tensor:
@@ -300,6 +306,7 @@ class Adapter(nn.Module):
             yield f"parts.{part}.lora_A", matrices.lora_A, [pair.a for pair in pairs]
             yield f"parts.{part}.lora_B", matrices.lora_B, [pair.b for pair in pairs]
             if norms := [pair.m for pair in pairs if pair.m is not None]:
+                assert matrices.lora_magnitude_vector is not None
                 yield f"parts.{part}.lora_magnitude_vector", matrices.lora_magnitude_vector, norms
 
     def sharded_parameters(self) -> Iterator[tuple[str, ShardedTensor | ShardedTensorFactory]]:
@@ -340,7 +347,7 @@ class Adapter(nn.Module):
     def _entry(self, key: str, data: Tensor, weight: Weight, first: int, replica: tuple) -> ShardedTensor:
         (shape,) = weight.hf.values()
         offset = tuple(first if axis == weight.lines_axis else 0 for axis in range(len(shape)))
-        if self.of_experts:
+        if self.of_experts and weight.expert is not None:
             data, shape, offset = data[None], (self.num_experts, *shape), (weight.expert, *offset)
         return ShardedTensor(
             key=key,

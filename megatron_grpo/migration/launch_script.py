@@ -41,14 +41,14 @@ def launch_script(
 ) -> str:
     """Return the text of the script; ``groups`` has the group of --help of each of our flags."""
     lines = ["#!/usr/bin/env bash", f"# Translated from {source} ({system}) by tools/translate_flags.py.", "#"]
+    if translation.changes:
+        lines.append(f"# Changes behaviour, compared with {system}:")
+        lines += [line for point in translation.changes for line in _bullet(point)]
     if translation.decide:
-        lines.append("# To decide:")
+        lines.append("# To do:")
         lines += [line for point in translation.decide for line in _bullet(point)]
-    if translation.without:
-        lines += ["#", f"# Settings of {system} without a counterpart:"]
-        lines += [line for name, reason in translation.without for line in _bullet(f"{name}: {reason}")]
     if translation.unknown:
-        lines += ["#", f"# Settings of {system} that docs/migration/ does not list:"]
+        lines.append(f"# Not translated, because docs/migration/ does not list it (is it spelt as {system} does?):")
         lines += _bullet(", ".join(translation.unknown))
     lines += [
         "set -euo pipefail",
@@ -84,6 +84,10 @@ def launch_script(
         '    torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${ARGS[@]}" "$@"',
         "fi",
     ]
+    if translation.without:
+        page = f"docs/migration/{system.lower().replace('-', '_')}.md"
+        lines += ["", f"# Nothing to do ({page} has the reasons):"]
+        lines += _bullet(", ".join(name for name, _ in translation.without))
     return "\n".join(lines) + "\n"
 
 

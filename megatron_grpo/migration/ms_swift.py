@@ -5,6 +5,7 @@ from itertools import chain
 
 from megatron_grpo.migration.hf_trainer import STEPS, completions_per_update, global_batch, updates_per_rollout
 from megatron_grpo.migration.rows import (
+    ENGINE_RANKS,
     OF_DELAYED,
     SAME,
     SEQUENCE,
@@ -21,6 +22,7 @@ from megatron_grpo.migration.rows import (
     ask,
     choice,
     constant,
+    differs,
     fixed,
     fp8_rows,
     multiple_of,
@@ -217,7 +219,7 @@ MODEL = (
     Row(
         "--merge_lora", None, None, "--save-hf writes merged weights at the end of the run, --save-adapter the adapter"
     ),
-    Row("--freeze_llm", None, only_if("if true", lambda s: s.true("freeze_llm"), ask("every parameter is trained"))),
+    Row("--freeze_llm", None, differs("every parameter of the language model is trained")),
     Row("--freeze_vit", "--freeze-vision-tower", SWITCH, "true there unless given, for models with images"),
     Row("--freeze_aligner", "--freeze-projector", SWITCH, "true there unless given, for models with images"),
     Row("--vit_lr", "--vision-tower-lr"),
@@ -321,7 +323,7 @@ ENGINE = (
     Row(
         "--async_generate",
         None,
-        only_if("if true", lambda s: s.true("async_generate"), ask("rollouts do not overlap with updates")),
+        ask(ENGINE_RANKS),
     ),
     Row("--multi_turn_scheduler", None, ask(TURNS)),
     Row("--max_turns", None, None, TURNS),
@@ -356,7 +358,7 @@ ALGORITHM = (
     Row("--real_tau", "--real-tau"),
     Row("--fipo_decay_rate", "--fipo-decay-rate"),
     Row("--fipo_clip_range", "--fipo-clip-range"),
-    Row("--fipo_clip_high_only", None, None, "weights are clipped on both sides"),
+    Row("--fipo_clip_high_only", None, differs("weights are clipped on both sides")),
     Row("--fipo_safety_threshold", "--fipo-safety-threshold"),
     Row("--top_entropy_quantile", "--top-entropy-quantile"),
     Row("--log_entropy", None, None, "the entropy is always a metric"),
@@ -372,7 +374,7 @@ ALGORITHM = (
     Row("--teacher_model_server", "--teacher-server"),
     Row("--teacher_kl_coef", "--teacher-kl-coef"),
     Row("--offload_teacher_model", None, None, "the teacher is on the host between its passes"),
-    Row("--chord_sft_dataset", None, ask("supervised data beside rollouts (CHORD) is not supported")),
+    Row("--chord_sft_dataset", None, differs("there is no supervised loss (CHORD)")),
 )
 
 REWARDS = (

@@ -6,6 +6,7 @@ from itertools import chain
 
 from megatron_grpo.migration.rows import (
     DISPATCHER,
+    ENGINE_RANKS,
     LORA_PAGE,
     NO_DEEPEP,
     ON,
@@ -24,6 +25,7 @@ from megatron_grpo.migration.rows import (
     choice,
     computed,
     constant,
+    differs,
     fixed,
     fp8_rows,
     only_if,
@@ -54,6 +56,9 @@ def updates_per_rollout(settings: Settings) -> float:
     """Return the updates of one of NeMo-RL's steps, which is a rollout with all its updates."""
     batch = settings.number(f"{POLICY}train_global_batch_size", 0)
     return max(1, completions_per_rollout(settings) // batch) if batch else 1
+
+
+IN_ROLLOUTS = scaled(ROLLOUTS, updates_per_rollout, True)  # a step of its schedule is a rollout
 
 
 def megatron(settings: Settings) -> bool:
@@ -187,7 +192,7 @@ BATCH = (
         "in addition to the greedy completion",
     ),
     Row("grpo.val_batch_size", None, None, "all held-out prompts are generated at once"),
-    Row("grpo.val_start_at", None, None, "--eval-interval has no delay"),
+    Row("grpo.val_start_at", None, differs("--eval-interval has no delay", "0", "-1")),
     Row("grpo.seed", "--seed"),
     Row(
         "grpo.max_rollout_turns",
@@ -326,7 +331,7 @@ MODEL = (
                 and s.true(f"{MEGATRON}freeze_moe_router")
                 and s.number(f"{MEGATRON}expert_model_parallel_size", 1) > 1
             ),
-            ask("routers are trained here: --router-replay-mode R3 keeps the engine's choice of experts"),
+            differs("routers are trained here: --router-replay-mode R3 keeps the engine's choice of experts"),
         ),
         "for mixtures of experts",
     ),
@@ -388,8 +393,10 @@ LEARNING = (
     Row(f"{OPTIMIZER}clip_grad", "--clip-grad", MEGATRON_ONLY),
     Row(f"{OPTIMIZER}*", None, None, "has megatron-core's default"),
     Row(f"{SCHEDULER}lr_decay_style", "--lr-decay-style", MEGATRON_ONLY),
-    Row(f"{SCHEDULER}lr_decay_iters", "--lr-decay-iters", MEGATRON_ONLY, "updates, as there"),
-    Row(f"{SCHEDULER}lr_warmup_iters", "--lr-warmup-iters", MEGATRON_ONLY, "updates, as there"),
+    Row(f"{SCHEDULER}lr_decay_iters", "--lr-decay-iters", only_if("with megatron_cfg.enabled", megatron, IN_ROLLOUTS)),
+    Row(
+        f"{SCHEDULER}lr_warmup_iters", "--lr-warmup-iters", only_if("with megatron_cfg.enabled", megatron, IN_ROLLOUTS)
+    ),
     Row(f"{SCHEDULER}lr_warmup_init", None, None, "the warm-up starts from 0"),
     Row(f"{SCHEDULER}*", None, None, "the weight decay is constant: --weight-decay-incr-style changes it"),
     Row(
@@ -407,7 +414,7 @@ LEARNING = (
     Row(
         f"{POLICY}scheduler.0.kwargs.total_iters",
         "--lr-warmup-iters",
-        only_if("with DTensor", _dtensor),
+        only_if("with DTensor", _dtensor, IN_ROLLOUTS),
         "of LinearLR, from start_factor; here the warm-up starts from 0",
     ),
     Row(f"{POLICY}scheduler.*", None, None, "--lr-decay-style and --lr-warmup-iters"),
@@ -457,7 +464,7 @@ ENGINE = (
         only_if(
             "if false",
             lambda s: not s.true(f"{GENERATION}colocated.enabled", True),
-            ask("separate GPUs for the engine are servers: --vllm-mode server --vllm-server-base-url"),
+            ask(ENGINE_RANKS, off=False),
         ),
         "--vllm-mode colocate is the default",
     ),
@@ -465,10 +472,9 @@ ENGINE = (
     Row(
         "grpo.async_grpo.enabled",
         None,
-        only_if("if true", lambda s: s.true("grpo.async_grpo.enabled"), ask("rollouts do not overlap with updates")),
-        "rollouts do not overlap with updates",
+        ask(ENGINE_RANKS),
     ),
-    Row("grpo.async_grpo.*", None, None, "rollouts do not overlap with updates"),
+    Row("grpo.async_grpo.*", None, None, "with grpo.async_grpo.enabled"),
 )
 
 ALGORITHM = (
@@ -618,7 +624,7 @@ RUN = (
     Row("cluster.gpus_per_node", None, None, "torchrun's --nproc-per-node"),
     Row("cluster.num_nodes", None, None, "torchrun's --nnodes"),
     Row("data_plane.*", None, None, "rollouts stay in the training processes"),
-    Row("async_rl.*", None, None, "rollouts do not overlap with updates"),
+    Row("async_rl.*", None, None, "--max-staleness, with --rollout-ranks"),
     Row("cluster.*", None, None, "there is no Ray"),
     Row("grpo.*", None, None, "docs/algorithms.md has what can be set"),
 )

@@ -5,6 +5,7 @@ from itertools import chain
 
 from megatron_grpo.migration.rows import (
     DISPATCHER,
+    ENGINE_RANKS,
     LORA_PAGE,
     SEQUENCE,
     SWITCH,
@@ -19,6 +20,7 @@ from megatron_grpo.migration.rows import (
     choice,
     computed,
     constant,
+    differs,
     fp8_rows,
     number,
     only_if,
@@ -151,9 +153,7 @@ BATCH = (
     Row(
         "async_generation_ratio",
         None,
-        only_if(
-            "above 0", lambda s: s.number("async_generation_ratio", 0) > 0, ask("rollouts do not overlap with updates")
-        ),
+        only_if("above 0", lambda s: s.number("async_generation_ratio", 0) > 0, ask(ENGINE_RANKS)),
     ),
 )
 
@@ -205,7 +205,7 @@ MODEL = (
     Row(f"{TRAIN}model_args.disable_gradient_checkpointing", None, None, "--recompute-granularity switches it on"),
     Row(f"{TRAIN}model_args.model_type", None, None, "--model-family; --load-hf names it"),
     Row(f"{TRAIN}model_args.lora_rank", None, ask(LORA_PAGE)),
-    Row(f"{TRAIN}model_args.freeze_module_prefix", None, ask("every parameter is trained")),
+    Row(f"{TRAIN}model_args.freeze_module_prefix", None, differs("every parameter is trained")),
     Row(f"{TRAIN}model_args.*", None, None, "--load-hf reads config.json"),
     Row(f"{TRAIN}strategy_args.strategy_name", None, None, "the trainer is Megatron-Core"),
     *(
@@ -332,7 +332,7 @@ ALGORITHM = (
     Row("add_token_level_kl", "--kl-in-reward", SWITCH),
     Row("init_kl_coef", "--beta", only_if("with add_token_level_kl", lambda s: s.true("add_token_level_kl"))),
     Row("kl_penalty", None, None, "with --kl-in-reward the estimator is k1"),
-    Row("target_kl", None, None, "--beta is constant"),
+    Row("target_kl", None, differs("--beta is constant")),
     Row(
         "loss_agg_mode",
         "--loss-type",
@@ -364,19 +364,19 @@ ALGORITHM = (
     Row("gamma", "--gamma", only_if("with reinforce", lambda s: s.text("adv_estimator") == "reinforce")),
     Row("entropy_loss_coef", "--entropy-coef"),
     Row("reward_clip", "--reward-clip"),
-    Row("advantage_clip", None, ask("advantages are not clipped: --reward-clip bounds the rewards")),
+    Row("advantage_clip", None, differs("advantages are not clipped: --reward-clip bounds the rewards")),
     Row("norm_std_type", "--scale-rewards", Conversion("group → group; batch → batch", _normalised)),
     Row("norm_mean_type", None, None, "the estimator has the baseline"),
     Row("reward_norm", "--scale-rewards", Conversion("group → group; batch → batch", _normalised)),
     Row("reward_shift", None, None, "the estimator has the baseline"),
-    Row("reward_scale", None, None, "--scale-rewards divides by a standard deviation"),
+    Row("reward_scale", None, differs("--scale-rewards divides by a standard deviation", "1")),
     Row(
         "whiten_advantages",
         None,
         only_if(
             "with grpo, if true",
             lambda s: s.true("whiten_advantages") and s.text("adv_estimator") == "grpo",
-            ask("advantages of groups are not whitened once more; --scale-rewards batch is the closest"),
+            differs("advantages of groups are not whitened once more; --scale-rewards batch is the closest"),
         ),
     ),
     Row("max_len_mask", "--overlong-filter", SWITCH),
@@ -388,9 +388,9 @@ ALGORITHM = (
     ),
     Row("difficulty_low_threshold", None, None, "--min-pass-rate is for the column pass_rate of the rows"),
     Row("difficulty_high_threshold", None, None, "--max-pass-rate is for the column pass_rate of the rows"),
-    Row("difficulty_loss_weight", None, None, "tokens have the weights of --loss-type"),
-    Row("length_loss_weight", None, None, "tokens have the weights of --loss-type"),
-    Row("error_max_len_clip", None, None, "--overlong-filter masks completions that were cut"),
+    Row("difficulty_loss_weight", None, differs("tokens have the weights of --loss-type")),
+    Row("length_loss_weight", None, differs("tokens have the weights of --loss-type")),
+    Row("error_max_len_clip", None, differs("--overlong-filter masks completions that were cut")),
     Row("rewards.*", None, None, "--reward-funcs, with --reward-routing by data_source: docs/rewards.md"),
 )
 

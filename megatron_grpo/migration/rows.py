@@ -2,9 +2,10 @@
 
 A conversion is a function of (value, settings) with the words of the documentation. It returns the value of our flag: a
 string, a list of strings for a flag with several values, True for a switch, or None if our script is not to have the
-flag. It raises ``Undecided`` if a person must choose.
+flag. It raises ``Undecided`` if a person must choose, and ``Different`` if the run here behaves otherwise.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,6 +15,10 @@ Converted = str | list[str] | bool | None
 
 class Undecided(Exception):
     """The value has no single equivalent; the message says between what a person must choose."""
+
+
+class Different(Exception):
+    """The value has an effect that a run here does not have; the message says what a run does instead."""
 
 
 def key_of(name: str) -> str:
@@ -78,11 +83,25 @@ def parse_number(text: str, name: str = "this value") -> float:
         raise Undecided(f"{name} is {text!r}, which is not a number here: compute it by hand") from None
 
 
+def is_off(value: Any, *same: str) -> bool:
+    """Return whether a value switches its setting off (false, null, nothing), or equals one of ``same``."""
+    text = (" ".join(value) if isinstance(value, list) else str(value)).strip("'\" ").lower()
+    if text in ("", "null", "none", "~", "false", "[]", "{}", *same):
+        return True
+    with contextlib.suppress(ValueError):
+        return any(float(text) == float(other) for other in same)
+    return False
+
+
 class Conversion(NamedTuple):
-    """How a value of theirs becomes a value of ours, in words and as a function."""
+    """How a value of theirs becomes a value of ours, in words and as a function.
+
+    ``kind`` is the section of the documentation for rows without a flag of ours.
+    """
 
     words: str
     apply: Callable[[Any, Settings], Converted]
+    kind: str = ""  # "decide" or "differs"
 
 
 class Row(NamedTuple):
@@ -102,7 +121,8 @@ class System(NamedTuple):
 
     ``implied`` has (our flag, value, reason) for values that its scripts do not mention and that differ from our
     defaults; a value of None is not printed. ``decide`` returns what a person decides in any case. ``hands_on`` names
-    systems whose settings it accepts, too.
+    systems whose settings it accepts, too. ``differences`` returns what a run here does otherwise, apart from rows that
+    say so of a value. ``fields`` begin the names of settings that end in a flag of megatron-core.
     """
 
     name: str
@@ -111,6 +131,8 @@ class System(NamedTuple):
     implied: tuple[tuple[str, Callable[[Settings], Converted], str], ...]
     decide: Callable[[Settings], list[str]]
     hands_on: tuple[str, ...] = ()
+    differences: Callable[[Settings], list[str]] = lambda settings: []
+    fields: tuple[str, ...] = ()
 
 
 def constant(value: Converted) -> Callable[[Settings], Converted]:
@@ -184,7 +206,9 @@ def choice(values: Mapping[str, str | None], otherwise: str = "") -> Conversion:
 def only_if(condition: str, holds: Callable[[Settings], bool], conversion: Conversion = SAME) -> Conversion:
     """Return the conversion where ``holds``, else nothing; ``condition`` completes "only ..."."""
     joined = f"{conversion.words}{'; ' * bool(conversion.words)}only {condition}"
-    return Conversion(joined, lambda value, settings: conversion.apply(value, settings) if holds(settings) else None)
+    return conversion._replace(
+        words=joined, apply=lambda value, settings: conversion.apply(value, settings) if holds(settings) else None
+    )
 
 
 def unless(name: str, conversion: Conversion = SAME) -> Conversion:
@@ -202,16 +226,33 @@ def switch_for(name: str) -> Conversion:
     return Conversion(f"{name} → the switch", lambda theirs, settings: True if str(theirs) == name else None)
 
 
-def ask(question: str) -> Conversion:
-    """Return the conversion of a value that a person must always translate."""
+def ask(question: str, *same: str, off: bool = True) -> Conversion:
+    """Return the conversion of a value that a person must translate.
+
+    Values of ``same`` need nothing, nor, unless ``off`` is false, those that switch the setting off.
+    """
 
     def apply(value: Any, settings: Settings) -> Converted:
+        if off and is_off(value, "-1", *same):
+            return None
         shown = " ".join(value) if isinstance(value, list) else str(value)
         raise Undecided(f"{question} (there: {shown})")
 
-    return Conversion(question, apply)
+    return Conversion(question, apply, "decide")
 
 
+def differs(behaviour: str, *same: str) -> Conversion:
+    """Return the conversion of a value that changes what a run does; those of ``same``, and off, do not."""
+
+    def apply(value: Any, settings: Settings) -> Converted:
+        if is_off(value, *same):
+            return None
+        raise Different(behaviour)
+
+    return Conversion(behaviour, apply, "differs")
+
+
+ENGINE_RANKS = "engines on GPUs of their own: --rollout-ranks N, with --max-staleness: docs/asynchronous.md"
 TURNS = "write it as an --environment or as a program of --agent: docs/environments.md"
 LORA_PAGE = "--lora-rank, --lora-alpha and --lora-target-modules, with Hugging Face's names: docs/lora.md"
 
@@ -225,17 +266,18 @@ def rank(name: str, default: str, on: Callable[[Settings], bool]) -> Conversion:
 
 
 REGISTER = "--external-plugins: register it with @register_reward, docs/rewards.md"
+ADAPT = "--reward-adapter NAME=FILE.py:FUNCTION runs it unchanged, with NAME in --reward-funcs: docs/rewards.md"
 
 
-def rewards(values: Mapping[str, str]) -> Conversion:
-    """Return the conversion of names of rewards; a name that is missing is a function to register first."""
+def rewards(values: Mapping[str, str], others: str = REGISTER) -> Conversion:
+    """Return the conversion of names of rewards; ``others`` says what to do with a function that is missing."""
     shown = "; ".join(f"{theirs} → {ours}" for theirs, ours in values.items())
 
     def apply(value: Any, settings: Settings) -> Converted:
         names = [name.rpartition(".")[2] for name in words(value) or []]
         own = [name for name in names if name not in values]
         if own:
-            raise Undecided(f"{', '.join(own)} is not a reward here; {REGISTER}")
+            raise Undecided(f"{', '.join(own)} is not a reward here; {others}")
         return [values[name] for name in names] or None
 
     return Conversion(shown, apply)

@@ -4,6 +4,7 @@ from itertools import chain
 
 from megatron_grpo.migration.rows import (
     DISPATCHER,
+    ENGINE_RANKS,
     NO_DEEPEP,
     ON,
     REGISTER,
@@ -20,6 +21,7 @@ from megatron_grpo.migration.rows import (
     choice,
     computed,
     constant,
+    differs,
     fixed,
     fp8_rows,
     more_fp8_rows,
@@ -139,6 +141,8 @@ BATCH = (
     ),
 )
 
+EVALUATION = differs("sampled evaluation has the rollout's settings, in addition to the greedy completion")
+
 DATA = (
     Row("--prompt-data", "--train-data-path", WORDS),
     Row("--input-key", "--prompt-key"),
@@ -159,12 +163,11 @@ DATA = (
     Row(
         "--eval-max-response-len",
         None,
-        None,
-        "--max-completion-length holds for evaluation; a row's sampling_params can set its own",
+        differs("--max-completion-length holds for evaluation; a row's sampling_params can set its own"),
     ),
-    Row("--eval-top-p", None, None, "evaluation is greedy, and sampled as the rollout is"),
-    Row("--eval-top-k", None, None, "evaluation is greedy, and sampled as the rollout is"),
-    Row("--eval-temperature", None, None, "evaluation is greedy, and sampled as the rollout is"),
+    Row("--eval-top-p", None, EVALUATION),
+    Row("--eval-top-k", None, EVALUATION),
+    Row("--eval-temperature", None, EVALUATION),
     Row("--eval-input-key", None, None, "--prompt-key holds for held-out prompts, too"),
     Row("--eval-label-key", None, None, "the answer is the column answer, solution or ground_truth"),
     Row("--skip-eval-before-train", None, None, "--val-before-train evaluates before the first update"),
@@ -188,7 +191,7 @@ ENGINE = (
     Row(
         "--rollout-num-gpus",
         None,
-        ask("separate GPUs for the engine are servers: --vllm-mode server --vllm-server-base-url"),
+        ask(ENGINE_RANKS),
     ),
     Row("--num-gpus-per-node", None, None, "torchrun's --nproc-per-node"),
     Row("--actor-num-nodes", None, None, "torchrun's --nnodes"),
@@ -231,7 +234,7 @@ ENGINE = (
     Row("--sglang-speculative-eagle-topk", None, None, "with --sglang-speculative-algorithm"),
     Row("--sglang-speculative-num-draft-tokens", None, None, "with --sglang-speculative-algorithm"),
     Row("--update-weight-buffer-size", None, None, "weights go to the engine in bounded buckets"),
-    Row("--update-weights-interval", None, None, "the engine gets the weights before every rollout"),
+    Row("--update-weights-interval", None, differs("the engine gets the weights before every rollout", "1")),
     Row("--rollout-function-path", None, ask("a rollout of your own: docs/customise.md says what can be replaced")),
     Row("--custom-generate-function-path", None, ask(TURNS)),
     Row("--use-fault-tolerance", None, None, "lost servers are always excluded and probed again"),
@@ -294,13 +297,19 @@ ALGORITHM = (
         "--rollout-importance-sampling-threshold",
         only_if("with --use-tis", lambda s: s.true("--use-tis")),
     ),
-    Row("--tis-clip-low", None, None, "icepop has a lower bound: --rollout-importance-sampling-lower-bound"),
+    Row(
+        "--tis-clip-low",
+        None,
+        differs(
+            "--rollout-importance-sampling-mode icepop alone has a lower bound, below which tokens are masked", "0"
+        ),
+    ),
     Row(
         "--custom-tis-function-path",
         None,
         ask("--rollout-importance-sampling-mode token_mask, sequence_mask or icepop"),
     ),
-    Row("--use-rollout-logprobs", None, None, "the ratio has the trainer's old log-probabilities"),
+    Row("--use-rollout-logprobs", None, differs("the ratio has the trainer's old log-probabilities")),
     Row("--use-routing-replay", "--router-replay-mode", fixed("R2")),
     Row("--use-rollout-routing-replay", "--router-replay-mode", fixed("R3")),
     Row("--use-opsm", None, None, "--off-policy-sequence-mask-delta switches it on"),

@@ -17,7 +17,7 @@ COMMANDS = (
         "ms-swift",
         re.compile(r"(^|/)(swift|megatron)$|swift/cli/(_megatron/)?rlhf\.py$|swift\.cli(\._megatron)?\.rlhf$"),
     ),
-    ("verl", re.compile(r"^verl\.|^recipe\.|(^|[./])main_ppo|^siirl\.|main_dag")),
+    ("verl", re.compile(r"^verl\.(?!.*sft)|^recipe\.|(^|[./])main_ppo|^siirl\.|main_dag")),
     ("NeMo-RL", re.compile(r"run_grpo[a-z_]*\.py$")),
     ("ROLL", re.compile(r"start_\w+_pipeline\.py$")),
     ("Oumi", re.compile(r"(^|/)oumi$|^oumi\.")),
@@ -258,6 +258,11 @@ def _resolved(value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
         inner = values.get(found[1])
         return found[0] if inner is None or isinstance(inner, list) else str(_resolved(inner, values, depth + 1))
 
-    text = re.sub(r"\$\{([\w.]+)\}", replaced, str(value))
+    def selected(found: re.Match[str]) -> str:
+        inner = values.get(found[1])
+        return found[2] if inner is None or isinstance(inner, list) else str(_resolved(inner, values, depth + 1))
+
+    text = re.sub(r"\$\{oc\.select:\s*([\w.]+)\s*,\s*([^{},]*)\}", selected, str(value))
+    text = re.sub(r"\$\{([\w.]+)\}", replaced, text)
     product = re.fullmatch(r"\$\{mul:\s*([\d.]+),\s*([\d.]+)\}", text)
     return str(int(float(product[1]) * float(product[2]))) if product else text

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.migration.rows import SAME, Row, Settings, System, Undecided, key_of
+from megatron_grpo.migration.rows import SAME, Different, Row, Settings, System, Undecided, key_of
 from megatron_grpo.migration.table import row_key_of, rows_of
 
 
@@ -20,9 +20,11 @@ class Given:
 
 @dataclass
 class Translation:
-    """Our flags; what a person must decide; settings without a counterpart, each with the reason; unknown settings."""
+    """Our flags; what a run here does otherwise; what a person must decide; settings that need nothing, each with the
+    reason; unknown settings."""
 
     given: dict[str, Given] = field(default_factory=dict)
+    changes: list[str] = field(default_factory=list)
     decide: list[str] = field(default_factory=list)
     without: list[tuple[str, str]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -56,9 +58,13 @@ def translate(
         _apply(result, rows[found[key]], key, settings)
     for key, value in settings.values.items():
         if key not in found:
-            _unlisted(result, key, value, groups)
+            _unlisted(result, key, value, groups, system.fields)
     for flag, implied, reason in system.implied:
-        value = implied(settings)
+        try:
+            value = implied(settings)
+        except Undecided as question:
+            result.decide.append(f"{flag}: {question}")
+            continue
         if flag not in result.given and value is not None:
             _add(result, flag, value, reason)
     beta = result.given.get("--beta")
@@ -79,6 +85,7 @@ def translate(
             f"{model.values[0]} --local-dir DIR, then HF_MODEL=DIR"
         )
     result.decide.extend(system.decide(settings))
+    result.changes.extend(system.differences(settings))
     words = " ".join(word for given in result.given.values() for word in given.values)
     missing = sorted(set(re.findall(r"\$\{?([A-Za-z_]\w*)", words)) - KNOWN_VARIABLES)
     if missing:
@@ -97,18 +104,29 @@ def _apply(result: Translation, rows: list[Row], key: str, settings: Settings) -
             result.decide.append(f"{name}: {question}")
             named = True
             continue
+        except Different as difference:
+            shown = str(settings.values[key])
+            result.changes.append(f"{name}{f'={shown}' * (len(shown) < 40)}: {difference}")
+            named = True
+            continue
         if row.ours and value is not None and value is not False:
             _add(result, row.ours, value, _comment(name, row.ours, settings.values[key], value))
             named = True
-        elif row.note and not row.ours:
-            reasons.append(row.note)
+        else:
+            reasons.append(row.note or (row.convert.words if row.convert else "not set"))
     if reasons and not named and (rows[0].theirs, reasons[0]) not in result.without:
         result.without.append((rows[0].theirs, reasons[0]))
 
 
-def _unlisted(result: Translation, key: str, value: Any, groups: Mapping[str, str]) -> None:
-    """Keep a name that is also ours, except of the architecture; leave any other to a person."""
-    flag = "--" + key.replace("_", "-")
+def _unlisted(
+    result: Translation, key: str, value: Any, groups: Mapping[str, str], fields: Collection[str] = ()
+) -> None:
+    """Keep a name that is also ours, except of the architecture; leave any other to a person.
+
+    ``fields``: beginnings of names that end in a flag.
+    """
+    prefix = next((prefix for prefix in fields if key.startswith(prefix)), "")
+    flag = "--" + key.removeprefix(prefix).replace("_", "-")
     shown = (" ".join(value) if isinstance(value, list) else str(value)).lower()
     architecture = ("flags of the architecture", "--load-hf reads config.json")
     if flag in EXPERTS or (groups.get(flag) in ARCHITECTURE and flag not in NOT_IN_CONFIG):
@@ -118,7 +136,7 @@ def _unlisted(result: Translation, key: str, value: Any, groups: Mapping[str, st
         if shown not in ("null", "none", "false"):
             result.unknown.append(key)
     elif shown != "false":
-        _add(result, flag, True if shown == "true" else value, "")
+        _add(result, flag, True if shown == "true" else value, key if prefix else "")
 
 
 def _add(result: Translation, flag: str, value: str | list[str] | bool, comment: str) -> None:

@@ -5,6 +5,7 @@ from itertools import chain
 
 from megatron_grpo.migration.hf_trainer import STEPS, completions_per_update, global_batch, updates_per_rollout
 from megatron_grpo.migration.rows import (
+    ADAPT,
     SEQUENCE,
     SWITCH,
     SWITCH_IF_FALSE,
@@ -19,6 +20,7 @@ from megatron_grpo.migration.rows import (
     ask,
     choice,
     constant,
+    differs,
     fixed,
     multiple_of,
     number,
@@ -171,7 +173,7 @@ MODEL = (
     Row(
         "load_in_4bit",
         None,
-        only_if("if true", lambda s: s.true("load_in_4bit"), ask("training in 4 bits is not supported")),
+        differs("the base is not stored in 4 bits; --lora-base-dtype fp8 stores it in 8"),
     ),
     Row(
         "gradient_checkpointing",
@@ -275,7 +277,7 @@ ALGORITHM = (
     Row(
         "use_adaptive_entropy",
         None,
-        only_if("if true", lambda s: s.true("use_adaptive_entropy"), ask("--entropy-coef is constant")),
+        differs("--entropy-coef is constant"),
     ),
     Row(
         "use_bias_correction_kl",
@@ -309,8 +311,8 @@ REWARDS = (
     Row(
         "reward_funcs",
         "--reward-funcs",
-        rewards({"accuracy_reward": "accuracy", "get_soft_overlong_punishment": "soft_overlong"}),
-        "register other functions with @register_reward: docs/rewards.md",
+        rewards({"accuracy_reward": "accuracy", "get_soft_overlong_punishment": "soft_overlong"}, ADAPT),
+        "other functions run unchanged: --reward-adapter, docs/rewards.md",
     ),
     Row("reward_weights", "--reward-weights", WORDS),
     Row("reward_model_name_or_path", None, ask("--reward-model NAME=DIR, with NAME in --reward-funcs")),
@@ -356,10 +358,7 @@ def _recompute(value: str) -> Callable[[Settings], Converted]:
 
 
 def _decide(settings: Settings) -> list[str]:
-    return [
-        "--reward-funcs: reward functions are arguments of GRPOTrainer there; here names, with your own in a plug-in "
-        "(docs/rewards.md)"
-    ]
+    return [f"--reward-funcs: reward functions are arguments of GRPOTrainer there; {ADAPT}"]
 
 
 SYSTEM = System(

@@ -31,6 +31,7 @@ from megatron_grpo.observability.profiling import PHASE
 from megatron_grpo.observability.trackers import TABLES, build_trackers, completion_table
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.utils import progress
+from megatron_grpo.utils.device import device_time
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.log import print_rank_0
 
@@ -53,7 +54,7 @@ class Timers:
     ):
         self.guard, self.began = guard, began
         self.seconds: dict[str, float] = {}
-        self.row_start = _now()
+        self.row_start = device_time()
         self.in_phase = False
 
     @contextlib.contextmanager
@@ -70,7 +71,7 @@ class Timers:
             return
         self.in_phase = True
         self.began(phase)
-        start = _now()
+        start = device_time()
         try:
             with (
                 progress.phase(phase),
@@ -78,23 +79,17 @@ class Timers:
                 torch.profiler.record_function(PHASE + phase),
             ):  # a range for --profile
                 yield
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + _now() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + device_time() - start
         finally:
             self.in_phase = False
 
     def collect(self) -> dict[str, float]:
         """Return ``{"time/<phase>": seconds}`` and ``time/step`` since the last call; reset the timers."""
-        now = _now()
+        now = device_time()
         row = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         row["time/step"] = now - self.row_start
         self.seconds, self.row_start = {}, now
         return row
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # kernels run asynchronously: without this their time counts for a later phase
-    return time.perf_counter()
 
 
 FILES = "metrics.jsonl", "completions.jsonl", "eval_completions.jsonl"  # the last one with --valid-data-path
@@ -123,7 +118,7 @@ class MetricsLogger:
         self.peak_tflops = peak_tflops(args)
         self.recent: deque[tuple[int, float]] = deque(maxlen=20)  # (updates, seconds) of the last rows, for the ETA
         self.written = start_iteration  # update of the last row
-        self.bar = None
+        self.bar: Any = None  # tqdm's, while this logger is active
         if not self.active:
             return
         if args.save:

@@ -107,9 +107,8 @@ def parallel_configuration(args) -> str:
         text += f", {args.num_virtual_stages_per_pipeline_rank} virtual stages"
     if args.num_experts:
         text += f"; experts: EP {args.expert_model_parallel_size} x ETP {args.expert_tensor_parallel_size}"
-    engine = (
-        f"engine TP {args.vllm_tensor_parallel_size}" if args.rollout_engine == "vllm" else "engine: the training model"
-    )
+    of_model = args.rollout_engine == "megatron"
+    engine = "engine: the training model" if of_model else f"engine TP {args.vllm_tensor_parallel_size}"
     return text + (f"; {len(server_urls(args))} servers" if server_urls(args) else f"; {engine}")
 
 

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -207,7 +207,8 @@ class Watchdog:
         # The store outlives an attempt of torchrun --max-restarts; its keys must not.
         token = [os.urandom(8).hex()]
         dist.broadcast_object_list(token, src=0, group=host_group())
-        store = dist.distributed_c10d._get_default_store().clone()  # a connection of this thread's own
+        default: Any = dist.distributed_c10d._get_default_store()  # torch's stubs of Store lack clone
+        store = default.clone()  # a connection of this thread's own
         store.set_timeout(timedelta(seconds=max(10.0, self.shortest)))
         self.store = dist.PrefixStore(f"megatron_grpo/watchdog/{token[0]}", store)
         self.stacks = os.memfd_create("stacks")  # no file beside the run as long as nothing hangs
@@ -303,7 +304,7 @@ class Watchdog:
         position, now = progress.position, time.monotonic()
         board = self.neighbour_board
         neighbour, neighbour_first = ("", False) if board is None else progress.read_board(board)
-        frame = sys._current_frames().get(self.main)
+        frame = sys._current_frames().get(self.main or 0)
         self.state = replace(
             self.state,
             beat=self.state.beat + 1,

@@ -51,19 +51,32 @@ def on_all_ranks[Result](step: Callable[[], Result], problem: str) -> list[Resul
 
     The message begins with ``problem``, unless a file that was read is at fault.
     """
-    mine: tuple = (None, None)
+    result, message = None, None
     try:
-        mine = step(), None
+        result = step()
     except InputError as error:
-        mine = None, str(error)
+        message = str(error)
     except (OSError, GrpoError) as error:
-        mine = None, f"{problem}: {error}"
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=host_group())
-    for _, error in everyone:
-        if error is not None:
-            raise GrpoError(error)
-    return [result for result, _ in everyone]
+        message = f"{problem}: {error}"
+    results: list[Any] = []
+    for other, problem_there in gathered((result, message)):
+        if problem_there is not None:
+            raise GrpoError(problem_there)
+        results.append(other)
+    return results
+
+
+def gathered[Value](value: Value) -> list[Value]:
+    """Return the value of each rank, in the order of ranks. Collective."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, value, group=host_group())
+    return everywhere
+
+
+def raise_on_all_ranks(problem: str | None) -> None:
+    """Raise GrpoError if a rank has a problem, with that of the first one. Collective."""
+    for message in filter(None, gathered(problem)):
+        raise GrpoError(message)
 
 
 def _broadcast[Value](value: Value, group: dist.ProcessGroup) -> Value:

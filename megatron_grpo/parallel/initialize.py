@@ -17,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_grpo.parallel.roles import Joint, check_hosts, connect, role_of
 from megatron_grpo.utils.errors import GrpoError, described, rebuilt
+from megatron_grpo.utils.launch import rank
 
 _timeout = datetime.timedelta(minutes=10)
 _host_group: dist.ProcessGroup | None = None
@@ -56,9 +57,7 @@ def _choose_gpu(args) -> None:
     A rank that drives servers (--rollout-ranks with --vllm-mode server) computes on no GPU and may be beyond the last.
     """
     process, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    drives = (
-        args.vllm_mode == "server" and int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]) - args.rollout_ranks
-    )
+    drives = args.vllm_mode == "server" and rank() >= int(os.environ["WORLD_SIZE"]) - args.rollout_ranks
     if process >= gpus and not drives:
         raise GrpoError(
             f"process {process} of host {socket.gethostname()} has no GPU: {gpus} are visible there. Start one process "

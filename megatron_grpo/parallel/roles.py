@@ -8,6 +8,7 @@ LOCAL_RANK is the index of the rank's device.
 from argparse import Namespace
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,8 @@ class Joint:
     rank: int  # in the launch: trainers first
     num_replicas: int
     store: dist.Store
-    group: dist.ProcessGroup  # gloo, of all ranks
-    weights: dist.ProcessGroup | None  # of trainer rank 0, which is its rank 0, and all engine ranks; NCCL on GPUs
+    group: Any  # gloo's, of all ranks; torch's stubs do not say that it is a ProcessGroup
+    weights: Any | None  # of trainer rank 0, which is its rank 0, and all engine ranks; NCCL on GPUs
 
 
 def role_of(rank: int, world_size: int, rollout_ranks: int, width: int) -> Role:
@@ -73,9 +74,7 @@ def connect(args: Namespace, role: Role, store: dist.Store, rank: int, world_siz
     return Joint(role, rank, replicas, dist.PrefixStore("control", store), group, weights)
 
 
-def _device_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, on_host: bool = False
-) -> dist.ProcessGroup:
+def _device_group(store: dist.Store, rank: int, size: int, timeout: timedelta, on_host: bool = False) -> Any:
     if on_host or not torch.cuda.is_available():
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()

@@ -34,7 +34,7 @@ def in_place_of(*names: str | Replacement) -> Callable:
     """
 
     def patch_of(function: Callable) -> Callable[[], None]:
-        why = " ".join(function.__doc__.partition("\n\n")[0].split())
+        why = " ".join((function.__doc__ or "").partition("\n\n")[0].split())
         entries = [name if isinstance(name, Replacement) else _torch_entry(name, why) for name in names]
         ENTRIES.extend(entries)
 

@@ -16,6 +16,7 @@ DISTRIBUTED_OPTIMIZER = Replacement(
     "one launch. A subclass; get_megatron_optimizer takes no class.",
     by="megatron_grpo/training/multi_tensor.py",
     proof="tests/distributed/test_checkpoint_layouts.py::test_ranks_save_their_own_optimizer_state_without_a_copy",
+    until="get_megatron_optimizer takes a class (0.20 does not)",
 )
 COPY_PARAMETERS = Replacement(
     "megatron.core.optimizer.optimizer:_multi_tensor_copy_this_to_that",
@@ -88,6 +89,8 @@ ROPE_OF_PACK = Replacement(
     "Rotate all sequences of a pack by one kernel in place of a dozen in each layer.",
     by="megatron_grpo/models/layer_specs.py",
     proof="update of 4B on an H200: 7.80 s and 74,903 kernels, with the entry and its like 7.46 s and 49,515",
+    until="megatron-core 0.20, which loops over no sequences",
+    link="https://github.com/NVIDIA/Megatron-LM/pull/5944",
 )
 STORAGE_OF_RECOMPUTED = Replacement(
     "megatron.core.tensor_parallel.random:_share_storage_ext",
@@ -112,6 +115,7 @@ WEIGHT_GRADIENT = Replacement(
     by="megatron_grpo/models/weight_gradients.py",
     proof="tests/unit/models/test_layer_graphs.py::test_updates_are_those_without_graphs",
     needed="--gradient-accumulation-fusion",
+    until="apex is installed",
     optional=True,
 )
 HAS_WEIGHT_GRADIENT = Replacement(
@@ -121,6 +125,7 @@ HAS_WEIGHT_GRADIENT = Replacement(
     by="megatron_grpo/models/weight_gradients.py",
     proof="tests/unit/models/test_layer_graphs.py::test_updates_are_those_without_graphs",
     needed="--gradient-accumulation-fusion",
+    until="apex is installed",
 )
 EMBEDDING = Replacement(
     "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",

@@ -43,6 +43,7 @@ DRAFT_TEMPERATURES = Replacement(
     by="megatron_grpo/rollout/vllm/colocate.py",
     proof="tests/distributed/test_speculative.py::test_samples_have_the_distribution_of_the_model",
     needed="--vllm-speculative-config on a CPU",
+    until="vLLM divides them in place (the linked pull request was closed without a merge)",
     link="https://github.com/vllm-project/vllm/pull/42638",
 )
 DRAFT_TRUNCATION = Replacement(

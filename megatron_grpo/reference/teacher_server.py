@@ -101,16 +101,18 @@ class TeacherServer(Client):
             await self._request_with_retries("POST", "/v1/completions", body, timeout=timeout), tokens
         )
 
-    async def _request_with_retries(self, *request, timeout: float) -> Any:
+    async def _request_with_retries(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
+    ) -> Any:
         """Send a request and return the answer; retry after each retryable fault."""
         for pause in PAUSES:
             try:
-                return await self.call(*request, timeout=timeout)
+                return await self.call(method, path, body, timeout=timeout)
             except Fault as fault:
                 if not fault.retryable:
                     raise
             await asyncio.sleep(pause)
-        return await self.call(*request, timeout=timeout)
+        return await self.call(method, path, body, timeout=timeout)
 
 
 def _parse_log_probs(answer: dict[str, Any], tokens: list[int]) -> list[float]:

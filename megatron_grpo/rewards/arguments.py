@@ -4,6 +4,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_grpo.data.routing import reward_routes
+from megatron_grpo.rewards.adapters import adapters
 from megatron_grpo.rewards.builtin.answer_text import EXTRACTIONS, UNFINISHED
 from megatron_grpo.rewards.reward_models.arguments import REWARD_MODELS
 from megatron_grpo.utils.errors import GrpoError
@@ -23,6 +24,12 @@ REWARDS: tuple[FlagRow, ...] = (
     ),
     ("--reward-clip", POSITIVE, None, "clip the value of each reward function to [-x, x]"),
     ("--external-plugins", [PATH], None, "Python files that register rewards, judges, losses and advantage estimators"),
+    (
+        "--reward-adapter",
+        [str],
+        None,
+        "NAME=FILE.py:FUNCTION: a reward function written for verl or TRL, unchanged; use NAME in --reward-funcs",
+    ),
     ("--reward-timeout", SECONDS, 10.0, "time limit of one call of a reward function, in seconds"),
     ("--reward-retries", Number(int, 0, 1000), 1, "number of retries of a failed call"),
     ("--reward-workers", count_to(1024), 1, "worker processes of each rank that scores completions"),
@@ -98,6 +105,9 @@ def check_rewards(args: Namespace) -> None:
         raise GrpoError(
             f"--reward-weights has {len(args.reward_weights)} values, --reward-funcs {len(functions)}: give one each"
         )
+    for name in adapters(args.reward_adapter):
+        if name not in functions:
+            raise GrpoError(f"--reward-adapter {name}: --reward-funcs does not name it: add {name} there")
     for dest, readers in READ_BY.items():
         if dest in args.explicit and not set(readers) & set(functions) and not args.external_plugins:
             raise GrpoError(f"{flag(dest)} has no effect without --reward-funcs {' or '.join(readers)}: leave it out")

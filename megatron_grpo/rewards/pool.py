@@ -292,7 +292,7 @@ class RewardPool:
         return sum(function in self._functions_of(s) for s in samples if s.finish_reason != "failed")
 
     def _functions_of(self, sample: Sample) -> Sequence[int]:
-        return self._routes[sample.row.get("data_source")] if self._routes else self._all_functions
+        return self._routes[sample.row["data_source"]] if self._routes else self._all_functions
 
     def _rewards(self, numbers: Iterable[int]) -> np.ndarray:
         """Return the rewards of samples, float32 ``[len(numbers), len(names)]``."""

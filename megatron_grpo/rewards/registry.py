@@ -20,7 +20,6 @@ as ``*, max_completion_length: int``.
 The modules under ``rewards/`` do not import torch at load time, not even indirectly: a worker process must start fast.
 """
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -36,6 +35,7 @@ from typing import Any, NamedTuple
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.packages import require
+from megatron_grpo.utils.rules import check_known
 
 
 @dataclass(frozen=True)
@@ -161,14 +161,11 @@ def known_rewards() -> list[str]:
 
 def check_reward(name: str) -> None:
     """Raise GrpoError for an unknown name, with all known ones."""
-    known = known_rewards()
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f' (did you mean "{close[0]}"?)' if close else ""
-        raise GrpoError(
-            f'--reward-funcs: unknown reward function "{name}"{hint}; known: {", ".join(known)}. '
-            "Register a function by @register_reward in a file of --external-plugins, or a model by --reward-model"
-        )
+    cure = (
+        "Register a function by @register_reward in a file of --external-plugins, a model by --reward-model, or a "
+        "function of verl or TRL by --reward-adapter"
+    )
+    check_known("--reward-funcs: unknown reward function", name, known_rewards(), cure)
 
 
 def check_package(name: str) -> None:

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from megatron_grpo.rewards.adapters import register_adapters
 from megatron_grpo.rewards.registry import RewardFunction, Sample, get_rewards, is_group_wise, load_plugins
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.process_tree import supervise
@@ -30,6 +31,7 @@ def main() -> None:
     names, plugins, flags, sys.path[:] = pickle.load(tasks)
     try:
         load_plugins(plugins)
+        register_adapters(flags.get("reward_adapter"))
         functions = dict(zip(names, get_rewards(list(names.values()), flags), strict=True))
     except GrpoError as error:
         report(["fatal", str(error)])

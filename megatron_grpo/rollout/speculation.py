@@ -39,7 +39,7 @@ def draft_args(args: Namespace) -> Namespace | None:
         theirs = families.for_hf_config(config).args_from_hf(config)
     except GrpoError:  # vLLM runs more families than the trainer
         return None
-    plain = {"explicit": frozenset(), "vllm_speculative_config": None, "lora_rank": None}
+    plain: dict[str, Any] = {"explicit": frozenset(), "vllm_speculative_config": None, "lora_rank": None}
     own = replaced(args, **plain | default_architecture())
     own = replaced(own, **resolve_architecture(own, theirs, f"{directory}/config.json"))
     return replaced(

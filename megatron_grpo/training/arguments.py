@@ -271,8 +271,14 @@ def _add_opposites(parser: Parser, group: argparse._ArgumentGroup) -> None:
         (name,) = action.option_strings
         opposite = "--" + name[5:] if name.startswith("--no-") else "--no-" + name[2:]
         if action.const is True and opposite not in parser._option_string_actions:  # --save-hf has a value
-            reading = {"action": "store_const", "const": False, "dest": action.dest, "default": False}
-            group.add_argument(opposite, help=argparse.SUPPRESS, **reading)
+            group.add_argument(
+                opposite,
+                help=argparse.SUPPRESS,
+                action="store_const",
+                const=False,
+                dest=action.dest,
+                default=False,
+            )
 
 
 def _add_plugin_flag(parser: Parser, group: argparse._ArgumentGroup, flag: Flag, owner: str) -> None:
@@ -353,8 +359,8 @@ def print_args(args: Namespace, everything: bool) -> None:
     else:
         given = " ".join(f"{dest}={value}" for dest, value in values if dest in args.explicit)
         width = shutil.get_terminal_size(fallback=(120, 24)).columns
-        layout = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-        print_rank_0(textwrap.fill(f"given (--print-arguments shows all {len(values)}): {given}", width, **layout))
+        text = f"given (--print-arguments shows all {len(values)}): {given}"
+        print_rank_0(textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
     for name in args.accepted:
         print_rank_0(f"note: {name} has no effect: {ACCEPTED[name][1]}")
     for dest in ("init_method_std", "embedding_init_method_std"):

@@ -27,6 +27,7 @@ from megatron_grpo.utils.core_names import ACCEPTED, EXCLUDED, RENAMED, SWITCHED
 from megatron_grpo.utils.errors import GrpoError, of_file, prints_for_host, record_for_torchrun
 from megatron_grpo.utils.flag_values import integer_or_pattern, integers, json_object
 from megatron_grpo.utils.flags import PATH, TEXT, Number
+from megatron_grpo.utils.launch import rank
 from megatron_grpo.utils.rules import check_value, flag
 
 TABLE = Path(__file__).with_name("flags.json")
@@ -57,7 +58,7 @@ class Help(argparse.Action):
         text = parser.format_help()
         if option_string != "--help-all":
             text = parser.format_common_help() if values is None else parser.format_group_help(values)
-        if os.environ.get("RANK", "0") == "0":
+        if rank() == 0:
             print(text, end="", flush=True)
         sys.exit(0)
 
@@ -160,7 +161,7 @@ def check_flags(argv: Sequence[str]) -> None:
     megatron-core than the one of ``flags.json``.
     """
     _check(argv)
-    if os.environ.get("RANK", "0") == "0":
+    if rank() == 0:
         print("importing torch and megatron-core", flush=True)
 
 

@@ -1,12 +1,13 @@
 """Checks of the flags together that need neither torch nor the model: the rules of a run, files, names of rewards."""
 
 from argparse import Namespace
-from pathlib import Path
 
+from megatron_grpo.data.blend import absent_files
 from megatron_grpo.data.held_out_files import valid_files
 from megatron_grpo.models.arguments import check_model, check_settings
 from megatron_grpo.patches import vllm
 from megatron_grpo.patches.replacement import check_all
+from megatron_grpo.rewards.adapters import adapters
 from megatron_grpo.rewards.registry import check_package, check_reward
 from megatron_grpo.rewards.reward_models.arguments import reward_models
 from megatron_grpo.training.run_rules import resolve_run
@@ -26,8 +27,9 @@ def check_packages(args: Namespace) -> None:
 
 
 def check_reward_names(args: Namespace) -> None:
-    """Raise GrpoError for a name that is neither a reward function nor a reward model; load none of them."""
-    for name in sorted({*(args.reward_funcs or ())} - reward_models(args).keys()):
+    """Raise GrpoError for a name that is no reward function, reward model or adapter; load none of them."""
+    others = reward_models(args).keys() | adapters(args.reward_adapter).keys()
+    for name in sorted({*(args.reward_funcs or ())} - others):
         check_reward(name)
 
 
@@ -43,12 +45,9 @@ def check_early(args: Namespace, world_size: int) -> None:
     if args.dry_run:
         return
     check_packages(args)
-    files = {
-        "train_data_path": [] if args.eval_only else args.train_data_path or [],
-        "valid_data_path": valid_files(args.valid_data_path).values(),
-    }
-    for dest, paths in files.items():
-        for path in paths:
-            if Path(path).suffix in (".jsonl", ".parquet", ".arrow") and not Path(path).exists():
-                raise GrpoError(f"{flag(dest)} {path}: no such file")
+    train = [] if args.eval_only else absent_files(args.train_data_path or [])
+    valid = absent_files(list(valid_files(args.valid_data_path).values()))
+    for dest, absent in ("train_data_path", train), ("valid_data_path", valid):
+        for path in absent:
+            raise GrpoError(f"{flag(dest)} {path}: no such file")
     check_reward_names(args)

@@ -15,6 +15,7 @@ from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.engine import GeneratingEngine
 from megatron_grpo.utils.errors import Preempted
+from megatron_grpo.utils.launch import rank
 from megatron_grpo.utils.log import print_rank_0
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -45,7 +46,6 @@ class EarlyExit:
         self._closed = threading.Event()
         self._steps, self._last_step = 0, sys.maxsize  # of the engine, in all rollouts
         self._next_look = 0.0  # at other ranks' signals
-        self.save_seconds = 0.0  # of the last save
         if on_signal:
             # Python runs handlers on the main thread, which may be in a collective: this thread reads the signals.
             reading, writing = os.pipe()
@@ -133,13 +133,13 @@ class EarlyExit:
 
     def mark(self, reason: str) -> None:
         """Write the file that tells a launch script to start the run again; on rank 0 only."""
-        if self.save and int(os.environ.get("RANK", "0")) == 0:
+        if self.save and rank() == 0:
             with contextlib.suppress(OSError):  # a full disk: the file exists, which is enough
                 Path(self.save, MARKER).write_text(f"{reason}\n", encoding="utf-8")
 
-    def save_fits(self) -> bool:
-        """Return whether this rank expects a save to end within the grace: the last one is the measure."""
-        return self._signal is None or time.monotonic() + MARGIN * self.save_seconds < self._deadline
+    def leaves_time(self, seconds: float) -> bool:
+        """Return whether a save ends within the grace; ``seconds``: of the last one, to which `MARGIN` is added."""
+        return self._signal is None or time.monotonic() + MARGIN * seconds < self._deadline
 
 
 def in_words(number: signal.Signals) -> str:

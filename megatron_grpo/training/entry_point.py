@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron_grpo.parallel.agreement import peer_has_ended
 from megatron_grpo.parallel.initialize import host_group, joint
 from megatron_grpo.utils.errors import GrpoError, Preempted, of_file, prints_for_host, record_for_torchrun
+from megatron_grpo.utils.launch import rank
 from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.utils.process_tree import end_with_launcher
 
@@ -92,8 +93,7 @@ def _program_name() -> str:
 
 
 def _rank_prefix() -> str:
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    return f"[rank {rank}] " if world > 1 and rank > 0 else ""
+    return f"[rank {rank()}] " if rank() > 0 else ""
 
 
 def _prints_error(after_rank_0: bool) -> bool:

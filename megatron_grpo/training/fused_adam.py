@@ -7,6 +7,8 @@ load lets all parameters share one step tensor, which then advances once for eac
 its state as apex does and runs torch's fused kernels.
 """
 
+from typing import Any
+
 import torch
 
 from megatron_grpo.patches import megatron_core as core
@@ -69,7 +71,7 @@ class FusedAdam(torch.optim.Optimizer):
 PART = 2**28  # parameters
 
 
-def in_parts(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+def in_parts(adam: Any) -> type[torch.optim.Optimizer]:
     """Return Transformer Engine's Adam ``adam`` with steps of at most `PART` parameters, or of one larger tensor.
 
     Its step makes float32 copies of all moments of a group that are stored in another dtype (--exp-avg-dtype,
@@ -78,6 +80,8 @@ def in_parts(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """
 
     class AdamInParts(adam):
+        state: Any
+        param_groups: Any
         state_is_in_place = False  # whether state dicts pass the state's own tensors, and a load keeps them
 
         def state_dict(self):
@@ -117,7 +121,8 @@ def in_parts(adam: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 def _parts(params: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Cut a list of parameters into lists of at most `PART` elements, or of one parameter."""
-    parts, size = [], 0
+    parts: list[list[torch.Tensor]] = []
+    size = 0
     for param in params:
         if not parts or size + param.numel() > PART:
             parts.append([])

@@ -14,7 +14,7 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 from megatron_grpo.checkpointing.optimizer_state import ShardedOptimizer
 from megatron_grpo.patches import megatron_core as core
 
-Tensors = Sequence[torch.Tensor]
+Tensors = list[torch.Tensor]
 
 
 def norm(_chunk_size: int, _overflow, lists: Sequence[Tensors], _per_tensor: bool) -> tuple[torch.Tensor, None]:

@@ -15,13 +15,18 @@ import torch.distributed as dist
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.checkpoint_directory import forget_best
 from megatron_grpo.checkpointing.run_lock import RunLock
+from megatron_grpo.data.blend import absent_files
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
 from megatron_grpo.data.held_out_files import valid_files
 from megatron_grpo.data.prompts import PromptDataset, Reading
 from megatron_grpo.data.routing import reward_routes
-from megatron_grpo.data.sampler import read_blend
-from megatron_grpo.data.saved_datasets import PREFIX as CACHED
-from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, check_vocabulary
+from megatron_grpo.data.tokenizer import (
+    ChatTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    check_vocabulary,
+)
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.registry import check_environment, tools_of, videos_are_shown
 from megatron_grpo.environments.rendering import TurnRenderer
@@ -57,6 +62,7 @@ from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
+from megatron_grpo.rewards.adapters import register_adapters
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, gold_check
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec, reward_models
@@ -97,6 +103,7 @@ from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
 from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
 from megatron_grpo.training.run_rules import check_warmup
+from megatron_grpo.training.saves import Saves
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import args_to_json, replaced, resolved
@@ -161,9 +168,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if args.save:
         checkpoint.check_shared(args.save)
     set_random_seed(args.seed)
-    saves = checkpoint.start_background_saves() if args.async_save else None
-    if saves is not None:
-        before_exit(saves.settle)  # after an error, too: the checkpoint in hand is whole in a moment
+    background = checkpoint.start_background_saves() if args.async_save else None
+    if background is not None:
+        before_exit(background.settle)  # after an error, too: the checkpoint in hand is whole in a moment
     _print_start(args, world_size, inputs, lock)
 
     progress.step("model")
@@ -239,6 +246,21 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     source = _build_source(args, engine, common, scorer, inputs.tokenizer, partial(_watch, logger, early_exit))
     if position:
         source.resume(position, partial(checkpoint.subfolder, args.load, DIRECTORY))
+    lifecycle = EngineLifecycle(args, model, forward_step, engine, state_offloader, weight_offloader, timers, memory)
+    saves = Saves(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        reference=reference,
+        source=source,
+        lifecycle=lifecycle,
+        timers=timers,
+        logger=logger,
+        early_exit=early_exit,
+        lock=lock,
+        background=background,
+    )
     return Trainer(
         args=args,
         model=model,
@@ -247,7 +269,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         reference=reference,
         teacher=teacher,
         source=source,
-        lifecycle=EngineLifecycle(args, model, forward_step, engine, state_offloader, weight_offloader, timers, memory),
+        lifecycle=lifecycle,
         tokenizer=inputs.tokenizer,
         images=image_store,
         held_out=held_out,
@@ -258,8 +280,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         watchdog=watchdog,
         bad_updates=bad_updates,
         early_exit=early_exit,
-        save_lock=lock,
-        background_saves=saves,
+        saves=saves,
         iteration=iteration,
         tokens=position.get("tokens", 0),
     )
@@ -277,7 +298,7 @@ def _join(args, world_size: int) -> Watchdog | None:
         flags = resolve_args(resolve_origin(args, resume=False), world_size)
     check_packages(flags)
     workers = args.reward_workers + (args.environment_workers if flags.environment else 0)
-    raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(args, world_size), workers)
+    raise_limit(world_size + args.rollout_ranks, streams_of_a_rank(flags, world_size), workers)
     progress.step("other ranks")
     join(args)
     wait_without_time_out()
@@ -329,10 +350,9 @@ def _directories(args, resume: bool) -> dict[str, Any]:
 
 def _not_here(args) -> list[str]:
     """Return the flags, with their values, that name data files or a tokenizer which this machine does not have."""
-    found = []
-    train, valid = read_blend(args.train_data_path or [])[0], valid_files(args.valid_data_path).values()
-    for name, files in ("--train-data-path", train), ("--valid-data-path", valid):
-        found += [f"{name} {file}" for file in files if not file.startswith(CACHED) and not Path(file).exists()]
+    files = {"train_data_path": args.train_data_path or []}
+    files["valid_data_path"] = list(valid_files(args.valid_data_path).values())
+    found = [f"{flag(dest)} {path}" for dest, words in files.items() for path in absent_files(words)]
     if args.tokenizer_model and not Path(args.tokenizer_model).exists():
         found.append(f"--tokenizer-model {args.tokenizer_model}")
     return found
@@ -355,6 +375,7 @@ def _read_inputs(args, teach_args) -> Inputs:
     """Return the inputs of a run, all of them checked."""
     models = reward_models(args)
     names = [name for name in args.reward_funcs if name not in models]
+    register_adapters(args.reward_adapter)
     get_rewards(names, vars(args))
     check_models(models, args.reward_model_max_tokens)
     isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
@@ -449,7 +470,7 @@ def _open_logs(args, iteration: int) -> MetricsLogger:
 
 def _trainers_here(trainers: int) -> int:
     """Return how many of the ranks of this host train: trainers come first."""
-    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    first = launch.rank() - int(os.environ.get("LOCAL_RANK", "0"))
     return max(0, min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), trainers - first))
 
 
@@ -756,7 +777,7 @@ def build_episodes(args, engine: GeneratingEngine, inputs: Inputs) -> Conversing
     )
     before_exit(pool.close)
     parser = None
-    renderer = TurnRenderer(tokenizer, turn_end_token_ids(args, tokenizer))
+    renderer = TurnRenderer(cast(ChatTokenizer, tokenizer), turn_end_token_ids(args, tokenizer))
     if args.tool_call_parser:
         backend = cast(HuggingFaceTokenizer, tokenizer).backend
         parser = ToolCallParser(args.tool_call_parser, backend, args.reasoning_parser)

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,7 @@ def train_step(
     ``bad_updates`` keeps the optimizer from a bad step.
     """
     balancing.begin_update(packs, model, lambda counted: run_schedule(forward_step, counted, model, forward_only=True))
+    chunk: Any  # megatron-core's DistributedDataParallel
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()

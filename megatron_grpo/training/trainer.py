@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,10 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.algorithm.arguments import may_need_scores, needs_old_log_probs
-from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
-from megatron_grpo.checkpointing.background import BackgroundSaves
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
-from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.batch import Bool, RolloutBatch
 from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.data.tokenizer import Tokenizer
@@ -25,9 +21,8 @@ from megatron_grpo.models import forward
 from megatron_grpo.observability.completion_log import chosen, completion_row, held_out_row
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
-from megatron_grpo.observability.provenance import write_run_record
 from megatron_grpo.observability.watchdog import Watchdog
-from megatron_grpo.parallel.agreement import all_ranks_agree, device_answers, on_rank_0
+from megatron_grpo.parallel.agreement import device_answers, on_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rollout.collect import shown_images, with_images
@@ -37,18 +32,17 @@ from megatron_grpo.rollout.source import Rollout, RolloutSource, SourceState
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.training import train_step
 from megatron_grpo.training.bad_updates import BadUpdates
-from megatron_grpo.training.best_checkpoint import best_in_words, new_best
+from megatron_grpo.training.best_checkpoint import best_in_words
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.export import export_adapter, export_hf
+from megatron_grpo.training.saves import Position, Saves
 from megatron_grpo.training.update_flops import UpdateFlops
-from megatron_grpo.utils import progress
-from megatron_grpo.utils.arguments import Arguments, replaced
+from megatron_grpo.utils.arguments import Arguments
 from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
 from megatron_grpo.utils.log import log, print_rank_0
 from megatron_grpo.vision.images import ImageStore
-from megatron_grpo.weights import hf
 
 Divide = Callable[[int], list[np.ndarray]]  # from their number to the completions of each update
 
@@ -71,16 +65,14 @@ class Trainer:
     device_memory: DeviceMemory
     profiler: Profiler
     early_exit: EarlyExit
+    saves: Saves
     watchdog: Watchdog | None = None
     bad_updates: BadUpdates = field(default_factory=lambda: BadUpdates("stop", None, None))
     left_early: str | None = None  # the reason, if the run ends before its last update
-    save_lock: RunLock | None = None  # of rank 0, with --save
-    background_saves: BackgroundSaves | None = None  # with --async-save
     teacher: ReferenceModel | TeacherServer | None = None
     images: ImageStore | None = None  # of a vision-language model
     iteration: int = 0
     tokens: int = 0
-    evaluation: tuple[int, dict[str, float]] = (0, {})  # iteration and metrics of the newest evaluation
     held_out_rows: list[dict[str, Any]] = field(default_factory=list)  # logged completions of --eval-only
     started: float = field(default_factory=time.monotonic)
 
@@ -166,27 +158,10 @@ class Trainer:
                 able = False
         if isinstance(error, Preempted):
             self.early_exit.mark(str(error))
-            able &= self.early_exit.save_fits()
-        lost = type(error)(f"{str(error).rstrip('.')}. {self._try_save(able, state)}")
-        lost.saved = bool(self.args.save) and checkpoint.latest_iteration(self.args.save) == self.iteration
+            able &= self.saves.fits()
+        lost = type(error)(f"{str(error).rstrip('.')}. {self.saves.write_lost(self.position(), state, able)}")
+        lost.saved = self.saves.holds(self.iteration)
         raise lost from error
-
-    def _try_save(self, able: bool, state: Callable[[], SourceState]) -> str:
-        """Save the run with this ``state`` of its source if all are ``able``; return a sentence on how to resume."""
-        save = self.args.save
-        if not save:
-            return newest_in_words(save)
-        if self.background_saves is not None:
-            with progress.phase("save"):
-                self.background_saves.wait()
-        newest = checkpoint.latest_iteration(save)
-        if newest != self.iteration and all_ranks_agree(able):
-            with contextlib.suppress(GrpoError):
-                self.save(state(), last=True)
-            newest = checkpoint.latest_iteration(save)
-        if newest == self.iteration:
-            return f"The run is saved at iteration {newest}: --load {save} resumes from it"
-        return f"The run could not be saved. {newest_in_words(save)}"
 
     # ---- metrics and logs
 
@@ -199,17 +174,8 @@ class Trainer:
         self.iteration += 1
         self.tokens += int(metrics["tokens/update"])
         if self.bad_updates.restore_due and self.due(self.args.updates_per_rollout):
-            self._restore()
-
-    def _restore(self) -> None:
-        """Set the model and the optimizer to the newest checkpoint of --save; the run goes on with the next prompts."""
-        source = replaced(self.args, load=self.args.save, no_load_optim=False, no_load_rng=True)
-        with self.timers("save"), forward.parameters_complete(self.args, self.model):
-            self.lifecycle.complete()
-            self._end_background_save()  # a load deletes what is not complete
-            iteration, _ = checkpoint.load_checkpoint(source, self.model, self.optimizer, self.scheduler)
-        self.bad_updates.restore_due = False
-        print_rank_0(f"model and optimizer are those of the checkpoint of iteration {iteration} again")
+            self.saves.restore()
+            self.bad_updates.restore_due = False
 
     def log(self, metrics: dict[str, float]) -> None:
         """Log the metrics of one update (or of an evaluation before the first) with the seconds of each phase."""
@@ -228,7 +194,7 @@ class Trainer:
         if "time/rollout" not in seconds:  # only the first update of a rollout reports what the rollout did
             of_rollout = ("tokens/rollout", "drafts/")
             metrics = {name: value for name, value in metrics.items() if not name.startswith(of_rollout)}
-        self._check_save_directory()
+        self.saves.check_directory(self.iteration)
         self.logger.log(self.iteration, metrics | seconds)
         self.profiler.after(self.iteration)
 
@@ -245,25 +211,9 @@ class Trainer:
                 self.log(metrics)
             raise
 
-    def _check_save_directory(self) -> None:
-        """Raise GrpoError if another run has --save now; make the directory again if it was deleted."""
-        lock, save = self.save_lock, self.args.save
-        if lock is None:
-            return
-        if holder := lock.taken_by():
-            raise GrpoError(f"--save {save} is no longer this run's: {holder}")
-        if lock.deleted():
-            message = f"--save {save} was deleted during the run, its checkpoints with it"
-            if self.args.on_save_error == "stop":
-                raise GrpoError(f"{message} (--on-save-error stop)")
-            lock.take_again()
-            self.logger.open_files()
-            write_run_record(self.args, self.args.explicit, self.iteration)
-            print_rank_0(f"{message}: it is made again, and the run goes on without a checkpoint until the next save")
-
     def log_rollout(self, rollout: Rollout, rewards: np.ndarray) -> None:
         """Log the metrics of a rollout that no update follows (--rollout-only)."""
-        self._check_save_directory()
+        self.saves.check_directory(self.iteration)
         updates = self.source.taken * self.args.updates_per_rollout
         self.logger.log(updates, self.rollout_metrics(rollout, rewards) | self.timers.collect())
 
@@ -315,78 +265,9 @@ class Trainer:
         # Not at the first iteration, so that the same command continues to the next multiple after such an exit.
         return self.due(self.args.exit_interval) and self.iteration > self.first_iteration
 
-    def save(self, state: SourceState | None = None, last: bool = False) -> None:
-        """Write a checkpoint, from which a resume continues without any difference.
-
-        ``state`` is that of the source, by default its present one. If the checkpoint cannot be written, the run goes
-        on, unless --on-save-error is stop or the save is the ``last``. With --async-save the last save is complete at
-        the return, others later.
-        """
-        on_rank_0(self._check_save_directory)
-        self.logger.flush()
-        state = state or self.source.state()
-        position = {"tokens": self.tokens, "bad_updates": self.bad_updates.state_dict()} | state.position
-        began = time.monotonic()
-        with self.timers("save"), forward.parameters_complete(self.args, self.model):
-            self.lifecycle.complete()
-            self._end_background_save()
-            with self._save_errors(last):
-                # With these files a checkpoint can be resumed and exported without the original model directory.
-                assets = Path(self.args.save, hf.ASSETS_DIR)
-                template, bounds = self.args.chat_template, hf.image_bounds(self.args)
-                on_rank_0(hf.copy_assets, self.args.tokenizer_model, assets, template, bounds)
-                save_reference, reference = None, self.reference
-                # A reference model that was never updated can be loaded from its origin again.
-                if isinstance(reference, ReferenceModel | SwappedReference) and reference.updated:
-                    save_reference = partial(reference.save, policy=self.model)
-                checkpoint.save_checkpoint(
-                    self.args,
-                    self.iteration,
-                    self.model,
-                    self.optimizer,
-                    self.scheduler,
-                    extra_state=position,
-                    save_reference=save_reference,
-                    save_on_this_rank=state.save,
-                    best=on_rank_0(self._new_best),
-                )
-                if last:
-                    checkpoint.wait_for_background()
-                self.source.after_save(self._oldest_batch())
-        self.early_exit.save_seconds = time.monotonic() - began
-        if self.background_saves is not None:  # the last save of a run is waited for
-            self.early_exit.save_seconds = max(self.early_exit.save_seconds, self.background_saves.seconds)
-
-    def _new_best(self) -> dict[str, Any] | None:
-        """Return what best.json is to say if this iteration's checkpoint is the best one; call it on one rank."""
-        iteration, metrics = self.evaluation
-        if not self.args.keep_best or iteration != self.iteration:
-            return None
-        return new_best(self.args, iteration, metrics)
-
-    def _oldest_batch(self) -> int | None:
-        """Return the batch of the oldest checkpoint, on rank 0; None if --max-checkpoints-to-keep deletes none."""
-        if self.args.max_checkpoints_to_keep is None or dist.get_rank():
-            return None
-        kept = checkpoint_directory.iterations(self.args.save)
-        return int(kept[0].name[5:]) // self.args.updates_per_rollout if kept else None
-
-    def _end_background_save(self) -> None:
-        """Wait until the checkpoint that is being written is complete. Collective."""
-        with progress.phase("save"), self._save_errors():
-            checkpoint.wait_for_background()
-
-    @contextlib.contextmanager
-    def _save_errors(self, last: bool = False) -> Iterator[None]:
-        """Context in which a failed save ends the run only with --on-save-error stop, or if it is the ``last``."""
-        try:
-            yield
-        except GrpoError as error:
-            if last or self.args.on_save_error == "stop":
-                raise
-            newest = checkpoint.latest_iteration(self.args.save)
-            rest = "there is none yet" if newest is None else f"the newest is iteration {newest}"
-            print_rank_0(f"the run goes on without a new checkpoint, {rest} (--on-save-error continue): {error}")
+    def position(self) -> Position:
+        """Return the present position, for a checkpoint."""
+        return Position(self.iteration, {"tokens": self.tokens, "bad_updates": self.bad_updates.state_dict()})
 
     def finish(self) -> None:
         """Save the newest iteration unless it is saved, export to Hugging Face's format, and close all parts.
@@ -394,7 +275,7 @@ class Trainer:
         A run that ends early is saved but not exported, because its time may be limited. If a save or an export fails,
         GrpoError ends the run after the others.
         """
-        steps = [] if self.args.rollout_only else [self._save_last]
+        steps = [] if self.args.rollout_only else [partial(self.saves.write_last, self.position())]
         if not (self.left_early or self.args.rollout_only):
             parts = self.args, self.model
             steps += [partial(export_adapter, *parts), partial(export_hf, *parts)]
@@ -422,14 +303,3 @@ class Trainer:
         self.source.close()
         if self.watchdog is not None:
             self.watchdog.close()
-
-    def _save_last(self) -> None:
-        if not self.args.save:
-            return
-        self._end_background_save()
-        if checkpoint.latest_iteration(self.args.save) == self.iteration:
-            return
-        if all_ranks_agree(self.early_exit.save_fits()):
-            self.save(last=True)
-        else:
-            print_rank_0(f"a save takes longer than --exit-grace-seconds. {newest_in_words(self.args.save)}")

@@ -175,7 +175,7 @@ def help_text(text: str, default: Any = None) -> str:
     return (text + shown).replace("%", "%%")
 
 
-def core_config(config: type, args: Namespace, **derived: Any) -> Any:
+def core_config(config: Any, args: Namespace, **derived: Any) -> Any:
     """Build a dataclass of megatron-core from parsed arguments; ``derived`` holds values of fields without a flag.
 
     Raises GrpoError with megatron-core's message when the dataclass refuses the combination.
@@ -266,11 +266,14 @@ def _notes(config: type) -> Iterator[tuple[str, tuple[str, str]]]:
             source[: match.start()].count("\n") + 1: match[1].strip()
             for match in re.finditer(r"^    ####+\n    # (.+)\n    ####+$", source, re.MULTILINE)
         }
-        body = ast.parse(source).body[0].body
+        (definition,) = ast.parse(source).body
+        assert isinstance(definition, ast.ClassDef)
+        body = definition.body
         for node, after in zip(body, [*body[1:], None]):
-            if isinstance(node, ast.AnnAssign):
-                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                text = _first_sentence(after.value.value) if documented else ""
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                text = ""
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                    text = _first_sentence(str(after.value.value))
                 yield node.target.id, (text, _group(cls, [t for line, t in titles.items() if line < node.lineno]))
 
 

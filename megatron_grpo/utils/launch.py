@@ -1,4 +1,7 @@
-"""Identity of a launch: what all attempts of one torchrun (``--max-restarts``, a requeued job) have in common."""
+"""The launch of this process: its rank, and what all attempts of one torchrun have in common.
+
+Attempts are those of ``--max-restarts``, and a requeued job.
+"""
 
 import json
 import os
@@ -7,6 +10,11 @@ from pathlib import Path
 from megatron_grpo.utils.process_tree import launcher_process
 
 RECORD = "environment.json"  # in --save, with the launch that wrote there
+
+
+def rank() -> int:
+    """Return the rank that torchrun gave this process, 0 without torchrun; needs no process group."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def launch_id() -> str | None:

@@ -5,15 +5,11 @@ A message of the whole run is that of rank 0 (``print_rank_0``). What happened o
 """
 
 import logging
-import os
 import sys
 
 from tqdm import tqdm
 
-
-def rank() -> int:
-    """Return the rank that torchrun gave this process, 0 without torchrun; needs no process group."""
-    return int(os.environ.get("RANK", "0"))
+from megatron_grpo.utils.launch import rank
 
 
 class _Terminal(logging.Handler):

@@ -1,9 +1,11 @@
 """Common checks of flags; each raises GrpoError with the flag and its value."""
 
+import difflib
 import json
 import math
 import os
 from argparse import Namespace
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_grpo.utils.errors import GrpoError
@@ -40,6 +42,15 @@ def check_value(name: str, kind: Any, value: Any) -> None:
                     f"{name} {one[:40]}...: a path of {len(one)} characters, with a name of {longest}: the file system "
                     f"allows {_PATH_BYTES} and {_NAME_BYTES} bytes"
                 )
+
+
+def check_known(what: str, name: str, known: Iterable[str], cure: str) -> None:
+    """Raise GrpoError if ``name`` is not one of the ``known`` names of ``what``, with all of them and a similar one."""
+    names = sorted(known)
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f' (did you mean "{close[0]}"?)' if close else ""
+        raise GrpoError(f'{what} "{name}"{hint}; known: {", ".join(names) or "none"}. {cure}')
 
 
 def positive(args: Namespace, dests: str) -> None:

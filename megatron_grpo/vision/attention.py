@@ -26,8 +26,10 @@ def attend(
     The scale is d^-1/2. ``cu_seq_lens_q`` [n + 1] are the segments' offsets, ``max_length_q`` is the longest.
     """
     if query.is_cuda and query.dtype != torch.float32:
-        tokens = [x[0].transpose(0, 1) for x in (query, key, value)]
-        return varlen_attn(*tokens, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)[None], None
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        found = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        assert isinstance(found, torch.Tensor)  # alone, because no statistics are asked for
+        return found[None], None
     lengths = cu_seq_lens_q.diff().tolist()
     segments = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     return torch.cat([scaled_dot_product_attention(*segment) for segment in segments], dim=2).transpose(1, 2), None

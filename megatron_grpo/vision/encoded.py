@@ -66,8 +66,8 @@ def as_data_uri(value: Any) -> str:
         with named(name, b""):
             as_rgb(value).save(file, "PNG")
         return _data_uri("image/png", file.getvalue())
-    source = as_source(value, name)
-    source = source if isinstance(source, bytes) else Path(source)
+    found = as_source(value, name)
+    source = found if isinstance(found, bytes) else Path(found)
     with named(name, source):
         data = source if isinstance(source, bytes) else source.read_bytes()
         with PIL.Image.open(io.BytesIO(data)) as image:

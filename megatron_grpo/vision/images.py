@@ -150,11 +150,11 @@ class RowImages:
             begin, seen = start + len(expansion), seen + count
         return [*found, *ids[begin:]]
 
-    def _is_visual(self, ids: Sequence[int]) -> npt.NDArray[np.bool_]:
+    def _is_visual(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         array = np.asarray(ids, np.int64)
         return (array == self.token) | (array == self.video_token)
 
-    def _places(self, ids: Sequence[int]) -> Int64:
+    def _places(self, ids: Sequence[int] | npt.NDArray[np.int32]) -> Int64:
         """Return where the images' and videos' tokens are; such tokens behind the last of them are sampled ones."""
         return np.flatnonzero(self._is_visual(ids))[: sum(self.tokens)]
 
@@ -186,7 +186,8 @@ class RowImages:
     def only(self, chosen: Sequence[int]) -> RowImages:
         """Return the images and videos with these numbers, in this order."""
         names = ("sources", "grids", "expansions", "steps")
-        return replace(self, samples=(), **{name: tuple(getattr(self, name)[i] for i in chosen) for name in names})
+        changed: dict[str, Any] = {name: tuple(getattr(self, name)[i] for i in chosen) for name in names}
+        return replace(self, samples=(), **changed)
 
     def _rope_positions(self, index: Int64) -> Int64:
         if self.timestamps:
@@ -210,7 +211,7 @@ def _bytes_of(found: Image | npt.NDArray[np.uint8]) -> int:
 
 
 @cachetools.cached(
-    cachetools.LRUCache(CACHED_BYTES, _bytes_of),  # type: ignore[arg-type]
+    cachetools.LRUCache(CACHED_BYTES, _bytes_of),
     key=lambda source, number: source,
     lock=threading.Lock(),
 )
@@ -367,7 +368,7 @@ class ImageReader:
 
         found = [
             self._video_pixels(source, opened)
-            if isinstance(source, Video)
+            if isinstance(source, Video) and isinstance(opened, np.ndarray)
             else self._kind.pixels(self._args, self.processor.image_processor, [opened])
             for source, opened in zip(images.sources, images.open(), strict=True)
         ]

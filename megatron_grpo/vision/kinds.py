@@ -18,6 +18,7 @@ from megatron_grpo.vision.videos import Video
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 Int64 = npt.NDArray[np.int64]
 # Patches of an image or video: frames or tiles, rows, columns; LLaVA-OneVision: and the height and width of an image in
@@ -51,7 +52,7 @@ class Vision:
 
     prefix: str
     projector: tuple[str, ...]
-    tower: Callable[[dict[str, Any], int], torch.nn.Module]
+    tower: Callable[[dict[str, Any], int], PreTrainedModel]
     grid: Callable[[Namespace, Any, int, int], Grid]
     video: Callable[[Namespace, Any, int, int, int], Grid]
     see: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], Any] = lambda tower, pixels, grids: tower(

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +86,8 @@ class VisionTower(torch.nn.Module):
         super().__init__()
         self.config = config
         self.tower = kind_of(args).tower(args.vision_config, config.hidden_size)
-        self._see = kind_of(args).see
+        self._see: Callable = kind_of(args).see
+        parameter: Any  # megatron-core adds attributes
         for name, parameter in self.tower.named_parameters():
             parameter.requires_grad_(is_trained(args, name))
             # Each tensor-parallel rank has the gradient of its own tokens: megatron-core adds them up.

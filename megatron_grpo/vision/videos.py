@@ -28,7 +28,7 @@ class Video:
     a second, of all ``total`` ones. ``indices``: the frames among them that the model sees.
     """
 
-    frames: tuple[bytes | str | Path, ...]
+    frames: tuple[bytes | Path, ...]
     fps: float
     total: int
     indices: tuple[int, ...]
@@ -72,7 +72,8 @@ def as_video(value: Any, name: str) -> Video:
         return Video((), float(fps), 0, (), path)
     if not len(value):
         raise GrpoError(f"{name} has no frames: give at least one image")
-    frames = tuple(as_source(frame, f"frame {i} of {name}") for i, frame in enumerate(value, 1))
+    sources = [as_source(frame, f"frame {i} of {name}") for i, frame in enumerate(value, 1)]
+    frames = tuple(source if isinstance(source, bytes) else Path(source) for source in sources)
     return Video(frames, float(fps), len(frames), tuple(range(len(frames))))
 
 

@@ -136,7 +136,7 @@ def _set_bounds(path: Path, bounds: Mapping[str, int]) -> None:
     if settings is whole and not of_videos.exists():
         # transformers reads the settings of videos here, too, if they have no file; their bounds stay.
         shutil.copyfile(path, of_videos)
-    settings |= bounds
+    settings |= dict(bounds)
     if isinstance(settings.get("size"), dict):  # transformers' other names of the same bounds
         names = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
         settings["size"] |= {names[name]: pixels for name, pixels in bounds.items()}

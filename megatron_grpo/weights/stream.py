@@ -80,6 +80,7 @@ def stream_weights(
                 yield name, tensor
                 continue
             stack = stacks.setdefault(name, (tensor.new_empty(weight.hf[name]), set()))
+            assert weight.expert is not None  # of a tensor of all experts
             stack[0][weight.expert] = tensor
             stack[1].add(weight.expert)
             if len(stack[1]) == weight.hf[name][0]:
@@ -123,7 +124,7 @@ def _copy(parts: Sequence[Tensor], sources: Iterator[Tensor], limit: int = 32 * 
         held.append(source)
         size += source.nbytes
         if size > limit or done + len(held) == len(parts):
-            torch._foreach_copy_(parts[done : done + len(held)], held)
+            torch._foreach_copy_(list(parts[done : done + len(held)]), held)
             done, held, size = done + len(held), [], 0
 
 
@@ -170,9 +171,10 @@ def owned_hf_tensors(
             continue
         if (replica if weight.expert is None else expert_replica) > 0:
             continue
-        shards = _gather(plain(local[weight.name]), weight, number)
-        for name, tensor in zip(weight.hf, weight.split(shards), strict=True) if shards else ():
-            yield name, tensor, *((weight.expert, weight.hf[name][0]) if weight.all_experts else (0, 1))
+        whole = _gather(plain(local[weight.name]), weight, number)
+        part = weight.expert if weight.all_experts and weight.expert is not None else None
+        for name, tensor in zip(weight.hf, weight.split(whole), strict=True) if whole else ():
+            yield (name, tensor, 0, 1) if part is None else (name, tensor, part, weight.hf[name][0])
 
 
 def _gather(tensor: Tensor, weight: Weight, number: int) -> list[Tensor]:

@@ -40,7 +40,7 @@ from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import optimizer_tensors
 from megatron_grpo.training.resolve import resolve_args
-from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.training.saves import Position, Saves
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
@@ -538,10 +538,10 @@ def refuse(root):
 
     # Another run has taken the directory over; rank 0 alone has its lock.
     lock = SimpleNamespace(taken_by=lambda: "the run of process 7 has taken it over")
-    trainer = SimpleNamespace(args=SimpleNamespace(save="shared"), save_lock=None if dist.get_rank() else lock)
-    trainer._check_save_directory = lambda: Trainer._check_save_directory(trainer)
+    saves = SimpleNamespace(args=SimpleNamespace(save="shared"), lock=None if dist.get_rank() else lock)
+    saves.check_directory = functools.partial(Saves.check_directory, saves)
     try:
-        Trainer.save(trainer)
+        Saves.write(saves, Position(2, {}))
     except GrpoError as error:
         say(f"refused on rank {dist.get_rank()}: {error}")
 

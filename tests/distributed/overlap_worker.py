@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 tests/distributed/overlap_worker.py DIRECTORY
 
 import contextlib
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +24,7 @@ from megatron_grpo.training import train_step
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.training.saves import Saves
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.arguments import replaced
 
@@ -54,11 +55,12 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
         **dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True)),
         **{"args": args, "timers": Timers(), "logger": logger, "iteration": 1, "tokens": 0, "reference": None},
         source=RolloutSource(args=args, dataset=None, sampler=SimpleNamespace(state_dict=dict), timers=None),
-        early_exit=SimpleNamespace(),
+        early_exit=None,
         bad_updates=BadUpdates("stop", None, None),
     )
     offloader = SimpleNamespace(complete=lambda: None)
     trainer.lifecycle = EngineLifecycle(args, trainer.model, None, Engine(), offloader, None, trainer.timers, None)
+    saves = Saves(**{field.name: vars(trainer)[field.name] for field in fields(Saves) if field.name in vars(trainer)})
     found = {}
 
     def sync(name):
@@ -73,7 +75,7 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     first, second = np.split(np.arange(batch.num_completions), 2)
     pretrain_grpo.update(args, trainer, batch, first)
     sync("engine")
-    Trainer.save(trainer)
+    saves.write(trainer.position())
     found["checkpoint"] = checkpoint_worker.tensors(save)
     with forward.parameters_complete(args, trainer.model), reference.in_place_of(trainer.model):
         ref_log_probs = log_probs(replace(batch, routed_experts=None))

@@ -9,7 +9,10 @@
 #           30b_a3b: five updates of 128 completions; with --lora-rank on one GPU, with as many as it needs otherwise
 #           8b: three updates of 1,024 tokens a completion, TP 2, with the flags of examples/grpo/qwen3_8b.sh; 107 GiB of disk for
 #           its checkpoint and 150 GiB of host memory
-#           a folder with a published config.json: two updates of 128 completions of 512 tokens
+#           a folder with a published config.json: two updates of 128 completions of 512 tokens. gpt-oss-20b on two H200s:
+#           --expert-model-parallel-size 2 --vllm-tensor-parallel-size 2 --moe-grouped-gemm --moe-router-dtype fp32
+#           --use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 --grad-reduce-in-bf16
+#           --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16
 #   NPROC   GPUs, 1 by default. DRY_RUN=1 prints the memory of each and runs nothing. SCRIPT replaces pretrain_grpo.py.
 #   OFFLOADS  flags that free memory for the engine of 4b and larger shapes; empty on a GPU that has room for both
 #   MEDIAN, MEAN   lengths of completions are drawn (lognormal, at most --max-completion-length): tools/benchmark/long_tail.py

@@ -150,7 +150,8 @@ class _Connection:
     """The connection of one episode."""
 
     def __init__(self, url: str):
-        self._url, self._socket = url, None
+        self._url = url
+        self._socket: Any = None  # of websockets, once it is open
 
     async def open(self) -> None:
         """Connect; ConnectionError without a server."""

@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def _file(path: str) -> Any:
 
 
 async def main(name: str, threads: int, tasks: Any, report: Callable[[Any], None]) -> None:
-    reader, runs, places = asyncio.StreamReader(limit=2**28), {}, asyncio.Semaphore(threads)
+    reader, places = asyncio.StreamReader(limit=2**28), asyncio.Semaphore(threads)
+    runs: dict[int, asyncio.Task] = {}
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_MAX_THREADS))
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), tasks)
     try:
@@ -69,11 +71,14 @@ async def main(name: str, threads: int, tasks: Any, report: Callable[[Any], None
             line = json.dumps(["failed", number, f"{type(error).__name__}: {error}"])
         report(json.loads(line))
 
+    def ended(number: int, task: asyncio.Task) -> None:
+        runs.pop(number, None)
+
     while line := await reader.readline():
         what, number, *content = json.loads(line)
         if what == "run":
             runs[number] = asyncio.create_task(answer(number, *content))
-            runs[number].add_done_callback(lambda task, number=number: runs.pop(number, None))
+            runs[number].add_done_callback(partial(ended, number))
             continue
         report(["cancelled", number])
         if number in runs:

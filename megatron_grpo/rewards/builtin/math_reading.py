@@ -310,7 +310,7 @@ def _read_named(text: str) -> Any:
 
 def _is_to_solve(text: str, left: Any) -> bool:
     """Return whether the left side is a polynomial in one unknown: 2x + 1 = 5 has another value than 5."""
-    symbols = getattr(left, "free_symbols", set())
+    symbols: set[Any] = getattr(left, "free_symbols", set())
     is_call = re.search(r"[A-Za-z]\s*(?:\\left\s*)?\(|\\", text)  # f(2), \angle A
     return len(symbols) == 1 and is_call is None and not left.is_Symbol and left.is_polynomial(*symbols)
 

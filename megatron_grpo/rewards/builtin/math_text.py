@@ -137,8 +137,9 @@ def _without_wrappers(text: str) -> str:
 
 def _unicode_signs(text: str) -> str:
     for table, mark in ((_SUPERSCRIPTS, "^"), (_SUBSCRIPTS, "_")):
-        run = re.compile(f"[{re.escape(''.join(table))}]+")
-        text = run.sub(lambda match, t=table, m=mark: m + "{" + "".join(t[sign] for sign in match[0]) + "}", text)
+        runs = re.split(f"([{re.escape(''.join(table))}]+)", text)  # every second one is of signs
+        runs[1::2] = [mark + "{" + "".join(table[sign] for sign in run) + "}" for run in runs[1::2]]
+        text = "".join(runs)
     text = re.sub(r"√\s*(?:\(([^()]*)\)|(\d+|[A-Za-z]))", lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
     for sign, latex in _SIGNS.items():
         text = text.replace(sign, latex)

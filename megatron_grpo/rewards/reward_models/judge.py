@@ -24,6 +24,7 @@ import jinja2.sandbox
 
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.rules import check_known
 
 DEFAULT_PATTERN = r"Score:\s*(-?\d+(?:\.\d+)?)"
 _FIELDS = ("prompt", "completion", "row")
@@ -89,12 +90,8 @@ def register_judge(name: str) -> Callable[[Callable[[], Judge]], Callable[[], Ju
 
 def get_judge(name: str) -> Judge:
     """Return an instance of the judge with this name; GrpoError with all known names if there is none."""
-    if name not in _judges:
-        known = ", ".join(sorted(_judges)) or "none"
-        raise GrpoError(
-            f'--reward-model-plugin: unknown judge "{name}" (known: {known}): register it by @register_judge in '
-            "a file of --external-plugins"
-        )
+    cure = "Register it by @register_judge in a file of --external-plugins"
+    check_known("--reward-model-plugin: unknown judge", name, _judges, cure)
     return _judges[name]()
 
 

@@ -42,7 +42,7 @@ def refuse_calls() -> None:
     """Install the filter in this process and its future children, irrevocably; needs PR_SET_NO_NEW_PRIVS."""
     if os.uname().machine not in MACHINES:
         return
-    instructions = list(filter_of(*MACHINES[os.uname().machine]))
+    instructions = [Instruction(*one) for one in filter_of(*MACHINES[os.uname().machine])]
     program = Program(len(instructions), (Instruction * len(instructions))(*instructions))
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(program), 0, 0):
         raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")

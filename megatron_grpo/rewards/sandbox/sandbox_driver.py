@@ -77,7 +77,8 @@ class Test:
         for descriptor in (out_child, err_child, answer_child, into_child):
             os.close(descriptor)
         self.written = {out: b"", err: b"", answer: b""}
-        self.out, self.err, self.answer, self.into = out, err, answer, into
+        self.out, self.err, self.answer = out, err, answer
+        self.into: int | None = into
         self.input = test.get("stdin", "").encode(errors="replace")
         os.set_blocking(into, False)
         if not self.input:
@@ -99,7 +100,8 @@ class Test:
             for descriptor, _ in poll.poll(min(left, 0.005) * 1000):
                 if descriptor == self.into:
                     poll.unregister(descriptor)
-                    self._write_input() and poll.register(descriptor, select.POLLOUT)
+                    if self._write_input():
+                        poll.register(descriptor, select.POLLOUT)
                 elif not self._read_output(descriptor):
                     poll.unregister(descriptor)
             if max(map(len, self.written.values())) > self.limit:
@@ -120,6 +122,7 @@ class Test:
         return last[:300] or f"ended with exit status {exit_code}"
 
     def _write_input(self) -> bool:
+        assert self.into is not None
         try:
             self.input = self.input[os.write(self.into, self.input) :]
         except BlockingIOError:
@@ -131,6 +134,7 @@ class Test:
         return bool(self.input)
 
     def _close_input(self) -> None:
+        assert self.into is not None
         os.close(self.into)
         self.into = None
 

@@ -480,7 +480,8 @@ class Agents(Conversing):
             asked = self._asked.pop(completion.id)
             number, call = divmod(completion.id, _CALLS)
             paused, tokens = self._paused[number], len(completion.token_ids)
-            seed = None if asked.seed is None else request_seed(paused.request.seed, call, tokens)
+            before = paused.request.seed
+            seed = None if asked.seed is None or before is None else request_seed(before, call, tokens)
             paused.asked.append(replace(asked, begun=completion, seed=seed))
             if completion.id in self._calls:
                 paused.calls[completion.id] = self._calls.pop(completion.id)

@@ -49,10 +49,9 @@ class Node:
     @property
     def path(self) -> list["Node"]:
         """The nodes from the root to this one."""
-        nodes, node = [], self
-        while node is not None:
-            nodes.append(node)
-            node = node.parent
+        nodes = [self]
+        while (parent := nodes[-1].parent) is not None:
+            nodes.append(parent)
         return nodes[::-1]
 
 

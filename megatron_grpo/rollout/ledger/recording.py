@@ -4,10 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.parallel.agreement import gathered
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rollout.engine import Completion, Request, Submits
 from megatron_grpo.rollout.ledger.content import BatchRecord, GroupKey
@@ -82,10 +80,9 @@ class Recording:
         if partial is not None and ledger.appends:
             ledger.append_unfinished(self._batch, partial.replica, partial.state.groups)
         ledger.flush()
-        everywhere: list[Any] = [None] * dist.get_world_size()
         mine = sorted(self._places.items()) if ledger.appends else []
         lost = ledger.has_lost(self._places.values())
-        dist.all_gather_object(everywhere, (mine, lost), group=host_group())
+        everywhere = gathered((mine, lost))
         keys = tuple(key for _, key in sorted(item for items, _ in everywhere for item in items))
         if not any(lost for _, lost in everywhere):
             position = None if partial is None else partial.position(partial.state)

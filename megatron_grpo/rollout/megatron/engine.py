@@ -169,6 +169,7 @@ class MegatronEngine:
             if number < len(self._chunks) - 1 or not self._last:
                 sent = hidden.to(config.pipeline_dtype).contiguous()
                 dist.send(sent, parallel_state.get_pipeline_model_parallel_next_rank(), group=group)
+        assert hidden is not None  # a rank has at least one chunk
         return hidden
 
     def _sample(self, logits: torch.Tensor, work: Work) -> torch.Tensor:

@@ -12,7 +12,7 @@ its prefix cache by it), so a new name for every version keeps old cache entries
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ def _load_with_vllm(manager, adapter: Adapter) -> None:
     _check_slots(manager, pairs)
     rank = max(len(a) for a, _ in pairs.values())
     layers = {module: LoRALayerWeights(module, len(a), len(a), a, b) for module, (a, b) in pairs.items()}  # scale 1
-    held = LoRAModel(SLOT, rank, layers)
+    held: Any = LoRAModel(SLOT, rank, layers)
     manager.remove_adapter(SLOT)
     manager.add_adapter(held)
     manager.activate_adapter(SLOT)

@@ -17,6 +17,7 @@ A stock server does not return an adapter's matrices, so the proof is weaker tha
 """
 
 import shutil
+from operator import methodcaller
 
 import torch
 
@@ -49,7 +50,8 @@ class AdapterFiles:
         with self._directory.written("the adapter"):
             tensors = {files.PREFIX + name: tensor.to("cpu", copy=True).contiguous() for name, tensor in weights}
             files.write_files(path, tensors, config, files.base_of(args))
-        servers.update_servers(version, lambda server: server.load_adapter(name, str(path), servers.timeout))
+        load = methodcaller("load_adapter", name, str(path), servers.timeout)  # of VllmServer
+        servers.update_servers(version, load)
         for older in self._directory.path.iterdir():
             if older != path:
                 shutil.rmtree(older, ignore_errors=True)

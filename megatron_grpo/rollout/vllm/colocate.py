@@ -1,6 +1,7 @@
 """vLLM inside the training processes: one engine core per rank, tensor-parallel over consecutive ranks."""
 
 import os
+from typing import Any
 
 # Read by vLLM at import: the engine core runs in this process, so that it shares the GPU and the process groups.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -94,7 +95,7 @@ class VllmColocate:
             with raised_on_every_rank(), lost_on_failure("vLLM's loading of the draft model"):
                 self._llm.collective_rpc(draft.load_draft, args=(self._draft_directory,))
         self._seeds_requests = _seeds_requests(self._engine.vllm_config)
-        self._adapter_request = None  # vLLM's LoRARequest for the adapter in the slot
+        self._adapter_request: Any = None  # vLLM's LoRARequest for the adapter in the slot
         self._adapter_like: slots.Adapter = {}  # meta tensors with its shapes and dtypes
         self._rollout_seed = 0
         self._submitted = 0  # requests so far

@@ -6,6 +6,7 @@ comparison: vLLM's loaders thus map each tensor to its part of a fused parameter
 
 import contextlib
 from collections.abc import Callable, Container, Iterator
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +32,7 @@ def compare_weights(worker, weights: Weights) -> list[str]:
         return compare_model(model, weights)
 
 
-def compare_model(model: torch.nn.Module, weights: Weights, without: Container[int] = ()) -> list[str]:
+def compare_model(model: Any, weights: Weights, without: Container[int] = ()) -> list[str]:
     """Return the lines of `compare_weights` for a model of vLLM, except for parameters ``without`` (storages)."""
     lines = _stale_copies(model)
     with torch.no_grad(), _loading_shapes(model) as names, _Compare(names) as compare:
@@ -92,7 +93,7 @@ def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     kept: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    loaders: list[tuple[torch.nn.Parameter, Callable]] = []
+    loaders: list[tuple[Any, Callable]] = []  # parameters, to which vLLM adds weight_loader
     views: dict[int, torch.Tensor] = {}  # tied parameters share one view
     names: dict[int, str] = {}
     try:
@@ -109,7 +110,7 @@ def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
                 kept.append((layer, name, parameter))
                 if id(parameter) not in views:
                     like = restore_layer_refs(recorded[name], layer)
-                    view = _loadable_parameter(layer, name, parameter, like).detach()
+                    view: Any = _loadable_parameter(layer, name, parameter, like).detach()
                     view.__class__, view.__dict__ = like.__class__, dict(like.__dict__)
                     view.weight_loader = _get_original_loader(like)  # a reload has wrapped it
                     views[id(parameter)] = view

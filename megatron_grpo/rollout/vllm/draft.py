@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ def _load(worker, weights: Weights) -> None:
     load_model(model, partial(_reload, model, config), weights)
 
 
-def _reload(model: torch.nn.Module, config, weights: Weights) -> None:
+def _reload(model: Any, config, weights: Weights) -> None:
     """Do what vLLM's reload_weights does for the policy, which knows no other model."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

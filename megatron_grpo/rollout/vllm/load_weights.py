@@ -1,6 +1,7 @@
 """Loading of new weights into a running vLLM."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ def load_weights(worker, weights: Weights) -> None:
         load_model(model, lambda weights: runner.reload_weights(weights_iterator=weights), weights)
 
 
-def load_model(model: torch.nn.Module, reload: Callable[[Weights], None], weights: Weights) -> None:
+def load_model(model: Any, reload: Callable[[Weights], None], weights: Weights) -> None:
     """Load ``weights`` into a model of vLLM; ``reload`` does it by vLLM's reload, which repeats all processing."""
     is_gpt_oss = _is_gpt_oss(model)
     if torch.cuda.is_available():

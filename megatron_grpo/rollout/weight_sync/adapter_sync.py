@@ -6,7 +6,6 @@
 for each kind in turn. An adapter could otherwise lie in memory that no kernel reads.
 """
 
-import time
 from argparse import Namespace
 from collections.abc import Sequence
 
@@ -17,9 +16,11 @@ from torch import nn
 from megatron_grpo.lora.layers import scaling
 from megatron_grpo.lora.stream import stream_adapter
 from megatron_grpo.models.config import params_dtype
+from megatron_grpo.parallel.agreement import gathered
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.engine import AdapterEngine
 from megatron_grpo.rollout.weight_sync.weight_check import ENDING
+from megatron_grpo.utils.device import device_time
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
 
@@ -30,13 +31,13 @@ def sync_adapter(args: Namespace, engine: AdapterEngine, model: Sequence[nn.Modu
     An engine without weights, as after --sleep-level 2, first receives the base. GrpoError on every rank if a tensor
     of the adapter differs.
     """
-    times = [_now()]
+    times = [device_time()]
     if not engine.has_base:
         engine.update_weights(stream_hf(model, args), version)
-    times.append(_now())
+    times.append(device_time())
     adapter = sent_adapter(args, model)
     engine.update_adapter(adapter, version)
-    times.append(_now())
+    times.append(device_time())
     metrics: dict[str, float] = {
         "lora/sync_bytes": sum(tensor.nbytes for tensor in adapter.values()),
         "lora/base_seconds": times[1] - times[0],
@@ -45,7 +46,7 @@ def sync_adapter(args: Namespace, engine: AdapterEngine, model: Sequence[nn.Modu
     if not args.no_check_lora_sync:
         differences = engine.compare_adapter(adapter)
         _refuse(differences, f"the engine does not hold the adapter of update {version}")
-        metrics["lora/check_seconds"] = _now() - times[2]
+        metrics["lora/check_seconds"] = device_time() - times[2]
     return metrics
 
 
@@ -82,14 +83,6 @@ def _refuse(lines: list[str], what: str) -> None:
     dist.all_reduce(count, group=host_group())
     if not count:
         return
-    everywhere: list[list[str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, lines, group=host_group())
-    rank, first = next((rank, found) for rank, found in enumerate(everywhere) if found)
+    rank, first = next((rank, found) for rank, found in enumerate(gathered(lines)) if found)
     more = f" and {len(first) - 3} more" if len(first) > 3 else ""
     raise GrpoError(f"{what}: on rank {rank} {'; '.join(first[:3])}{more}. {ENDING}")
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -113,8 +113,11 @@ class SparseTransfer(NcclTransfer):
         if self._members != known:
             self._sent = {}
         places = runtime_places(self._described)
-        patches = [(*places[name], *changed) for name, tensor in weights for changed in [self._changed(name, tensor)]]
-        patches = [(name, offset + indices, values) for name, offset, indices, values in patches if len(indices)]
+        patches = []
+        for hf_name, tensor in weights:
+            (name, offset), (indices, values) = places[hf_name], self._changed(hf_name, tensor)
+            if len(indices):
+                patches.append((name, offset + indices, values))
         self.sent_elements = sum(len(indices) for _, _, indices in patches)
         update = {
             "names": [name for name, _, _ in patches],

@@ -81,14 +81,15 @@ class HostCopy:
 
     def written(self, write: Callable[[], str], skip: Callable[[], None]) -> str:
         """Return the directory that the first rank returns from ``write``, or raise its GrpoError; others ``skip``."""
-        if self._store is None:
+        store = self._store
+        if store is None:
             return write()
         self._copies += 1
         key = f"{self._copies}/written"
         if self._rank > 0:
             skip()
-            _wait_until(lambda: self._store.check([key]))
-            outcome = json.loads(self._store.get(key))
+            _wait_until(lambda: store.check([key]))
+            outcome = json.loads(store.get(key))
             if "error" in outcome:
                 raise GrpoError(outcome["error"])
             return outcome["directory"]
@@ -100,18 +101,19 @@ class HostCopy:
             outcome = {"error": str(error)}
             raise
         finally:
-            self._store.set(key, json.dumps(outcome))
+            store.set(key, json.dumps(outcome))
 
     def loaded(self) -> None:
         """Note that the servers of this rank have read the copy; on the first rank, wait for those of all ranks."""
-        if self._store is None:
+        store = self._store
+        if store is None:
             return
         key = f"{self._copies}/loaded"
-        self._store.add(key, 1)
+        store.add(key, 1)
         if self._rank == 0:
-            _wait_until(lambda: self._store.add(key, 0) == self._size)
+            _wait_until(lambda: store.add(key, 0) == self._size)
             for name in (key, f"{self._copies}/written"):
-                self._store.delete_key(name)
+                store.delete_key(name)
 
 
 def _wait_until(holds: Callable[[], bool]) -> None:

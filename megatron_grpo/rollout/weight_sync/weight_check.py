@@ -15,14 +15,13 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.models import forward
-from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.parallel.agreement import gathered
 from megatron_grpo.rollout.engine import LocalEngine
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.utils.arguments import replaced
@@ -52,9 +51,7 @@ def compare_tensors(engine: LocalEngine, weights: Iterator[tuple[str, torch.Tens
     differences = engine.compare_weights(weights)
     if differences is None:
         return
-    everywhere: list[list[str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, differences, group=host_group())
-    wrong = {rank: lines for rank, lines in enumerate(everywhere) if lines}
+    wrong = {rank: lines for rank, lines in enumerate(gathered(differences)) if lines}
     if wrong:
         rank, lines = next(iter(wrong.items()))
         more = f" and {len(lines) - 3} more tensors" if len(lines) > 3 else ""

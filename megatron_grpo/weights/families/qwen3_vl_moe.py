@@ -1,13 +1,14 @@
 """Qwen3-VL with experts: Qwen3-MoE's decoder, whose files hold all experts of a layer in one tensor."""
 
 from dataclasses import replace
+from typing import Any
 
 from megatron_grpo.weights.families import qwen3_moe
 from megatron_grpo.weights.families.common import HF
 from megatron_grpo.weights.families.vision_language import inside, nested, renamed, vision_language
 from megatron_grpo.weights.parameter_mapping import fused, stacked
 
-_STACKED = {
+_STACKED: dict[str, dict[str, Any]] = {
     "linear_fc1.weight": {
         "hf": {HF + "mlp.experts.gate_up_proj": "experts hidden two_expert_ffn"},
         "layout": fused(stacked, "expert_ffn", "expert_ffn"),

@@ -19,9 +19,10 @@ from run_files import json_lines, metrics_of
 from test_prompts import Characters
 
 from megatron_grpo.data import prompts, row_files, sampler
+from megatron_grpo.data.blend import read_blend
 from megatron_grpo.data.prompts import PromptDataset, draw
 from megatron_grpo.data.row_files import Blocks, ParquetRows, RowFiles, read_rows
-from megatron_grpo.data.sampler import BlendedSampler, PromptSampler, read_blend
+from megatron_grpo.data.sampler import BlendedSampler, PromptSampler
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 

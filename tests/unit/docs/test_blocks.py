@@ -47,7 +47,7 @@ def test_json_parses():
 
 
 def test_rewards_of_commands_exist():
-    """A name after --reward-funcs is built in, or a block or --reward-model of a page defines it."""
+    """A name after --reward-funcs is built in, or a block, --reward-model or --reward-adapter of a page defines it."""
     known = set(_BUILTIN)
     for _, block in blocks("python"):
         known |= set(re.findall(r'@register_(?:group_)?reward\("(\w+)"\)', block))
@@ -55,7 +55,7 @@ def test_rewards_of_commands_exist():
     for path, text in PAGES.items():
         if path.parent.name == "performance":  # quotes messages
             continue
-        models = set(re.findall(r"(\w+)=(?:http|DIR)", text))
+        models = set(re.findall(r"(\w+)=(?:http|DIR|\w+\.py:)", text))
         code = [*re.findall(r"^(?: {4}|```).*", text, re.M), *re.findall(r"`([^`\n]+)`", text)]
         for names in re.findall(r"(?<!of )--reward-funcs((?: [a-z]\w*)+)", re.sub(r"\\\n *", "", "\n".join(code))):
             unknown = set(names.split()) - known - models - {"name"}  # "name" stands for any

@@ -1,7 +1,10 @@
 """Launch files of clusters: scripts pass shellcheck, manifests their schemas, and SLURM scripts run on stand-ins."""
 
 import itertools
+import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from bad_input_runs import launch
+from test_examples import SCRIPTS as MODELS
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from megatron_grpo.parallel.initialize import free_port
@@ -134,6 +139,63 @@ def test_each_node_starts_torchrun_with_the_jobs_variables(name, slurm, tmp_path
     ):
         assert done.stdout.count(f"{line}\n") == 2
     assert not (tmp_path / "requeued").exists()
+
+
+def command_of(text: str, batch_script: str) -> tuple[dict[str, str], list[str]]:
+    """(variables, words after the batch script) of the first command of a page, or of a script's head, with sbatch."""
+    lines = re.sub(r"\\\n[# ]*", "", text).splitlines()
+    words = shlex.split(next(line for line in lines if re.search(rf"sbatch .*{batch_script}", line)).lstrip("# "))
+    given = dict(word.split("=", 1) for word in words[: words.index("sbatch")])
+    return given, [word for word in words[words.index(batch_script) + 1 :] if word != "[flags]"]
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("docs/clusters.md", "train"), ("examples/slurm/train.sbatch", "train")]
+    + [("examples/slurm/train_with_servers.sbatch", "train_with_servers")],
+)
+def test_the_command_that_a_user_reads_starts_a_run(file, name, slurm, tmp_path, capsys):
+    """It is typed as it stands, with stand-ins for torchrun and servers; the flags of a rank then pass a dry run."""
+    script = f"examples/slurm/{name}.sbatch"
+    given, words = command_of((REPO / file).read_text(), script)
+    (tmp_path / "torchrun").write_text('#!/bin/bash\n[ $SLURM_NODEID = 1 ] || printf "%s\\0" "$@" >"$STAND_IN/words"\n')
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    for program in ("torchrun", "python"):
+        (tmp_path / program).chmod(0o755)
+    job = subprocess.run(["bash", script, *words], cwd=REPO, env=slurm | given, capture_output=True, text=True)
+    assert job.returncode == 0, job.stderr
+    flags = (tmp_path / "words").read_text().split("\0")[:-1]
+    flags = flags[flags.index("pretrain_grpo.py") + 1 :]
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3_8b"].config))  # all that a dry run reads of a model
+    assert flags.count(given["HF_MODEL"]) == 1 and flags.count(given["SAVE"]) >= 2
+    flags = [str(tmp_path) if word == given["HF_MODEL"] else word for word in flags]
+    assert launch("pretrain_grpo.py", [*flags, "--dry-run"], 16) == 0
+    printed = capsys.readouterr().out
+    assert "a model of 8,190,735,360 parameters" in printed
+    if name == "train":  # the other one's script takes flags
+        assert given["TRAIN_DATA"] in flags and given["VALID_DATA"] in flags
+
+
+def test_the_environment_of_a_job(slurm, tmp_path):
+    """VENV goes first in PATH, by whatever path; without torchrun the job ends at once; flags of srun are handed on."""
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/torchrun").write_text("#!/bin/sh\necho of the venv\n")
+    (tmp_path / "venv/bin/torchrun").chmod(0o755)
+    bare = slurm | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    job = ["bash", "examples/slurm/train.sbatch", "examples/grpo/recipe.sh", "dapo"]
+
+    def start(**variables: str) -> subprocess.CompletedProcess:
+        return subprocess.run(job, cwd=REPO, env=bare | variables, capture_output=True, text=True)
+
+    for path in (str(tmp_path / "venv"), os.path.relpath(tmp_path / "venv", REPO)):
+        assert start(VENV=path).stdout == "of the venv\n" * 2
+    missing = start()
+    assert missing.returncode == 1 and "no torchrun in PATH" in missing.stderr and "VENV=DIR" in missing.stderr
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    assert (
+        " --container-image=x --container-mounts=/a:/a bash "
+        in start(SRUN_ARGS="--container-image=x --container-mounts=/a:/a").stdout
+    )
 
 
 def test_a_preempted_job_goes_back_to_the_queue_with_the_code_of_its_run(slurm, tmp_path):

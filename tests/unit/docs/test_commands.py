@@ -162,6 +162,21 @@ python tools/e.py
     assert len(found) > 40 and len({program for program, _ in found}) > 15
 
 
+def test_flags_of_vllms_servers_exist():
+    """vLLM's sources have each as a field or as an option: importing its parser takes ten seconds."""
+    root = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    files = [root / "engine/arg_utils.py", *(root / "config").rglob("*.py"), *(root / "entrypoints").rglob("*.py")]
+    source = "\n".join(path.read_text() for path in files)
+    server = re.compile(r"(?:vllm serve|-m vllm\.entrypoints\.openai\.api_server)((?: [^\n&|#]*)?)")
+    flags = set()
+    for page in PAGES:
+        for block in blocks((REPO / page).read_text()):
+            for line in server.findall(re.sub(r"\\\n *", "", block)):
+                flags |= set(re.findall(r"(?<= --)(?:no-)?([a-z-]+)", line))
+    assert len(flags) >= 9
+    assert not [flag for flag in flags if not re.search(rf'^ +{flag.replace("-", "_")} *:|"--{flag}"', source, re.M)]
+
+
 @pytest.mark.parametrize(
     "command, message",
     [

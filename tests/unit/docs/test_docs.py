@@ -36,14 +36,14 @@ DOCUMENTS.remove("docs/arguments.md")  # generated: tests/unit/training/test_arg
 # Flags of torchrun, pip and our tools, which are not the trainer's.
 OTHERS = "--nproc-per-node --hf-to-megatron --fresh --test --input --output --kills --tokenizer".split()
 OTHERS += "--layouts --all --random --world-sizes --tolerance --out --lengths --nnodes --cuda".split()
-OTHERS += "--hf-config --gigabytes --prompts --prompt-length --rounds --with-transformers".split()
+OTHERS += "--hf-config --prompts --prompt-length --rounds --with-transformers".split()
 OTHERS += "--completions --workers --security-opt --trl --verl --no-deps --target".split()
 OTHERS += ["--gpu", "--thorough"]  # of tests/run_tests.sh
 OTHERS += (
     "--list-gpus --repo-type --local-dir --logdir --served-model-name".split()
 )  # nvidia-smi, hf, tensorboard, vllm
 OTHERS += ["--foo-alpha"]  # of the plug-in in docs/algorithms.md
-OTHERS += "--enable-lora --max-lora-rank --logprobs-mode --speculative-config".split()  # of vLLM
+OTHERS += "--lora-modules --enable-lora --max-lora-rank --logprobs-mode --speculative-config".split()  # of vLLM
 OTHERS += "--generate --test-output --test-share".split()  # of tools/data/countdown.py, and of all tools there
 OTHERS += "--quick --shm-size --ipc".split()  # of tools/check_install.py, and of docker, which it names
 OTHERS += (
@@ -57,7 +57,10 @@ OTHERS += "--launcher".split()  # of tools/benchmark/wrong_starts.py
 OTHERS += "--log-dir --tee --local-ranks-filter".split()  # of torchrun
 OTHERS += "--max-restarts --rdzv-id --rdzv-backend --rdzv-endpoint --node-rank --master-addr --master-port".split()
 OTHERS += "--signals-to-handle --shutdown-timeout --standalone".split()
-OTHERS += "--nodes --signal".split()  # of sbatch
+OTHERS += (
+    "--nodes --signal --container-image --container-mounts --container-workdir".split()
+)  # of sbatch, srun and pyxis
+OTHERS += "--build-arg --for --timeout".split()  # of docker and kubectl
 OTHERS += "--updates --server".split()  # of tools/soak.py
 OTHERS += ["--staleness", "--seeds"]  # of tools/benchmark/staleness.py
 OTHERS += ["--no-hub-kernels", "--liger"]  # of tools/benchmark/peers

@@ -138,6 +138,168 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             },
             {"--lr-warmup-iters": "80", "--lr-decay-iters": "800"},
         ),
+        (  # NeMo-RL's schedule takes a step for each rollout, too: 32 x 4 completions / 32
+            "NeMo-RL",
+            {
+                "policy__megatron_cfg__enabled": "true",
+                "policy__megatron_cfg__scheduler__lr_warmup_iters": "10",
+                "policy__train_global_batch_size": "32",
+                "grpo__num_prompts_per_step": "32",
+                "grpo__num_generations_per_prompt": "4",
+            },
+            {"--lr-warmup-iters": "40"},
+        ),
+        (
+            "verl",  # mini-batches are taken in order unless actor.shuffle is given; with one there is no order
+            {"data__train_batch_size": "512", "actor_rollout_ref__actor__ppo_mini_batch_size": "256"},
+            {"--no-shuffle-completions": ""},
+        ),
+        (
+            "verl",
+            {"actor_rollout_ref__actor__shuffle": "True", "actor_rollout_ref__actor__megatron__dtype": "float16"},
+            {"--no-shuffle-completions": None, "--fp16": "", "--bf16": None},
+        ),
+        # settings of verl, by its formulas in trainer/ppo/core_algos.py and its defaults in trainer/config
+        ("verl", {"actor_rollout_ref__actor__use_kl_loss": "True"}, {"--beta": "0.001"}),
+        ("verl", {"algorithm__use_kl_in_reward": "True"}, {"--beta": "0.001", "--kl-in-reward": ""}),
+        (
+            "verl",  # low_var_kl+ has the gradient of k2
+            {"actor_rollout_ref__actor__use_kl_loss": "True", "actor_rollout_ref__actor__kl_loss_type": "low_var_kl+"},
+            {"--kl-estimator": "k2"},
+        ),
+        ("verl", {"actor_rollout_ref__actor__clip_ratio": "0.3"}, {"--epsilon": None, "--epsilon-high": None}),
+        ("verl", {"actor_rollout_ref__actor__clip_ratio_low": "0.1"}, {"--epsilon": "0.1", "--epsilon-high": "0.2"}),
+        (
+            "verl",
+            {"actor_rollout_ref__actor__policy_loss__loss_mode": "gspo"},
+            {"--loss-type": "gspo", "--epsilon": None, "--dual-clip": None},
+        ),
+        (
+            "verl",
+            {
+                "actor_rollout_ref__actor__policy_loss__loss_mode": "gspo",
+                "actor_rollout_ref__actor__clip_ratio_low": "0.0003",
+                "actor_rollout_ref__actor__clip_ratio_high": "0.0004",
+            },
+            {"--epsilon": "0.0003", "--epsilon-high": "0.0004"},
+        ),
+        (
+            "verl",
+            {"actor_rollout_ref__actor__policy_loss__loss_mode": "kl_cov"},
+            {
+                "--loss-type": "dapo",
+                "--epsilon": "0.99999",
+                "--epsilon-high": "1e6",
+                "--kl-cov-ratio": "0.0002",
+                "--kl-cov-coef": "0.1",
+                "--clip-cov-ratio": None,
+            },
+        ),
+        (
+            "verl",  # the settings of another loss have no effect
+            {
+                "actor_rollout_ref__actor__policy_loss__clip_cov_ratio": "0.0002",
+                "actor_rollout_ref__actor__tau_pos": "1",
+            },
+            {"--clip-cov-ratio": None, "--tau-pos": None},
+        ),
+        (
+            "verl",
+            {"algorithm__adv_estimator": "rloo", "algorithm__norm_adv_by_std_in_grpo": "True"},
+            {"--advantage-estimator": "rloo", "--scale-rewards": None},
+        ),
+        (
+            "verl",
+            {"algorithm__adv_estimator": "grpo_passk", "actor_rollout_ref__rollout__n": "8"},
+            {"--advantage-estimator": "pass_at_k", "--pass-at-k": "8", "--scale-rewards": "group"},
+        ),
+        (
+            "verl",
+            {
+                "algorithm__rollout_correction__rollout_is": "token",
+                "algorithm__rollout_correction__rollout_is_threshold": "0.5_5.0",
+            },
+            {
+                "--rollout-importance-sampling-mode": "icepop",
+                "--rollout-importance-sampling-threshold": "5.0",
+                "--rollout-importance-sampling-lower-bound": "0.5",
+            },
+        ),
+        (
+            "verl",
+            {"algorithm__rollout_correction__rollout_is": "sequence"},
+            {"--rollout-importance-sampling-mode": None},
+        ),
+        (
+            "verl",
+            {"actor_rollout_ref__actor__use_dynamic_bsz": "True", "actor_rollout_ref__rollout__n": "4"},
+            {
+                "--max-tokens-per-microbatch": "16384",
+                "--generation-batch-size": "4096",
+                "--global-batch-size": "1024",
+            },
+        ),
+        (
+            "verl",
+            {"actor_rollout_ref__actor__optim__betas": "[0.9,0.95]"},
+            {"--adam-beta1": "0.9", "--adam-beta2": "0.95"},
+        ),
+        (
+            "verl",
+            {"actor_rollout_ref__actor__optim__lr": "2e-6", "actor_rollout_ref__actor__optim__min_lr_ratio": "0.1"},
+            {"--lr": "2e-6", "--min-lr": "2e-07"},
+        ),
+        (
+            "verl",  # sampled evaluation: a temperature above 0
+            {
+                "data__val_files": "b.parquet",
+                "actor_rollout_ref__rollout__val_kwargs__temperature": "1.0",
+                "actor_rollout_ref__rollout__val_kwargs__n": "4",
+            },
+            {"--eval-num-generations": "4", "--val-before-train": ""},
+        ),
+        (
+            "verl",
+            {"data__val_files": "b.parquet", "actor_rollout_ref__rollout__val_kwargs__n": "4"},
+            {"--eval-num-generations": None, "--val-before-train": "", "--valid-data-path": "b.parquet"},
+        ),
+        (
+            "verl",
+            {"data__val_files": "b.parquet", "trainer__val_before_train": "False"},
+            {"--valid-data-path": None, "--val-before-train": None},
+        ),
+        (
+            "verl",  # old names, and a reward manager that does not read the buffer
+            {
+                "custom_reward_function__path": "my.py",
+                "custom_reward_function__name": "f",
+                "reward_model__reward_kwargs__overlong_buffer_cfg__enable": "True",
+                "reward_model__reward_kwargs__overlong_buffer_cfg__len": "512",
+            },
+            {"--reward-adapter": "score=my.py:f", "--reward-funcs": "score", "--soft-cache-length": None},
+        ),
+        (
+            "verl",
+            {
+                "custom_reward_function__path": "my.py",
+                "reward_model__reward_manager": "dapo",
+                "reward_model__reward_kwargs__overlong_buffer_cfg__enable": "True",
+                "reward_model__reward_kwargs__overlong_buffer_cfg__len": "512",
+                "algorithm__filter_groups__enable": "True",
+                "algorithm__filter_groups__metric": "seq_final_reward",
+            },
+            {
+                "--reward-funcs": "score soft_overlong",
+                "--reward-weights": "1 1",
+                "--soft-cache-length": "512",
+                "--dynamic-sample-reward": "score soft_overlong",
+            },
+        ),
+        (
+            "verl",  # a field of megatron-core without a row
+            {"actor_rollout_ref__actor__megatron__override_transformer_config__moe_router_load_balancing_type": "none"},
+            {"--moe-router-load-balancing-type": "none"},
+        ),
         (
             "TRL",
             {"scale_rewards": "group", "multi_objective_aggregation": "normalize_then_sum"},
@@ -159,6 +321,24 @@ def test_values_are_converted(system, settings, expected):
     "system, settings, question",
     [
         ("verl", {"algorithm__adv_estimator": "gae"}, "there is no 'gae' here"),
+        ("verl", {"actor_rollout_ref__actor__clip_ratio": "0.3"}, "clip_ratio=0.3 has no effect in verl"),
+        (
+            "verl",
+            {"actor_rollout_ref__actor__use_kl_loss": "True", "actor_rollout_ref__actor__kl_loss_type": "kl"},
+            "the gradient of kl is 0 on average",
+        ),
+        (
+            "verl",
+            {"reward_model__reward_kwargs__overlong_buffer_cfg__enable": "True"},
+            "overlong_buffer_cfg: verl's reward manager naive ignores it",
+        ),
+        ("verl", {"actor_rollout_ref__actor__ppo_mini_batch_size": "${MINI}"}, "ppo_mini_batch_size: this value is"),
+        (
+            "TRL",
+            {"reward_funcs": ["rewards.mine"]},
+            "mine is not a reward here; --reward-adapter NAME=FILE.py:FUNCTION",
+        ),
+        ("ms-swift", {"async_generate": "true"}, "--rollout-ranks N, with --max-staleness"),
         (
             "verl",
             {"data__train_batch_size": "${BATCH}"},
@@ -179,6 +359,75 @@ def test_a_person_decides(system, settings, question):
     values = {name.replace("__", "."): value for name, value in settings.items()}
     points = translate(SYSTEMS[system], Settings(values), GROUPS).decide
     assert any(question in point for point in points), points
+
+
+@pytest.mark.parametrize(
+    "system, settings, change",
+    [
+        ("verl", {}, "algorithm.adv_estimator is not given"),
+        ("verl", {"algorithm__rollout_correction__rollout_is": "sequence"}, "the product of its tokens' ratios"),
+        (
+            "verl",
+            {"algorithm__rollout_correction__rollout_rs": "token_k1"},
+            "rollout_rs=token_k1: no tokens are left out",
+        ),
+        ("verl", {"algorithm__rollout_correction__bypass_mode": "True"}, "not those of the engine"),
+        ("verl", {"actor_rollout_ref__actor__policy_loss__loss_mode": "gspo"}, "clipped at 3e-4 and 4e-4"),
+        ("verl", {"actor_rollout_ref__actor__policy_loss__loss_mode": "cispo"}, "no lower bound of the ratio"),
+        (
+            "verl",
+            {
+                "data__val_files": "b",
+                "actor_rollout_ref__rollout__val_kwargs__temperature": "0.6",
+                "actor_rollout_ref__rollout__temperature": "1.0",
+            },
+            "val_kwargs.temperature=0.6: sampled evaluation has the rollout's --temperature",
+        ),
+        (
+            "verl",
+            {
+                "reward__reward_manager__name": "dapo",
+                "reward__reward_kwargs__overlong_buffer_cfg__enable": "True",
+                "reward__reward_kwargs__max_resp_len": "1024",
+                "data__max_response_length": "2048",
+            },
+            "max_resp_len=1024: soft_overlong ends at --max-completion-length (2048)",
+        ),
+        ("TRL", {"use_adaptive_entropy": "true"}, "use_adaptive_entropy=true: --entropy-coef is constant"),
+        ("slime", {"eval_top_p": "0.7"}, "sampled evaluation has the rollout's settings"),
+    ],
+)
+def test_what_changes_behaviour_is_said(system, settings, change):
+    values = {name.replace("__", "."): value for name, value in settings.items()}
+    changes = translate(SYSTEMS[system], Settings(values), GROUPS).changes
+    assert any(change in point for point in changes), changes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "algorithm.rollout_correction.rollout_rs": "null",
+            "trainer.val_only": "False",
+            "algorithm.adv_estimator": "grpo",
+        },
+        {
+            "data.train_max_samples": "-1",
+            "algorithm.adv_estimator": "grpo",
+            "actor_rollout_ref.rollout.do_sample": "True",
+        },
+        {
+            "actor_rollout_ref.actor.optim.num_cycles": "0.50",
+            "algorithm.adv_estimator": "grpo",
+            "reward_model.enable": "false",
+        },
+    ],
+)
+def test_settings_that_are_off_change_nothing(settings):
+    result = translate(SYSTEMS["verl"], Settings(settings), GROUPS)
+    names = [name for name in settings if name != "algorithm.adv_estimator"]
+    assert result.changes == [] and not any(name in point for name in names for point in result.decide)
+    assert {name for name, _ in result.without} == set(names)
 
 
 def test_the_last_part_of_a_dotted_name_is_enough():

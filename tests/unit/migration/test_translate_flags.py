@@ -119,7 +119,7 @@ CASES = {
         "--beta 0.001 --reward-funcs accuracy format --sequence-parallel --train-iters 100 --temperature 0.9 "
         "--adam-beta2 0.95",
         "--num-epochs",
-        ["move_model_batches: weights go to the engine in bounded buckets", "GPUS_PER_NODE=${GPUS_PER_NODE:-4}"],
+        ["Nothing to do (docs/migration/ms_swift.md", "move_model_batches", "GPUS_PER_NODE=${GPUS_PER_NODE:-4}"],
     ),
     "swift rlhf": (
         "run.sh",
@@ -150,7 +150,7 @@ CASES = {
         "--generation-batch-size 64 --steps-per-generation 2 --train-iters 100 --save-interval 20 --loss-type gspo "
         "--max-tokens-per-microbatch 1024 --rollout-importance-sampling-mode token_truncate --sleep-level 2 --beta 0",
         "--num-layers",
-        ["--transformer-impl transformer_engine --apply-rope-fusion", "flags of the architecture: --load-hf reads"],
+        ["--transformer-impl transformer_engine --apply-rope-fusion", "flags of the architecture"],
     ),
     "TRL": (
         "grpo.yaml",
@@ -160,7 +160,7 @@ CASES = {
         "--global-batch-size 64 --train-iters 100 --lr-warmup-fraction 0.1 --scale-rewards none --loss-type dapo "
         "--rollout-importance-sampling-mode sequence_mask --rollout-importance-sampling-threshold 3",
         "--num-epochs",
-        ["8 are assumed", "dataset_name: a JSON-lines or Parquet file", "use_vllm: vLLM is the default"],
+        ["8 are assumed", "dataset_name: a JSON-lines or Parquet file", "use_vllm"],
     ),
     "TRL by its command": (
         "run.sh",
@@ -217,6 +217,41 @@ CASES = {
         ["dataset_name: a JSON-lines or Parquet file"],
     ),
 }
+
+
+DAPO = """
+python3 -m verl.trainer.main_ppo model_engine=fsdp algorithm.adv_estimator=grpo data.train_files=/d/a.parquet \\
+    data.val_files=/d/b.parquet data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=16 \\
+    data.max_response_length=2048 actor_rollout_ref.model.path=/m/tiny actor_rollout_ref.rollout.n=8 \\
+    actor_rollout_ref.actor.clip_ratio=0.3 actor_rollout_ref.rollout.over_sample_rate=0.1 \\
+    reward.custom_reward_function.path=my.py reward.reward_manager.name=dapo \\
+    +reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=512 \\
+    +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 trainer.n_gpus_per_node=8 trainer.wibble=1 \\
+    trainer.resume_mode=auto
+"""
+
+
+def test_what_changes_behaviour_comes_first_and_nothing_to_do_last(tmp_path, monkeypatch, groups):
+    monkeypatch.setattr(translate_flags, "groups", lambda: groups)
+    (tmp_path / "dapo.sh").write_text(DAPO)
+    script = translate_flags.translated(tmp_path / "dapo.sh", None, None, None)
+    in_order = [
+        "# Changes behaviour, compared with verl:",
+        "over_sample_rate=0.1: every completion is finished",
+        "# To do:",
+        "clip_ratio=0.3 has no effect in verl",
+        "# Not translated",
+        "trainer.wibble",
+        "--generation-batch-size 512 ",
+        "--reward-adapter score=my.py:compute_score",
+        "--soft-cache-length 512",
+        "--reward-weights 1 0.5",
+        "--reward-funcs score soft_overlong",
+        "# Nothing to do (docs/migration/verl.md has the reasons)",
+        "trainer.resume_mode",
+    ]
+    places = [script.find(text) for text in in_order]
+    assert -1 not in places and places == sorted(places), dict(zip(in_order, places, strict=True))
 
 
 @pytest.fixture(scope="module")

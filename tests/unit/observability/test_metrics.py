@@ -291,7 +291,7 @@ def test_a_log_file_shows_the_progress_of_a_rollout_every_30_seconds(capsys, mon
 
 def test_timers_add_up_and_start_anew(monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 30.0, 31.0])  # every reading, in order
-    monkeypatch.setattr(metrics, "_now", lambda: next(clock))
+    monkeypatch.setattr(metrics, "device_time", lambda: next(clock))
     timers = Timers()
     for _ in range(2):
         with timers("rollout"):
@@ -304,7 +304,7 @@ def test_timers_add_up_and_start_anew(monkeypatch):
 
 def test_a_phase_within_another_belongs_to_the_outer(monkeypatch):
     clock = iter([0.0, 1.0, 4.0, 5.0, 5.5, 6.0])
-    monkeypatch.setattr(metrics, "_now", lambda: next(clock))
+    monkeypatch.setattr(metrics, "device_time", lambda: next(clock))
     began = []
     timers = Timers(began=began.append)
     with timers("eval"), timers("rollout"):

@@ -91,6 +91,7 @@ RUN = "--lr 1e-6 --train-iters 8 --reward-funcs exact_match --train-data-path pr
         (RUN, "--num-layers is missing: give it, --load-hf, or a checkpoint with --use-checkpoint-args"),
         (f"{RUN} --load-hf gone", "gone is not a Hugging Face model directory"),
         (f"{RUN} --load run --train-data-path gone.jsonl", "--train-data-path gone.jsonl: no such file"),
+        (f"{RUN} --load run --train-data-path 0.5 prompts.jsonl 0.5 gone", "--train-data-path gone: no such file"),
         (f"{RUN} --save-interval 2", "--save-interval needs --save"),
         (f"{RUN} --min-lr 1", "--min-lr (1.0) must lie between 0 and --lr (1e-06)"),
     ],

@@ -56,14 +56,11 @@ def test_a_signal_is_told_on_a_full_disk(votes, tmp_path):
 
 def test_a_save_that_takes_longer_than_the_grace_is_not_begun(votes):
     leaving = EarlyExit(None, on_signal=True, grace=100.0)
-    leaving.save_seconds = 1000.0
-    assert leaving.save_fits()  # nobody waits for the end
+    assert leaving.leaves_time(1000.0)  # nobody waits for the end
     leaving._note(signal.SIGTERM)
-    assert not leaving.save_fits()
-    leaving.save_seconds = 90.0  # and a fifth more
-    assert not leaving.save_fits()
-    leaving.save_seconds = 70.0
-    assert leaving.save_fits()
+    assert not leaving.leaves_time(1000.0)
+    assert not leaving.leaves_time(90.0)  # and a fifth more
+    assert leaving.leaves_time(70.0)
 
 
 def test_the_time_is_up_after_so_many_minutes(votes, monkeypatch):

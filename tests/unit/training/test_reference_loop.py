@@ -37,6 +37,7 @@ from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.resolve import resolve_args
+from megatron_grpo.training.saves import Saves
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import hf
@@ -154,14 +155,13 @@ def trained(tiny_models, case, one_process):
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     rows, script, timers, memory = Rows(), Script(), Timers(), DeviceMemory(args)
     tokenizer, nothing_moves = SimpleNamespace(decode=str), Offloader(model, optimizer, False, False, False)
-    trainer = Trainer(
-        args=args,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        reference=reference,
-        teacher=None,
-        source=WholeRollouts(
+    parts = {
+        "args": args,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "reference": reference,
+        "source": WholeRollouts(
             args=args,
             dataset=[Prompt(p, ids, {}, "made up") for p, ids in enumerate(PROMPT_IDS)],
             sampler=PromptSampler(PROMPTS, args.seed, shuffle=False),
@@ -171,16 +171,20 @@ def trained(tiny_models, case, one_process):
             tokenizer=tokenizer,
             watch=lambda: rows.nothing,
         ),
-        lifecycle=EngineLifecycle(
+        "lifecycle": EngineLifecycle(
             args, model, pretrain_grpo.forward_step, script, nothing_moves, nothing_moves, timers, memory
         ),
+        "logger": rows,
+        "timers": timers,
+        "early_exit": EarlyExit(None, on_signal=False),
+    }
+    trainer = Trainer(
+        **parts,
+        saves=Saves(**parts),
         tokenizer=tokenizer,
         held_out=HeldOut(),
-        logger=rows,
-        timers=timers,
         device_memory=memory,
         profiler=Profiler(args, 0, 0),
-        early_exit=EarlyExit(None, on_signal=False),
     )
     pretrain_grpo.train(args, trainer)
     return rows.rows, {name: tensor.clone() for name, tensor in stream_hf(model, args)}

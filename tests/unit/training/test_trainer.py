@@ -12,10 +12,12 @@ from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.rollout.rollout_metrics import mean_of_scored
 from megatron_grpo.rollout.source import RolloutSource, SourceState, Synced, WholeRollouts
 from megatron_grpo.rollout.weight_sync.weight_check import newest_tokens
+from megatron_grpo.training import saves as saves_module
 from megatron_grpo.training import trainer as trainer_module
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
+from megatron_grpo.training.saves import Position, Saves
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import EngineLost, GrpoError
@@ -82,18 +84,19 @@ def test_tokens_with_keys_and_values_of_older_weights_are_not_compared(update, c
 
 
 class Lost:
-    """A trainer at update 4 whose engine is lost, and what was done with it."""
+    """A trainer at update 4, with its saves, whose engine is lost, and what was done with it."""
 
     def __init__(self, tmp_path, newest: int | None, save=True, reload_fails=False):
-        self.args, self.background_saves = SimpleNamespace(save=str(tmp_path) if save else None), None
+        self.args, self.background = SimpleNamespace(save=str(tmp_path) if save else None), None
         self.iteration, self.done, self._reload_fails = 4, [], reload_fails
+        self.saves = self
         self.source = WholeRollouts.__new__(WholeRollouts)
         self.source.engine = SimpleNamespace(close=lambda: self.done.append("close"))
         self.lifecycle = SimpleNamespace(reload=self._reload, complete=lambda: self.done.append("complete"))
         if newest is not None:
-            self.write(newest)
+            self._write(newest)
 
-    def write(self, iteration: int) -> None:
+    def _write(self, iteration: int) -> None:
         Path(self.args.save, LATEST).write_text(str(iteration))
 
     def _reload(self) -> None:
@@ -101,12 +104,14 @@ class Lost:
         if self._reload_fails:
             raise GrpoError("the GPU is full")
 
-    def save(self, state, last) -> None:
-        self.done.append(state)
-        self.write(self.iteration)
+    def position(self) -> Position:
+        return Position(self.iteration, {})
 
-    def _try_save(self, able, state):
-        return Trainer._try_save(self, able, state)
+    def write(self, position, state, last) -> None:
+        self.done.append(state())
+        self._write(position.iteration)
+
+    holds, write_lost = Saves.holds, Saves.write_lost
 
     def end(self) -> EngineLost:
         with pytest.raises(EngineLost) as caught:
@@ -206,17 +211,14 @@ def test_an_engine_lost_in_its_turn_ends_the_run_at_the_state_before():
 def test_a_checkpoint_waits_for_the_return_of_the_optimizer_state(transfer, monkeypatch):
     notes: list[str] = []
     load = {"load_checkpoint": lambda *_: notes.append("checkpoint.load") or (2, {})}
-    monkeypatch.setattr(trainer_module, "checkpoint", Recorder("checkpoint", notes, **load))
-    monkeypatch.setattr(trainer_module, "on_rank_0", lambda *_, **__: None)
+    monkeypatch.setattr(saves_module, "checkpoint", Recorder("checkpoint", notes, **load))
+    monkeypatch.setattr(saves_module, "on_rank_0", lambda *_, **__: None)
     args = SimpleNamespace(save="runs", tokenizer_model=None, chat_template=None, overlap_param_gather=False)
-    args = replaced(args, min_image_pixels=None, max_image_pixels=None)
-    parts = {"model": [], "optimizer": None, "scheduler": None, "reference": None, "tokens": 9}
-    trainer = Recorder("trainer", notes, args=args, iteration=3, background_saves=None, **parts)
-    trainer.timers = trainer._save_errors = lambda _: contextlib.nullcontext()
-    trainer.source, trainer.early_exit = Recorder("source", notes), SimpleNamespace()
-    trainer.bad_updates = SimpleNamespace(restore_due=True, state_dict=dict)
-    trainer.logger, trainer.lifecycle = Recorder("logger", notes), Recorder("lifecycle", notes)
-    Trainer.save(trainer, SourceState({"rollouts": 1})) if transfer == "save" else Trainer._restore(trainer)
+    args = replaced(args, min_image_pixels=None, max_image_pixels=None, max_checkpoints_to_keep=None)
+    parts = {"model": [], "optimizer": None, "scheduler": None, "reference": None, "early_exit": None}
+    parts |= {name: Recorder(name, notes) for name in ("source", "logger", "lifecycle")}
+    saves = Saves(args=args, timers=lambda _: contextlib.nullcontext(), **parts)
+    saves.write(Position(3, {}), lambda: SourceState({"rollouts": 1})) if transfer == "save" else saves.restore()
     name = {"save": "checkpoint.save_checkpoint", "load": "checkpoint.load"}[transfer]
     assert notes.index("lifecycle.complete") < notes.index(name)
 
