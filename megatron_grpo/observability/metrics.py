@@ -400,10 +400,10 @@ def console_lines(
         if name.startswith("eval/"):
             *file, metric = name.removeprefix("eval/").split("/")
             evaluations.setdefault("".join(file), {})[metric] = value
-    for file, evaluation in evaluations.items():
+    for name_of_file, evaluation in evaluations.items():
         accuracy_first = sorted(evaluation.items(), key=lambda item: not item[0].endswith("_accuracy"))
         results = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in accuracy_first]
-        lines.append(_fitting(f"evaluation {position}{' ' * bool(file)}{file}", None, results, width))
+        lines.append(_fitting(f"evaluation {position}{' ' * bool(name_of_file)}{name_of_file}", None, results, width))
     return lines
 
 
