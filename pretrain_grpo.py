@@ -43,7 +43,6 @@ from megatron_grpo.algorithm.arguments import needs_old_log_probs
 from megatron_grpo.algorithm.kl import kl_term
 from megatron_grpo.algorithm.loss_metrics import report
 from megatron_grpo.algorithm.losses import LOSSES
-from megatron_grpo.algorithm.pass_at_k import pass_at_k, powers_of_two
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
 from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.algorithm.updates import divide_rollout
@@ -53,10 +52,11 @@ from megatron_grpo.data.pack import Pack
 from megatron_grpo.models import balancing, forward, router_replay
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.context_parallel import whole_pack
+from megatron_grpo.rollout.evaluation import evaluation_metrics
 from megatron_grpo.rollout.plan import evaluation_plans, rollout_seed
-from megatron_grpo.rollout.rollout_metrics import mean_of_scored
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.training.eval_only import report_evaluation
 from megatron_grpo.training.setup import setup
 from megatron_grpo.training.train_step import train_step
 from megatron_grpo.training.trainer import Trainer
@@ -142,24 +142,19 @@ def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
 
 
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
-    """Return mean reward and accuracy on the held-out prompts, for greedy completions.
+    """Return the metrics of the held-out prompts, for greedy completions; log some of the completions.
 
-    A completion is accurate if the first reward function returns 1. --eval-num-generations adds the metrics of sampled
-    completions.
+    --eval-num-generations adds the metrics of sampled completions. rollout/evaluation.py says which ones are correct.
     """
     if not trainer.source.generates:  # all rollouts are recorded: there is no engine
         return {}
-    metrics = {}
+    metrics: dict[str, float] = {}
     with trainer.timers("eval"), trainer.engine_awake():
-        for kind, plan in evaluation_plans(args, trainer.valid_prompts).items():
-            batch = trainer.source.evaluate(plan)
-            rewards = combine_rewards(batch.rewards, args.reward_weights)
-            metrics[f"eval/{kind}_reward"] = mean_of_scored(rewards)
-            first = batch.rewards[:, 0]  # NaN: not scored
-            metrics[f"eval/{kind}_accuracy"] = mean_of_scored(np.where(np.isnan(first), np.nan, first >= 1.0))
-            whole = ~np.isin(batch.group_ids, batch.group_ids[np.isnan(first)])  # prompts with all completions scored
-            for k in powers_of_two(plan.num_generations) if kind == "sampled" and whole.any() else ():
-                metrics[f"eval/pass_at_{k}"] = pass_at_k(first[whole] >= 1.0, batch.group_ids[whole], k)
+        for kind, plan in evaluation_plans(args, trainer.held_out.prompts).items():
+            batch = trainer.source.evaluate(plan, trainer.held_out_to_log)
+            metrics |= evaluation_metrics(args, kind, batch, trainer.held_out)
+            trainer.log_held_out(kind, batch)
+    trainer.saves.evaluation = trainer.iteration, metrics
     return metrics
 
 
@@ -217,8 +212,13 @@ def train(args, trainer: Trainer) -> None:
 
 
 def main() -> None:
-    trainer = setup(parse_args(), model_provider, forward_step)
-    if trainer is not None:  # None after --dry-run
+    args = parse_args()
+    trainer = setup(args, model_provider, forward_step)
+    if trainer is None:  # after --dry-run, and on ranks of engines
+        return
+    if args.eval_only:
+        report_evaluation(args.save, trainer, evaluate(trainer.args, trainer))
+    else:
         train(trainer.args, trainer)
 
 

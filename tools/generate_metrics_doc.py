@@ -35,8 +35,7 @@ Rank 0 writes to each tracker that is given; several are possible. TensorBoard i
 Install the others with `pip install wandb` or `pip install swanlab`; a run with a missing package fails at start-up.
 Offline runs are stored in `{save}/wandb` and `{save}/swanlog` (or `--wandb-save-dir`, `--swanlab-save-dir`) until
 `wandb sync` or `swanlab sync` uploads them. A resumed run is a new run in W&B and SwanLab, which starts at the update
-after the checkpoint; TensorBoard shows one curve. `--log-completions` adds the completions of `completions.jsonl` as
-tables.
+after the checkpoint; TensorBoard shows one curve. `--log-completions` adds the logged completions as tables.
 
 ## Viewing a run
 
@@ -49,12 +48,14 @@ differ. You can write it while the run continues. `tools/plot_metrics.py` writes
 
 ![The quickstart at three learning rates](report_compare.png)
 
-The report reads four files in `--save`, written by rank 0:
+The report reads five files in `--save`, written by rank 0:
 
 - `metrics.jsonl`: the rows of metrics.
 - `completions.jsonl`: `--num-completions-to-log` completions of each rollout; half are the first ones, half the best
   and worst of the rest by advantage. Each has texts, rewards, advantage, and its first 512 tokens with
   log-probabilities. In the report, the answers of [environments](environments.md) are folded between the turns.
+- `eval_completions.jsonl`: the completions of some held-out prompts, the same ones at every
+  [evaluation](evaluate.md#read-the-completions).
 - `args.json`: every argument, without API keys.
 - `environment.json`: command (API keys masked), versions, device, parallel configuration and commit of the last start.
 

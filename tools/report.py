@@ -5,8 +5,8 @@
 
 RUN_DIR is the --save directory of a finished or running run. The report has the curves of all logged metrics, the
 seconds of each phase, the device's time in the phases of a profile (--profile), completions with the probability or
-advantage of each token, arguments (differences between the runs are marked), and the environment. tools/report/ has the
-template of the page.
+advantage of each token, completions of held-out prompts over time, arguments (differences between the runs are marked),
+and the environment. tools/report/ has the template of the page.
 """
 
 import argparse
@@ -239,6 +239,47 @@ def profiles(records: list[Record]) -> str:
     return f'<section>\n<h2>Profile</h2>\n<p class="note">{note}</p>\n' + "\n".join(tables) + "\n</section>"
 
 
+def held_out(records: list[Record], num_rollouts: int) -> str:
+    """Return a folded table of completions for each logged held-out prompt, by update; nothing if there is none."""
+    folded = []
+    for record in records:
+        kept = evenly(sorted({sample["iteration"] for sample in record.held_out}), num_rollouts)
+        prompts: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for sample in record.held_out:
+            if sample["iteration"] in kept:
+                prompts.setdefault((sample["file"], sample["row"]), []).append(sample)
+        for (file, row), samples in prompts.items():
+            title = f"{record.run.label}: " * (len(records) > 1) + f"{file}, row {row}: {samples[0]['prompt'][-120:]}"
+            folded.append(
+                f"<details><summary>{escape(title)}</summary>"
+                f'<div class="tokens prompt">{escape(samples[0]["prompt"])}</div>'
+                '<div class="table"><table><thead><tr><th>update</th><th>rewards</th><th>length</th><th>completion</th>'
+                f"</tr></thead><tbody>\n{_held_out_rows(samples)}</tbody></table></div></details>"
+            )
+    if not folded:
+        return ""
+    note = "The same prompts at every evaluation."
+    return (
+        f'<section>\n<h2>Held-out completions</h2>\n<p class="note">{note}</p>\n' + "\n".join(folded) + "\n</section>"
+    )
+
+
+def _held_out_rows(samples: list[dict[str, Any]]) -> str:
+    rows = []
+    for sample in samples:
+        rewards = ", ".join(
+            f"{name} {'not scored' if value is None else format(value, '.3g')}"
+            for name, value in sample["rewards"].items()
+        )
+        cells = (rewards, f"{sample['length']}, {sample['finish_reason']}")
+        rows.append(
+            f"<tr><th>{sample['iteration']} {escape(sample['kind'])}</th>"
+            + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            + f'<td class="tokens">{escape(sample["completion"])}</td></tr>\n'
+        )
+    return "".join(rows)
+
+
 def _figure(value: float | None) -> str:
     return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
 
@@ -256,6 +297,7 @@ def page(records: list[Record], num_rollouts: int) -> str:
         script=(PAGE / "script.js").read_text(encoding="utf-8"),
         summary="\n".join(card(record, number) for number, record in enumerate(records)),
         profiles=profiles(records),
+        held_out=held_out(records, num_rollouts),
         configuration=configuration(records),
         environment=environment(records),
         written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),

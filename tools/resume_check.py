@@ -5,7 +5,7 @@
 
 A tiny model learns one-digit arithmetic: first undisturbed, then once for each kill in a new directory. There all
 processes of the run get SIGKILL at a random moment, and the same command is run again. `metrics.jsonl` (without
-timings), `completions.jsonl` and the exported model must be equal. --seed determines the moments, of four kinds:
+timings), both files of completions and the exported model must be equal. --seed determines the moments, of four kinds:
 
     training    at a random number of rows in metrics.jsonl, and up to 0.2 s later
     saving      after the directory of a random checkpoint appears, by up to the duration of the shortest save
@@ -316,7 +316,9 @@ def last_row(run: Run) -> int:
 def differences(save: Path, reference: Path) -> list[str]:
     """Return descriptions of all differences between a finished run and the reference."""
     found = []
-    for name in ("metrics.jsonl", "completions.jsonl"):
+    for name in ("metrics.jsonl", "completions.jsonl", "eval_completions.jsonl"):
+        if not (reference / name).exists():  # of a run without evaluations
+            continue
         pairs = zip_longest(read_rows(save / name), read_rows(reference / name), fillvalue={})
         for number, (row, expected) in enumerate(pairs, start=1):
             keys = [key for key in {**expected, **row} if row.get(key) != expected.get(key) and not _is_timing(key)]

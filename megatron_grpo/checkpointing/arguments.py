@@ -18,6 +18,13 @@ CHECKPOINTS: tuple[FlagRow, ...] = (
     ),
     ("--max-checkpoints-to-keep", COUNT, None, "number of checkpoints to keep; older ones are deleted [all]"),
     (
+        "--keep-best",
+        str,
+        None,
+        "metric of evaluations, such as eval/greedy_accuracy: the checkpoint with its largest value is never deleted, "
+        "and {save}/best.json names it",
+    ),
+    (
         "--async-save",
         bool,
         False,
@@ -47,7 +54,7 @@ CHECKPOINTS: tuple[FlagRow, ...] = (
 
 def check_checkpoints(args: Namespace) -> None:
     """Raise GrpoError for conflicting origins or destinations of weights."""
-    for dest in ("save_interval", "max_checkpoints_to_keep", "async_save", "on_save_error"):
+    for dest in ("save_interval", "max_checkpoints_to_keep", "keep_best", "async_save", "on_save_error"):
         needs(args, dest, "save", "there is no directory to write to")
     for dest in ("finetune", "no_load_optim", "no_load_rng"):
         needs(args, dest, "load", "it restricts what is loaded from there")

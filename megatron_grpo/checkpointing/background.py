@@ -123,11 +123,11 @@ class BackgroundSaves:
             self._buffers[number] = _Buffer(size)
         return self._buffers[number]
 
-    def submit(self, args: dict[str, Any], keep: int | None) -> None:
-        """Send the staged checkpoint to this rank's process; rank 0's stores ``args``, keeps ``keep`` saves."""
+    def submit(self, args: dict[str, Any], keep: int | None, best: dict[str, Any] | None) -> None:
+        """Send the staged checkpoint to this rank's process; the arguments are those of rank 0's `publish`."""
         assert self.job is not None
         if dist.get_rank() == 0:
-            self.job.args, self.job.keep = args, keep
+            self.job.args, self.job.keep, self.job.best = args, keep, best
         data = pickle.dumps(self.job)
         descriptors = [buffer.descriptor for buffer in self._buffers[: len(self.job.parts)]]
         try:

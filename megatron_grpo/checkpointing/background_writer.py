@@ -60,13 +60,14 @@ class Part:
 class Job:
     """A checkpoint to write into the directory ``temporary``: one part for each buffer, in the same order.
 
-    ``args`` (stored with the checkpoint) and ``keep`` (number of checkpoints) are rank 0's; None on the others.
+    ``args``, ``keep`` and ``best`` are arguments of `checkpoint_directory.publish` on rank 0; None on the others.
     """
 
     temporary: Path
     parts: list[Part] = field(default_factory=list)
     args: dict[str, Any] | None = None
     keep: int | None = None
+    best: dict[str, Any] | None = None
 
 
 def listing(file: Path) -> Path:
@@ -135,7 +136,7 @@ def _write(job: Job, descriptors: list[int]) -> None:
     try:
         for part in job.parts:
             _describe(part)
-        checkpoint_directory.publish(job.temporary, job.args, job.keep)
+        checkpoint_directory.publish(job.temporary, job.args, job.keep, job.best)
     except BaseException:
         checkpoint_directory.discard(job.temporary)
         raise

@@ -88,13 +88,14 @@ def save_checkpoint(
     extra_state: dict,
     save_reference: Callable[[Path], None] | None = None,
     save_on_this_rank: Callable[[Path], None] | None = None,
+    best: dict[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint under ``--save`` and make it the newest. Collective.
 
     ``optimizer`` and ``opt_param_scheduler`` may be None (a converted model). ``extra_state``: JSON-serializable, equal
     on all ranks, returned by ``load_checkpoint``. ``save_reference`` writes an updated reference model into a subfolder
-    of the checkpoint; ``save_on_this_rank`` writes files of this rank. Raises GrpoError when writing fails; the earlier
-    checkpoints stay.
+    of the checkpoint; ``save_on_this_rank`` writes files of this rank. ``best``: see `publish`. Raises GrpoError when
+    writing fails; the earlier checkpoints stay.
 
     With --async-save the tensors are only copied, and the checkpoint is written in the background: the next save, or
     `wait_for_background`, raises its error.
@@ -122,9 +123,9 @@ def save_checkpoint(
         problem = f"checkpoint {temporary} cannot be written"
         on_all_ranks(lambda: save_on_this_rank and save_on_this_rank(temporary), problem)
         if background is not None:
-            background.submit(args_to_json(args), keep)
+            background.submit(args_to_json(args), keep, best)
         else:
-            on_rank_0(checkpoint_directory.publish, temporary, args_to_json(args), keep)
+            on_rank_0(checkpoint_directory.publish, temporary, args_to_json(args), keep, best)
     except GrpoError:  # on all ranks
         if background is not None:
             background.abandon()

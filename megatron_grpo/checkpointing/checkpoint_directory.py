@@ -5,6 +5,7 @@
                         args.json                arguments of the run that wrote the checkpoint
                         checksums.json           checksums of the items of *.distcp, which are checked while loading
                         files.json               iteration; size of every other file, and checksum of those but *.distcp
+    {root}/best.json                             with --keep-best: iteration, metric and value of the best checkpoint
 
 A checkpoint is written to ``iter_0000020.tmp``, flushed to the disk (fsync), renamed, and then named in
 latest_checkpointed_iteration.txt. ``iter_0000020.old`` is an earlier checkpoint of the same iteration while it is being
@@ -33,15 +34,19 @@ from megatron_grpo.utils.json_files import read_json_object
 LATEST = "latest_checkpointed_iteration.txt"
 ARGS = "args.json"
 MANIFEST = "files.json"
+BEST = "best.json"
 CORE_FILES = (".metadata", "metadata.json")  # megatron-core's files beside the data
 
 
 def latest_iteration(root: str | Path) -> int | None:
     """Return the iteration of the newest checkpoint under ``root`` (a --save directory), or None without one.
 
-    Without latest_checkpointed_iteration.txt it is the newest checkpoint that is whole. Raises GrpoError if there are
-    checkpoints and none is whole, and for a latest_checkpointed_iteration.txt without a number.
+    ``root`` can be a single checkpoint, too. Without latest_checkpointed_iteration.txt it is the newest checkpoint that
+    is whole. Raises GrpoError if there are checkpoints and none is whole, and for a latest_checkpointed_iteration.txt
+    without a number.
     """
+    if is_single(root):
+        return _number(Path(root))
     file = Path(root, LATEST)
     if not file.exists():
         there = [path for path in Path(root).glob("iter_*") if re.fullmatch(r"iter_[0-9]+(\.old)?", path.name)]
@@ -77,14 +82,16 @@ def newest_in_words(root: str | Path | None) -> str:
 
 
 def find(root: str | Path) -> tuple[int, Path]:
-    """Return iteration and directory of the newest checkpoint under ``root``; raise GrpoError if there is none."""
+    """Return iteration and directory of the newest checkpoint under ``root``; raise GrpoError if there is none.
+
+    A ``root`` that is a single checkpoint, such as the one of best.json, is that checkpoint.
+    """
     root = Path(root)
     iteration = latest_iteration(root)
     if iteration is None:
-        hint = (
-            f"; this directory is a single checkpoint: give {root.parent}" if (root / "metadata.json").exists() else ""
-        )
-        raise GrpoError(f"no checkpoint in {root}: there is no {LATEST}{hint}")
+        raise GrpoError(f"no checkpoint in {root}: there is no {LATEST}")
+    if is_single(root):
+        return iteration, root
     directory = iteration_directory(root, iteration)
     candidates = [directory, directory.with_suffix(".old")] + ([root / "release"] if iteration == 0 else [])
     for candidate in candidates:
@@ -96,9 +103,19 @@ def find(root: str | Path) -> tuple[int, Path]:
     )
 
 
+def is_single(path: str | Path) -> bool:
+    """Return whether a path is the directory of one checkpoint, ``{root}/iter_0000020``."""
+    return _number(Path(path)) is not None and Path(path, "metadata.json").exists()
+
+
+def run_directory(path: str | Path) -> Path:
+    """Return the --save directory of a path that is one, or that is a single checkpoint in it."""
+    return Path(path).parent if is_single(path) else Path(path)
+
+
 def note(root: str | Path) -> str:
     """Return a line on how the newest checkpoint was chosen, if latest_checkpointed_iteration.txt is not the reason."""
-    newest = latest_iteration(root)
+    newest = None if is_single(root) else latest_iteration(root)
     if newest is None:
         return ""
     if not Path(root, LATEST).exists():
@@ -243,8 +260,12 @@ def start(root: str | Path, iteration: int) -> Path:
     return temporary
 
 
-def publish(temporary: Path, args: dict, keep: int | None = None) -> None:
-    """Make the written directory the newest checkpoint; delete the oldest beyond ``keep`` (None: keep all)."""
+def publish(temporary: Path, args: dict, keep: int | None = None, best: dict[str, Any] | None = None) -> None:
+    """Make the written directory the newest checkpoint; delete the oldest beyond ``keep`` (None: keep all).
+
+    ``best``: content of best.json if this checkpoint is the best one. The checkpoint that best.json names stays, and
+    does not count.
+    """
     _write(temporary / ARGS, json.dumps(args, indent=1, sort_keys=True))
     _write(temporary / MANIFEST, json.dumps(_manifest(temporary), indent=1))
     flush_to_disk(temporary)
@@ -257,12 +278,38 @@ def publish(temporary: Path, args: dict, keep: int | None = None) -> None:
     flush_to_disk(root)
     _write(root / (LATEST + ".tmp"), str(int(final.name.removeprefix("iter_"))))
     os.replace(root / (LATEST + ".tmp"), root / LATEST)
+    if best is not None:
+        _write(root / (BEST + ".tmp"), json.dumps(best))
+        os.replace(root / (BEST + ".tmp"), root / BEST)
     flush_to_disk(root)
     _remove(old)
     if keep is not None:
-        others = [directory for directory in iterations(root) if directory != final]
+        kept = (read_best(root) or {}).get("iteration")
+        others = [path for path in iterations(root) if path != final and _number(path) != kept]
         for directory in others[: max(0, len(others) + 1 - keep)]:
             _remove(directory)
+
+
+def read_best(root: str | Path) -> dict[str, Any] | None:
+    """Return iteration, metric and value of the best checkpoint under ``root``; None if no checkpoint is the best.
+
+    Raises GrpoError for a damaged best.json.
+    """
+    file = Path(root, BEST)
+    if not file.exists():
+        return None
+    best = read_json_object(file)
+    numbers = [best.get(name) for name in ("iteration", "value")]
+    if not all(isinstance(n, int | float) for n in numbers) or not isinstance(best.get("metric"), str):
+        raise GrpoError(f"{file} does not have iteration, metric and value: delete it, and no checkpoint is the best")
+    return best if iteration_directory(root, int(best["iteration"])).is_dir() else None
+
+
+def forget_best(root: str | Path, after: int) -> None:
+    """Delete best.json if its checkpoint does not exist or is later than ``after``, where a run goes on."""
+    best = read_best(root)
+    if best is None or best["iteration"] > after:
+        Path(root, BEST).unlink(missing_ok=True)
 
 
 def _manifest(temporary: Path) -> dict[str, Any]:
@@ -289,6 +336,7 @@ def _manifest(temporary: Path) -> dict[str, Any]:
 
 def clean_up(root: str | Path) -> None:
     """Delete partly written and partly deleted checkpoints of a killed run."""
+    Path(root, BEST + ".tmp").unlink(missing_ok=True)
     for directory in Path(root).glob("iter_*.tmp"):
         _remove(directory)
     for old in Path(root).glob("iter_*.old"):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron_grpo.data.blend import read_blend
+from megatron_grpo.data.held_out_files import valid_files
 from megatron_grpo.parallel.zigzag import padded_lengths
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
@@ -22,7 +23,13 @@ DATA: tuple[FlagRow, ...] = (
         None,
         "JSON-lines or Parquet files of training prompts, or saved data sets; with weights, one weight before each",
     ),
-    ("--valid-data-path", [PATH], None, "JSON-lines or Parquet files of held-out prompts, or saved data sets"),
+    (
+        "--valid-data-path",
+        [PATH],
+        None,
+        "files of held-out prompts, as for --train-data-path; several have metrics of their own, named after the file "
+        "or by NAME=PATH",
+    ),
     ("--prompt-key", str, "prompt", 'column of the prompt, a string or chat messages; "messages" if it is absent'),
     ("--system-prompt", TEXT, None, "system message that precedes every prompt; an empty one is none"),
     ("--chat-template", str, None, "Jinja chat template, a file or the text itself [the tokenizer's]"),
@@ -81,6 +88,7 @@ def check_data(args: Namespace) -> None:
         )
     if read_blend(args.valid_data_path or [])[1]:
         raise GrpoError("--valid-data-path has weights, but every held-out prompt counts the same: leave them out")
+    valid_files(args.valid_data_path)
     for dest in ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"):
         if dest in args.explicit and args.tokenizer_type != "TikTokenizer":
             raise GrpoError(f"{flag(dest)} needs --tokenizer-type TikTokenizer")

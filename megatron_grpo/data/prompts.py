@@ -5,7 +5,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -256,6 +256,14 @@ class PromptDataset:
     def first(self, count: int | None) -> list[Prompt]:
         """Return the first ``count`` prompts of the files, or all for None."""
         return list(islice(self, count))
+
+    def first_of_files(self, count: int | None) -> list[list[Prompt]]:
+        """Return the first ``count`` prompts of each file, or all for None."""
+
+        def of(begin: int, end: int) -> Iterator[Prompt]:
+            return (prompt for index in range(begin, end) if (prompt := self[index]) is not None)
+
+        return [list(islice(of(int(begin), int(end)), count)) for begin, end in pairwise(self._bounds)]
 
     def sampler(self) -> PromptSampler | BlendedSampler:
         """Build the sampler of the prompt order, from --seed, --no-shuffle, --curriculum and the weights of files."""

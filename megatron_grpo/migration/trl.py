@@ -324,7 +324,7 @@ RUN = (
     Row("resume_from_checkpoint", None, None, "--load DIR resumes if DIR holds a checkpoint"),
     Row("save_total_limit", "--max-checkpoints-to-keep"),
     Row("save_only_model", None, None, "--save-hf exports the model alone at the end"),
-    Row("load_best_model_at_end", None, None, "every checkpoint of --save-interval stays"),
+    Row("load_best_model_at_end", None, None, "--keep-best keeps the best checkpoint; nothing is loaded at the end"),
     Row(
         "report_to", "--wandb-project", reported("wandb", "huggingface"), "the project, which WANDB_PROJECT names there"
     ),

@@ -51,7 +51,7 @@ TRACKERS: tuple[FlagRow, ...] = (
         None,
         "offline: store the run on this machine; upload it with swanlab sync",
     ),
-    ("--log-completions", bool, False, "also write the completions of completions.jsonl to the trackers, as tables"),
+    ("--log-completions", bool, False, "also write the logged completions to the trackers, as tables"),
 )
 
 PROFILE: tuple[FlagRow, ...] = (

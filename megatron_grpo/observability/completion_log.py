@@ -1,4 +1,4 @@
-"""Rows of ``completions.jsonl``: choice of a rollout's completions, and the fields of each row."""
+"""Rows of ``completions.jsonl`` and ``eval_completions.jsonl``: choice of completions, and the fields of each row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,19 +35,13 @@ def completion_row(
     returned none). ``token_advantages``: only if tokens of a completion can have different advantages.
     ``response_mask``: only if an environment said some of the tokens, which have 0.
     """
-    start, end = int(batch.cu_seqlens[i]), int(batch.cu_seqlens[i + 1])
-    middle = start + int(batch.prompt_lengths[i])
+    middle, end = _bounds(batch, i)
     shown = slice(middle, min(end, middle + TOKENS))
     log_probs = batch.rollout_log_probs if batch.old_log_probs is None else batch.old_log_probs
     row = {
         "picked": picked,
-        "prompt": tokenizer.decode(batch.tokens[start:middle].tolist()),
-        "completion": tokenizer.decode(batch.tokens[middle:end].tolist()),
-        "rewards": dict(zip(reward_names, batch.rewards[i].tolist(), strict=True)),
+        **held_out_row(batch, i, reward_names, tokenizer),
         "advantage": 0.0 if batch.advantages is None else float(batch.advantages[i]),
-        "finish_reason": FinishReason(batch.finish_reasons[i]).name.lower(),
-        "length": end - middle,
-        "row": int(batch.row_ids[i]),
         "tokens": token_texts(tokenizer, batch.tokens[shown].tolist()),
         "log_probs": np.round(log_probs[shown].astype(float), 4).tolist(),
     }
@@ -56,6 +50,24 @@ def completion_row(
     if batch.token_advantages is not None:
         row["token_advantages"] = np.round(batch.token_advantages[shown].astype(float), 4).tolist()
     return row
+
+
+def held_out_row(batch: RolloutBatch, i: int, reward_names: Sequence[str], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the row of completion ``i`` of an evaluation: texts and rewards."""
+    middle, end = _bounds(batch, i)
+    return {
+        "prompt": tokenizer.decode(batch.tokens[int(batch.cu_seqlens[i]) : middle].tolist()),
+        "completion": tokenizer.decode(batch.tokens[middle:end].tolist()),
+        "rewards": dict(zip(reward_names, batch.rewards[i].tolist(), strict=True)),
+        "finish_reason": FinishReason(batch.finish_reasons[i]).name.lower(),
+        "length": end - middle,
+        "row": int(batch.row_ids[i]),
+    }
+
+
+def _bounds(batch: RolloutBatch, i: int) -> tuple[int, int]:
+    """Return the bounds of completion ``i``, without its prompt, among the tokens that this rank holds."""
+    return int(batch.cu_seqlens[i]) + int(batch.prompt_lengths[i]), int(batch.cu_seqlens[i + 1])
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

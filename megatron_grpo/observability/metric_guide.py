@@ -65,10 +65,18 @@ METRICS = {
     "mismatch/effective_sample_size": "(sum r)^2 / (n sum r^2) over tokens, r = p(trainer) / p(engine): at most 1",
     "mismatch/clipped": "fraction of tokens in the loss truncated or masked by --rollout-importance-sampling-mode",
     "eval/greedy_reward": "mean reward of greedy completions of the held-out prompts",
-    "eval/greedy_accuracy": "fraction of held-out prompts with a correct greedy completion",
+    "eval/greedy_accuracy": "fraction of held-out prompts with a correct greedy completion: one whose first reward "
+    "function returns at least --eval-correct-reward",
+    "eval/greedy_length": "mean length of greedy completions of the held-out prompts, sampled tokens",
+    "eval/greedy_truncated": "fraction of them truncated at --max-completion-length",
+    "eval/greedy_unscored": "fraction of them without the reward that judges them: they are in no accuracy",
     "eval/sampled_reward": "mean reward of sampled completions of the held-out prompts",
     "eval/sampled_accuracy": "fraction of sampled completions of the held-out prompts that are correct",
+    "eval/sampled_length": "mean length of sampled completions of the held-out prompts, sampled tokens",
+    "eval/sampled_truncated": "fraction of them truncated at --max-completion-length",
+    "eval/sampled_unscored": "fraction of them without the reward that judges them: they are in no accuracy",
     "eval/pass_at_<k>": "fraction of held-out prompts with a correct one among k sampled completions, k = 1, 2, 4 ...",
+    "eval/<file>/<metric>": "the metric eval/<metric> over the prompts of one file, if --valid-data-path has several",
     "tokens/update": "prompt and completion tokens that this update trained on",
     "tokens/rollout": "sampled tokens of the rollout, in the row of its first update",
     "flops/update": "TFLOP of the model's forward and backward passes in this update, all devices, no recomputation; "
@@ -211,6 +219,14 @@ REMEDIES = {
     "eval/sampled_reward": "As eval/sampled_accuracy.",
     "eval/sampled_accuracy": "Far below eval/greedy_accuracy: the distribution is broad; training narrows it, or lower "
     "--temperature.",
+    "eval/greedy_length": "As completion/length_mean.",
+    "eval/greedy_truncated": "As completion/truncated: a truncated completion is rarely correct.",
+    "eval/greedy_unscored": "Above 0: the log names the function and the completion; see reward/failures.",
+    "eval/sampled_length": "As completion/length_mean.",
+    "eval/sampled_truncated": "As eval/greedy_truncated.",
+    "eval/sampled_unscored": "As eval/greedy_unscored.",
+    "eval/<file>/<metric>": "As eval/<metric>. One file falls while the others rise: its task is forgotten; add such "
+    "prompts to the training data.",
     "eval/pass_at_<k>": "Falling while eval/sampled_accuracy rises: the policy loses variety; see entropy. Not above "
     "eval/sampled_accuracy: more samples of these prompts give no signal.",
     "tokens/update": "Large changes: lengths differ between rollouts; --max-tokens-per-microbatch bounds the memory.",

@@ -1,4 +1,4 @@
-"""Metrics logger (console, ``metrics.jsonl``, ``completions.jsonl``, trackers) and phase timers.
+"""Metrics logger (console, files of rows in ``--save``, trackers) and phase timers.
 
 Rank 0 writes; on other ranks a logger only checks the metrics' names. With ``--log-interval N`` a row combines the last
 N updates: means, except for maxima and minima (the extreme value), positions such as ``lr`` (the last value), seconds
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from megatron_grpo.estimate.throughput import peak_tflops, rates
 from megatron_grpo.observability.metric_guide import check_names
 from megatron_grpo.observability.profiling import PHASE
-from megatron_grpo.observability.trackers import build_trackers, completion_table
+from megatron_grpo.observability.trackers import TABLES, build_trackers, completion_table
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.device import device_time
@@ -92,7 +92,7 @@ class Timers:
         return row
 
 
-FILES = "metrics.jsonl", "completions.jsonl"
+FILES = "metrics.jsonl", "completions.jsonl", "eval_completions.jsonl"  # the last one with --valid-data-path
 SECONDS_BETWEEN_LINES = 30.0  # about a rollout's progress, if the output is not a terminal
 SECONDS_BETWEEN_DRAWS = 0.5  # of the progress bar
 
@@ -110,8 +110,9 @@ class MetricsLogger:
         self.total = total_iterations
         self.interval: list[dict] = []  # the updates since the last row
         self.iteration = start_iteration
+        self.names = FILES if args.valid_data_path else FILES[:2]
         self.files: dict[str, io.FileIO] = {}
-        self.unwritten = {name: bytearray() for name in FILES}  # rows for which the disk had no room
+        self.unwritten = {name: bytearray() for name in self.names}  # rows for which the disk had no room
         self.failing: set[str] = set()  # files that could not be written
         self.trackers: list = []
         self.peak_tflops = peak_tflops(args)
@@ -121,7 +122,7 @@ class MetricsLogger:
         if not self.active:
             return
         if args.save:
-            for name in FILES:
+            for name in self.names:
                 path = Path(args.save, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if damaged := truncate_after(path, start_iteration):
@@ -141,7 +142,7 @@ class MetricsLogger:
 
     def open_files(self) -> None:
         """Open the files in --save to append to them; again, if they were deleted."""
-        for name in FILES:
+        for name in self.names:
             # Without Python's buffer, which loses rows on a full disk.
             self.files[name] = open(Path(self.args.save, name), "ab", buffering=0)  # noqa: SIM115
 
@@ -193,15 +194,17 @@ class MetricsLogger:
 
         return show
 
-    def log_completions(self, iteration: int, samples: list[dict]) -> None:
-        """Append rows of ``completion_log.completion_row`` to ``completions.jsonl``.
+    def log_completions(self, iteration: int, samples: list[dict], held_out: bool = False) -> None:
+        """Append rows of ``completion_log`` to ``completions.jsonl``; of an evaluation to ``eval_completions.jsonl``.
 
-        With ``--log-completions`` the trackers get a table, too. ``iteration``: first update that trains on them.
+        With ``--log-completions`` the trackers get a table, too. ``iteration``: first update that trains on them, or
+        number of updates before the evaluation.
         """
-        if "completions.jsonl" in self.files:
-            self._append("completions.jsonl", *({"iteration": iteration} | sample for sample in samples))
+        table = TABLES[held_out]
+        if self.files:
+            self._append(f"{table}.jsonl", *({"iteration": iteration} | sample for sample in samples))
         if self.args.log_completions and samples:
-            self._to_trackers("log_table", iteration, *completion_table(samples))
+            self._to_trackers("log_table", iteration, table, *completion_table(samples))
 
     def flush(self) -> None:
         """Write everything to the disk (fsync); call this before a checkpoint is saved.
@@ -250,7 +253,7 @@ class MetricsLogger:
         unwritten = self.unwritten[name]
         for row in rows:
             # A lone surrogate is written as \udc80, which is its form in JSON.
-            unwritten += (json.dumps(_without_nan(row), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+            unwritten += (json.dumps(without_nan(row), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         with self._file_errors(name):
             while unwritten:
                 del unwritten[: self.files[name].write(unwritten)]
@@ -310,12 +313,12 @@ def aggregate(updates: list[dict[str, float]]) -> dict[str, float]:
     return row
 
 
-def _without_nan(value):
+def without_nan(value):
     """Return the value with None for numbers that JSON cannot represent (nan, inf)."""
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -367,7 +370,9 @@ def console_lines(
     width: int | None = None,
     with_kl: bool = True,
 ) -> list[str]:
-    """Return a row as console lines: one of fixed width for training metrics, one for evaluation, if present.
+    """Return a row as console lines: one of fixed width for training metrics, those of an evaluation, if present.
+
+    An evaluation has a line for all held-out prompts, and one for each of several files.
 
     ``remaining``: seconds until the end of the run. Fields that exceed ``width`` characters are left out [no limit],
     and the KL to the reference without ``with_kl``.
@@ -390,11 +395,15 @@ def console_lines(
             parts.append(f"MFU {row['perf/mfu']:.3f}")
         eta = "-" if remaining is None else str(timedelta(seconds=round(remaining)))
         lines.append(_fitting(f"iteration {position}", f"ETA {eta:>7}", parts, width))
-    evaluation = {name: value for name, value in row.items() if name.startswith("eval/")}
-    if evaluation:
+    evaluations: dict[str, dict[str, float]] = {}  # by the name of the file, "" for all files
+    for name, value in row.items():
+        if name.startswith("eval/"):
+            *file, metric = name.removeprefix("eval/").split("/")
+            evaluations.setdefault("".join(file), {})[metric] = value
+    for name_of_file, evaluation in evaluations.items():
         accuracy_first = sorted(evaluation.items(), key=lambda item: not item[0].endswith("_accuracy"))
-        results = [f"{name[5:].replace('_', ' ')} {value:.4f}" for name, value in accuracy_first]
-        lines.append(_fitting(f"evaluation {position}", None, results, width))
+        results = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in accuracy_first]
+        lines.append(_fitting(f"evaluation {position}{' ' * bool(name_of_file)}{name_of_file}", None, results, width))
     return lines
 
 

@@ -19,6 +19,9 @@ PROFILE_COLUMNS = {
     "idle": "idle otherwise",
 }
 
+# Fields of every row of completions.jsonl and eval_completions.jsonl.
+TEXTS: dict[str, type] = {"prompt": str, "completion": str, "finish_reason": str, "length": int, "row": int}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -39,6 +42,7 @@ class Record:
 
     run: Run
     completions: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]  # completions of evaluations; none of a run without them
     args: dict[str, Any]
     environment: dict[str, Any]
     profiles: list[dict[str, Any]]  # rank{R}.phases.json of each rank with --profile --use-pytorch-profiler
@@ -60,7 +64,12 @@ def read_record(directory: Path, label: str) -> Record:
     if not isinstance(where.get("given"), list):
         raise GrpoError(f"{environment} has no list 'given': is it the environment.json of a run?")
     profiles = [read_profile(file) for file in sorted(directory.glob("profile/rank*.phases.json"))]
-    return Record(run, samples, read_object(directory / "args.json"), where, profiles)
+    evaluations = directory / "eval_completions.jsonl"
+    held_out = read_lines(evaluations) if evaluations.exists() else []
+    for number, sample in enumerate(held_out, 1):
+        if wrong := _wrong_kind(sample, TEXTS | {"file": str, "kind": str}) or _wrong_rewards(sample):
+            raise GrpoError(f"{evaluations}:{number}: {wrong!r} is missing or has the wrong type")
+    return Record(run, samples, held_out, read_object(directory / "args.json"), where, profiles)
 
 
 def read_profile(file: Path) -> dict[str, Any]:
@@ -80,21 +89,28 @@ def read_profile(file: Path) -> dict[str, Any]:
 
 def wrong_field(sample: dict[str, Any]) -> str | None:
     """Return the first field of a completions.jsonl row that ``completion_log.completion_row`` would not write."""
-    kinds = {"prompt": str, "completion": str, "finish_reason": str, "picked": str, "length": int, "row": int}
-    for name, kind in kinds.items():
-        if not isinstance(sample.get(name), kind):
-            return name
-    tokens, rewards = sample.get("tokens"), sample.get("rewards")
+    if wrong := _wrong_kind(sample, TEXTS | {"picked": str}):
+        return wrong
+    tokens = sample.get("tokens")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         return "tokens"
     for name in ("log_probs", "token_advantages"):
         values = sample.get(name) if name in sample or name == "log_probs" else [0.0] * len(tokens)
         if not isinstance(values, list) or len(values) != len(tokens) or not _numbers(values):
             return name
-    if not isinstance(rewards, dict) or not _numbers(rewards.values()):
-        return "rewards"
+    if wrong := _wrong_rewards(sample):
+        return wrong
     advantage = sample.get("advantage")
     return None if advantage is not None and _numbers([advantage]) else "advantage"
+
+
+def _wrong_kind(sample: dict[str, Any], kinds: dict[str, type]) -> str | None:
+    return next((name for name, kind in kinds.items() if not isinstance(sample.get(name), kind)), None)
+
+
+def _wrong_rewards(sample: dict[str, Any]) -> str | None:
+    rewards = sample.get("rewards")
+    return None if isinstance(rewards, dict) and _numbers(rewards.values()) else "rewards"
 
 
 def read_run(path: Path, label: str) -> Run:

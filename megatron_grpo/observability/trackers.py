@@ -13,7 +13,8 @@ from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import flag
 
-TABLE = "completions"  # name of the tables in every tracker
+TABLES = "completions", "eval_completions"  # names of the tables in every tracker: of rollouts, of evaluations
+FIELDS = "file", "kind", "prompt", "completion", "advantage", "length", "finish_reason", "picked", "row"
 Rows = Sequence[Sequence[Any]]
 
 
@@ -30,9 +31,9 @@ def build_trackers(args: Namespace, start_iteration: int) -> list["TensorBoard |
 
 
 def completion_table(samples: Sequence[dict[str, Any]]) -> tuple[list[str], Rows]:
-    """Return (columns, rows) for samples of ``completion_log.completion_row``, without their tokens."""
+    """Return (columns, rows) for samples of ``completion_log``, without their tokens."""
     rewards = list(samples[0]["rewards"])
-    fields = ["prompt", "completion", "advantage", "length", "finish_reason", "picked", "row"]
+    fields = [name for name in FIELDS if name in samples[0]]
     rows = [[*(sample[name] for name in fields), *(sample["rewards"][name] for name in rewards)] for sample in samples]
     return fields + [f"reward/{name}" for name in rewards], rows
 
@@ -56,10 +57,10 @@ class TensorBoard:
         for name, value in row.items():
             self.writer.add_scalar(name, value, iteration)
 
-    def log_table(self, iteration: int, columns: Sequence[str], rows: Rows) -> None:
+    def log_table(self, iteration: int, name: str, columns: Sequence[str], rows: Rows) -> None:
         """Add a Markdown table; special characters of the texts are escaped."""
         lines = [columns, ["---"] * len(columns), *rows]
-        self.writer.add_text(TABLE, "\n".join(" | ".join(map(_markdown, line)) for line in lines), iteration)
+        self.writer.add_text(name, "\n".join(" | ".join(map(_markdown, line)) for line in lines), iteration)
 
     def flush(self) -> None:
         """Write everything to the disk."""
@@ -125,10 +126,10 @@ class Wandb(_HostedTracker):
         except wandb.Error as error:
             raise _login_error("wandb", args.wandb_project, error) from error
 
-    def log_table(self, iteration: int, columns: Sequence[str], rows: Rows) -> None:
+    def log_table(self, iteration: int, name: str, columns: Sequence[str], rows: Rows) -> None:
         """Add a table to the history."""
         table = self.wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-        self.run.log({TABLE: table}, step=iteration)
+        self.run.log({name: table}, step=iteration)
 
 
 class SwanLab(_HostedTracker):
@@ -150,11 +151,11 @@ class SwanLab(_HostedTracker):
         except RuntimeError as error:
             raise _login_error("swanlab", args.swanlab_project, error) from error
 
-    def log_table(self, iteration: int, columns: Sequence[str], rows: Rows) -> None:
+    def log_table(self, iteration: int, name: str, columns: Sequence[str], rows: Rows) -> None:
         """Add a table."""
         table = self.swanlab.echarts.Table()
         table.add(list(columns), [list(row) for row in rows])
-        self.run.log({TABLE: table}, step=iteration)
+        self.run.log({name: table}, step=iteration)
 
 
 def _directory(path: str | None) -> str | None:

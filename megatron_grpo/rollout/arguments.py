@@ -598,15 +598,11 @@ def server_urls(args: Namespace) -> list[str]:
     return (args.vllm_server_base_url or []) if args.vllm_mode == "server" else []
 
 
-MOST_SEQS = 512  # the largest default of --vllm-max-num-seqs
-
-
 def streams_of_a_rank(args: Namespace, world_size: int) -> int:
     """Return how many answers of servers a rank receives at a time, of ``world_size`` trainers."""
     width = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     receivers = args.rollout_ranks or world_size // width
-    streams = args.vllm_max_num_seqs or MOST_SEQS  # before `resolve_max_num_seqs`
-    return -(-streams * len(server_urls(args)) // receivers)
+    return -(-args.vllm_max_num_seqs * len(server_urls(args)) // receivers)
 
 
 def urls_of_replica(args: Namespace, replica: int) -> list[str]:
@@ -744,7 +740,7 @@ def resolve_max_num_seqs(args: Namespace) -> dict[str, Any]:
         engines = len(server_urls(args)) or (args.rollout_ranks or args.world_size) // args.vllm_tensor_parallel_size
         batches = 1 + args.max_staleness if args.rollout_ranks else 1  # these engines begin the next ones meanwhile
         share = ceil(args.generation_batch_size * args.over_sampling_ratio * batches / max(engines, 1))
-    return {"vllm_max_num_seqs": min(max(share, 256), MOST_SEQS)}
+    return {"vllm_max_num_seqs": min(max(share, 256), 512)}
 
 
 def resolve_placed(args: Namespace) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def everything(batch: RolloutBatch) -> Bool:
 
 
 def nothing(batch: RolloutBatch) -> Bool:
-    """Need no tokens: an evaluation reads rewards."""
+    """Need no tokens."""
     return np.zeros(batch.num_completions, bool)
 
 

@@ -110,8 +110,8 @@ class RolloutSource:
         if record.sampler is not None:
             self.sampler.load_state_dict(record.sampler)
 
-    def evaluate(self, plan: RolloutPlan) -> RolloutBatch:
-        """Return the completions of an evaluation with their rewards, without tokens."""
+    def evaluate(self, plan: RolloutPlan, needs: Needs = nothing) -> RolloutBatch:
+        """Return the completions of an evaluation with their rewards, and the tokens of those that this rank needs."""
         raise NotImplementedError
 
     def probe(self) -> RolloutBatch:
@@ -217,9 +217,9 @@ class WholeRollouts(RolloutSource):
         batch, failures = collect_rollout(*parts, capacity, self.watch(), needs)
         return Rollout(batch, {}, failures)
 
-    def evaluate(self, plan: RolloutPlan) -> RolloutBatch:
+    def evaluate(self, plan: RolloutPlan, needs: Needs = nothing) -> RolloutBatch:
         """See `RolloutSource.evaluate`."""
-        return self.sample(plan, nothing).batch
+        return self.sample(plan, needs).batch
 
     def probe(self) -> RolloutBatch:
         """See `RolloutSource.probe`."""

@@ -50,6 +50,7 @@ from megatron_grpo.utils.flags import (
     NOT_NEGATIVE,
     PATH,
     POSITIVE,
+    REAL,
     SECONDS,
     SHARE,
     TEXT,
@@ -158,8 +159,26 @@ LEARNING_RATE: tuple[FlagRow, ...] = (
 EVALUATION: tuple[FlagRow, ...] = (
     ("--eval-interval", COUNT, None, "evaluate when the number of updates is a multiple of this"),
     ("--val-before-train", bool, False, "evaluate before the first update"),
+    (
+        "--eval-only",
+        bool,
+        False,
+        "evaluate --load or --load-hf once, without training: print a table, and append it to {save}/evaluation.json",
+    ),
     ("--eval-num-generations", COUNT_OR_0, 0, "sampled completions per held-out prompt, in addition to the greedy one"),
-    ("--eval-max-prompts", COUNT, None, "use only the first held-out prompts [all]"),
+    ("--eval-max-prompts", COUNT, None, "use only the first held-out prompts of each file [all]"),
+    (
+        "--eval-correct-reward",
+        REAL,
+        1.0,
+        "a held-out completion is correct if its first reward function returns at least this",
+    ),
+    (
+        "--eval-completions-to-log",
+        COUNT_OR_0,
+        8,
+        "held-out prompts of each file whose completions are written to {save}/eval_completions.jsonl",
+    ),
 )
 
 # The flags of every folder, in the groups of --help.

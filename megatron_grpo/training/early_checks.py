@@ -3,6 +3,7 @@
 from argparse import Namespace
 
 from megatron_grpo.data.blend import absent_files
+from megatron_grpo.data.held_out_files import valid_files
 from megatron_grpo.models.arguments import check_model, check_settings
 from megatron_grpo.patches import vllm
 from megatron_grpo.patches.replacement import check_all
@@ -44,7 +45,9 @@ def check_early(args: Namespace, world_size: int) -> None:
     if args.dry_run:
         return
     check_packages(args)
-    for dest in ("train_data_path", "valid_data_path"):
-        for path in absent_files(getattr(args, dest) or []):
+    train = [] if args.eval_only else absent_files(args.train_data_path or [])
+    valid = absent_files(list(valid_files(args.valid_data_path).values()))
+    for dest, absent in ("train_data_path", train), ("valid_data_path", valid):
+        for path in absent:
             raise GrpoError(f"{flag(dest)} {path}: no such file")
     check_reward_names(args)

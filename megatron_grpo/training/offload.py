@@ -255,7 +255,8 @@ def _size(storages: Storages) -> int:
 def weight_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:
     """Yield the parameters of the wrapped chunks; of those in 8 bits, the tensors inside them."""
     for chunk in model:
-        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        wrapped = isinstance(chunk, DistributedDataParallel)  # not with --eval-only
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups if wrapped else ():
             assert group.param_gather_handle is None, "a gather of parameters is running: complete it first"
         for parameter in chunk.parameters():
             yield from stored(parameter)
@@ -263,7 +264,7 @@ def weight_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Tenso
 
 def gradient_tensors(model: list[DistributedDataParallel]) -> Iterator[torch.Tensor]:
     """Yield megatron-core's gradient buffers."""
-    for chunk in model:
+    for chunk in (chunk for chunk in model if isinstance(chunk, DistributedDataParallel)):
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             yield buffer.grad_data
 
@@ -283,6 +284,8 @@ def optimizer_tensors(optimizer) -> Iterator[torch.Tensor]:
 
 def torch_optimizers(optimizer) -> list[torch.optim.Optimizer]:
     """Return torch's optimizers inside megatron-core's; None is of a rank that has no such parameters."""
+    if optimizer is None:  # with --eval-only
+        return []
     return [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
 
 

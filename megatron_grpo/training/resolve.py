@@ -13,7 +13,7 @@ import torch
 
 from megatron_grpo.algorithm.arguments import STEPS as ALGORITHM
 from megatron_grpo.checkpointing.arguments import resolve_export
-from megatron_grpo.checkpointing.checkpoint_directory import read_checkpoint_args
+from megatron_grpo.checkpointing.checkpoint_directory import read_checkpoint_args, run_directory
 from megatron_grpo.data.arguments import (
     check_data,
     check_pass_rates,
@@ -67,6 +67,7 @@ from megatron_grpo.rollout.arguments import (
     resolve_weight_sync,
 )
 from megatron_grpo.training.arguments import check_values, ddp_config_from_args, optimizer_config_from_args
+from megatron_grpo.training.best_checkpoint import check_keep_best
 from megatron_grpo.training.run_rules import RUN
 from megatron_grpo.utils.arguments import Step, replaced, resolved
 from megatron_grpo.utils.errors import GrpoError
@@ -163,6 +164,7 @@ FLAGS: tuple[Step, ...] = (
     resolve_ledger,
     check_ledger,
     check_logging,
+    check_keep_best,
     _check_libraries,
 )
 
@@ -227,6 +229,6 @@ def resolve_origin[A: Namespace](args: A, resume: bool) -> A:
         args = replaced(args, **architecture_of(args, args.load_hf))
     if args.tokenizer_model is None:
         load = args.load if resume or args.finetune else None  # --load is then a checkpoint
-        assets = [Path(d, hf.ASSETS_DIR) for d in (load, args.pretrained_checkpoint) if d]
+        assets = [Path(run_directory(d), hf.ASSETS_DIR) for d in (load, args.pretrained_checkpoint) if d]
         args = replaced(args, tokenizer_model=next((str(d) for d in assets if d.is_dir()), args.load_hf))
     return args

@@ -18,16 +18,26 @@ from megatron_grpo.utils.rules import excludes, flag, needs, required
 
 
 def check_required(args: Namespace) -> None:
-    """Refuse the absence of what every run needs."""
-    required(args, "train_data_path", "name the files of training prompts")
+    """Refuse the absence of what every run needs; --eval-only needs nothing of training."""
+    if not args.eval_only:
+        required(args, "train_data_path", "name the files of training prompts")
     required(args, "reward_funcs", "name at least one reward function")
+    if args.eval_only:
+        return
     required(args, "lr", "give the learning rate, such as 1e-6")
     if args.num_epochs is None:
         required(args, "train_iters", "give it, or --num-epochs")
 
 
 def resolve_batch_sizes(args: Namespace) -> dict[str, int]:
-    """Return the batch sizes that follow from others; GrpoError for sizes that contradict each other."""
+    """Return the batch sizes that follow from others; GrpoError for sizes that contradict each other.
+
+    --eval-only has those of one group a rank: it has no batches, and runs on other numbers of ranks than the run.
+    """
+    if args.eval_only:
+        none = dict.fromkeys(("global_batch_size", "generation_batch_size", "max_tokens_per_microbatch"))
+        group = {"micro_batch_size": args.num_generations, "steps_per_generation": 1, "num_iterations": 1}
+        args = replaced(args, **none, **group)
     sizes = batch_arithmetic(args, args.world_size)
     return {"data_parallel_size": sizes.dp_size} | {
         dest: getattr(sizes, dest)
@@ -37,10 +47,18 @@ def resolve_batch_sizes(args: Namespace) -> dict[str, int]:
 
 def check_evaluation(args: Namespace) -> None:
     """Refuse flags of evaluation without held-out prompts, and held-out prompts without evaluation."""
-    for dest in ("eval_interval", "val_before_train", "eval_num_generations", "eval_max_prompts"):
+    dests = "eval_interval val_before_train eval_num_generations eval_max_prompts eval_correct_reward"
+    for dest in (*dests.split(), "eval_completions_to_log", "eval_only"):
         needs(args, dest, "valid_data_path", "there are no held-out prompts to evaluate on")
-    if args.valid_data_path and not args.eval_interval and not args.val_before_train:
+    if not (args.log_completions or args.eval_only):
+        needs(args, "eval_completions_to_log", "save", "there is no directory to write to")
+    if args.valid_data_path and not (args.eval_interval or args.val_before_train or args.eval_only):
         raise GrpoError("--valid-data-path needs --eval-interval or --val-before-train: without them it is not used")
+    if not args.eval_only:
+        return
+    excludes(args, "eval_only", "dry_run", "the estimates are those of training")
+    if not (args.load or args.load_hf or args.pretrained_checkpoint):
+        raise GrpoError("--eval-only needs --load, --load-hf or --pretrained-checkpoint: there are no weights")
 
 
 def check_ends(args: Namespace) -> None:

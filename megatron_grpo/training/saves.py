@@ -20,6 +20,7 @@ from megatron_grpo.observability.provenance import write_run_record
 from megatron_grpo.parallel.agreement import all_ranks_agree, on_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.rollout.source import RolloutSource, SourceState
+from megatron_grpo.training.best_checkpoint import new_best
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.utils import progress
@@ -54,6 +55,7 @@ class Saves:
     lock: RunLock | None = None  # of rank 0, with --save
     background: BackgroundSaves | None = None  # with --async-save
     seconds: float = 0.0  # of the last save
+    evaluation: tuple[int, dict[str, float]] = (0, {})  # iteration and metrics of the newest evaluation
 
     def write(self, position: Position, state: Callable[[], SourceState] | None = None, last: bool = False) -> None:
         """Write a checkpoint, from which a resume continues without any difference.
@@ -84,6 +86,7 @@ class Saves:
                 extra_state=position.state | of_source.position,
                 save_reference=save_reference,
                 save_on_this_rank=of_source.save,
+                best=on_rank_0(self._new_best, position.iteration),
             )
             if last:
                 checkpoint.wait_for_background()
@@ -91,6 +94,13 @@ class Saves:
         self.seconds = time.monotonic() - began
         if self.background is not None:  # the last save of a run is waited for
             self.seconds = max(self.seconds, self.background.seconds)
+
+    def _new_best(self, iteration: int) -> dict[str, Any] | None:
+        """Return what best.json is to say if this iteration's checkpoint is the best one; call it on one rank."""
+        evaluated, metrics = self.evaluation
+        if not self.args.keep_best or evaluated != iteration:
+            return None
+        return new_best(self.args, iteration, metrics)
 
     def write_last(self, position: Position) -> None:
         """Write the checkpoint of the end of a run, unless it is there or takes longer than --exit-grace-seconds."""

@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing.checkpoint_directory import forget_best
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.blend import absent_files
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
+from megatron_grpo.data.held_out_files import valid_files
 from megatron_grpo.data.prompts import PromptDataset, Reading
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.data.tokenizer import (
@@ -77,6 +79,7 @@ from megatron_grpo.rollout.arguments import (
 )
 from megatron_grpo.rollout.engine import Completion, GeneratingEngine, InterruptibleEngine, LocalEngine, OutOfMemory
 from megatron_grpo.rollout.episodes import Conversing, Episodes
+from megatron_grpo.rollout.evaluation import held_out_prompts
 from megatron_grpo.rollout.partial import PartialSource
 from megatron_grpo.rollout.sglang.server import build_sglang_servers
 from megatron_grpo.rollout.source import AfterStep, RolloutSource, WholeRollouts
@@ -95,6 +98,7 @@ from megatron_grpo.training.early_checks import check_packages, check_reward_nam
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
+from megatron_grpo.training.eval_only import WITHOUT_TRAINING, check_origin
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
 from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
@@ -129,9 +133,11 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     args, found = _read_origin(args)
     resume = found is not None
     args = resolve_args(args, world_size)
+    if args.eval_only:
+        args = replaced(args, **WITHOUT_TRAINING, explicit=args.explicit - WITHOUT_TRAINING.keys())
     ref_args = reference_args(args) if args.beta > 0 else None
     teach_args = teacher_args(args) if args.teacher_load_hf else None
-    if found is not None:
+    if found is not None and not args.eval_only:
         _check_position(args, found)
     if args.dry_run:
         check_reward_names(args)
@@ -172,9 +178,12 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     OutOfMemory.explain = memory.explanation
     image_store = None
     with memory.phase("the construction of model and optimizer"):
-        model, optimizer, scheduler, reference, lora_base = build_model_and_optimizer(
-            args, model_provider, resume, ref_args
-        )
+        if args.eval_only:
+            model, lora_base = _build_policy(args, model_provider, resume, origin=False)
+            optimizer = scheduler = reference = None
+        else:
+            parts = build_model_and_optimizer(args, model_provider, resume, ref_args)
+            model, optimizer, scheduler, reference, lora_base = parts
         memory.model, memory.optimizer = model, optimizer
         if inputs.images is not None:  # an agent shows the images of a row itself, in its messages
             image_store = attach_images(model, inputs.images, inputs.train.images_of, with_rows=not args.agent)
@@ -182,13 +191,16 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if lora_base is not None:
         args = replaced(args, lora_base=lora_base)  # for checkpoints and the record of the run
     iteration, position = 0, dict[str, Any]()
-    if resume:
+    if resume and args.eval_only:
+        checkpoint.load_weights(args.load, model)
+        iteration = found or 0
+    elif resume:
         progress.step("checkpoint")
         with memory.phase("the load of the checkpoint"):
             iteration, position = checkpoint.load_checkpoint(args, model, optimizer, scheduler)
         _check_unfinished(args, position)
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
-    elif args.load and not args.finetune:
+    elif args.load and not args.finetune:  # not with --eval-only, which needs it
         print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
     sampler = inputs.train.sampler()
     rollouts = position.get("rollouts", 0)
@@ -225,7 +237,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     print_rank_0(f"the engine has started in {time.monotonic() - began:.0f} s")
     progress.step("rewards")
     scorer = build_scorer(args, inputs.reward_models) if engine is not None and engine.is_lead else None
-    valid_prompts = inputs.valid.first(args.eval_max_prompts) if inputs.valid else []
+    held_out = held_out_prompts(args, inputs.valid)
     progress.step("logs")
     logger = _open_logs(args, iteration)
     timers = Timers(memory.phase, logger.show_phase)
@@ -260,7 +272,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         lifecycle=lifecycle,
         tokenizer=inputs.tokenizer,
         images=image_store,
-        valid_prompts=valid_prompts,
+        held_out=held_out,
         logger=logger,
         timers=timers,
         device_memory=memory,
@@ -307,10 +319,13 @@ def _read_origin(args) -> tuple[Any, int | None]:
     """
 
     def read() -> tuple[int | None, dict[str, Any], dict[str, Any]]:
-        own = replaced(args, **_resume_own_launch(args))
+        own = args if args.eval_only else replaced(args, **_resume_own_launch(args))
         found = checkpoint.latest_iteration(own.load) if own.load and not own.finetune else None
+        if own.eval_only:
+            check_origin(own, found)
         own = resolve_origin(own, found is not None)
-        _check_save_directory(own, found is not None)
+        if not own.eval_only:
+            _check_save_directory(own, found is not None)
         changed = {dest: value for dest, value in vars(own).items() if value is not getattr(args, dest)}
         return found, changed, _directories(own, found is not None)
 
@@ -335,8 +350,9 @@ def _directories(args, resume: bool) -> dict[str, Any]:
 
 def _not_here(args) -> list[str]:
     """Return the flags, with their values, that name data files or a tokenizer which this machine does not have."""
-    data = ("train_data_path", "valid_data_path")
-    found = [f"{flag(dest)} {path}" for dest in data for path in absent_files(getattr(args, dest) or [])]
+    files = {"train_data_path": args.train_data_path or []}
+    files["valid_data_path"] = list(valid_files(args.valid_data_path).values())
+    found = [f"{flag(dest)} {path}" for dest, words in files.items() for path in absent_files(words)]
     if args.tokenizer_model and not Path(args.tokenizer_model).exists():
         found.append(f"--tokenizer-model {args.tokenizer_model}")
     return found
@@ -372,10 +388,11 @@ def _read_inputs(args, teach_args) -> Inputs:
     check_draft_tokenizer(args, tokenizer)
     tools = partial(tools_of, default=args.environment)
     parts = {"tools": tools, "images": images, "check_gold": gold_check(names, vars(args))}
-    train = _read_data(args.train_data_path, tokenizer, args, **parts)
     valid = None
     if args.valid_data_path:
-        valid = _read_data(args.valid_data_path, tokenizer, args, training=False, **parts)
+        valid = _read_data(list(valid_files(args.valid_data_path).values()), tokenizer, args, training=False, **parts)
+    # An evaluation alone needs prompts of training only to probe the engine.
+    train = valid if args.eval_only and valid else _read_data(args.train_data_path, tokenizer, args, **parts)
     return Inputs(tokenizer, images, train, valid, models, isolation, ends)
 
 
@@ -424,8 +441,9 @@ def _print_start(args, world_size: int, inputs: Inputs, lock: RunLock | None) ->
     if lock is not None and lock.taken_over:
         print_rank_0(lock.taken_over)
     print_args(args, everything=args.print_arguments)
-    for line in batch_arithmetic(args, world_size).lines(terminal_width()):
-        print_rank_0(line)
+    if not args.eval_only:
+        for line in batch_arithmetic(args, world_size).lines(terminal_width()):
+            print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, inputs.tokenizer)}")
     for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args))):
         print_rank_0(note)
@@ -443,8 +461,9 @@ def _open_logs(args, iteration: int) -> MetricsLogger:
     try:
         if args.save and dist.get_rank() == 0:
             write_run_record(args, args.explicit, iteration)
+            forget_best(args.save, after=iteration)
             unmark(args.save)
-        return MetricsLogger(args, dist.get_rank(), args.train_iters, iteration)
+        return MetricsLogger(args, dist.get_rank(), iteration if args.eval_only else args.train_iters, iteration)
     except OSError as error:
         raise GrpoError(f"the files of the run cannot be written to {args.save}: {error}; make room there") from error
 
@@ -609,13 +628,24 @@ def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_
 
     Also return the identity of the base weights of an adapter.
     """
+    updated = checkpoint.updated_reference(args.load) if resume and ref_args is not None else None
+    of_policy = ref_args is not None and not (args.ref_load or args.ref_load_hf or updated)
+    model, lora_base = _build_policy(args, model_provider, resume, origin=of_policy)
+    reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, updated)
+    model, optimizer, scheduler = train_step.setup_optimizer(args, model)
+    return model, optimizer, scheduler, reference, lora_base
+
+
+def _build_policy(args, model_provider: Callable, resume: bool, origin: bool) -> tuple[forward.Model, dict | None]:
+    """Return the model with initial weights, which a resume overwrites, and the identity of an adapter's base weights.
+
+    ``origin``: a reference model needs the initial weights.
+    """
     model = forward.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
-    updated = checkpoint.updated_reference(args.load) if resume and ref_args is not None else None
-    own_origin = args.ref_load or args.ref_load_hf or updated
     # A resume loads the policy's weights; the initial weights are then needed only for the reference model, or as the
     # base of the adapter that it loads.
-    if not resume or args.lora_rank or (ref_args is not None and not own_origin):
+    if not resume or args.lora_rank or origin:
         _load_initial_weights(args, model, start, resume)
     lora_base = None
     if args.lora_rank:
@@ -625,9 +655,7 @@ def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_
         attach(args, model)
         if args.load_adapter and not resume:
             load_adapter(args, model, args.load_adapter)
-    reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, updated)
-    model, optimizer, scheduler = train_step.setup_optimizer(args, model)
-    return model, optimizer, scheduler, reference, lora_base
+    return model, lora_base
 
 
 def _load_initial_weights(args, model: forward.Model, start: str | None, resume: bool) -> None:
@@ -659,7 +687,6 @@ def _build_reference(args, ref_args, model_provider: Callable, model: forward.Mo
     With adapters it is the policy without them. Otherwise its weights are the updated ones of the checkpoint, those of
     --ref-load or --ref-load-hf, or a copy of the policy.
     """
-
     if args.lora_rank:
         return _build_base_reference(args, model)
 

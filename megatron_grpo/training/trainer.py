@@ -15,23 +15,24 @@ import torch.distributed as dist
 from megatron_grpo.algorithm.arguments import may_need_scores, needs_old_log_probs
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.data.batch import Bool, RolloutBatch
-from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.data.tokenizer import Tokenizer
 from megatron_grpo.models import forward
-from megatron_grpo.observability.completion_log import chosen, completion_row
+from megatron_grpo.observability.completion_log import chosen, completion_row, held_out_row
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.watchdog import Watchdog
-from megatron_grpo.parallel.agreement import device_answers
+from megatron_grpo.parallel.agreement import device_answers, on_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
 from megatron_grpo.rollout.collect import shown_images, with_images
+from megatron_grpo.rollout.evaluation import HeldOut, logged
 from megatron_grpo.rollout.rollout_metrics import rollout_metrics
 from megatron_grpo.rollout.source import Rollout, RolloutSource, SourceState
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.training import train_step
 from megatron_grpo.training.bad_updates import BadUpdates
+from megatron_grpo.training.best_checkpoint import best_in_words
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
@@ -58,7 +59,7 @@ class Trainer:
     source: RolloutSource
     lifecycle: EngineLifecycle
     tokenizer: Tokenizer
-    valid_prompts: list[Prompt]
+    held_out: HeldOut
     logger: MetricsLogger
     timers: Timers
     device_memory: DeviceMemory
@@ -72,6 +73,7 @@ class Trainer:
     images: ImageStore | None = None  # of a vision-language model
     iteration: int = 0
     tokens: int = 0
+    held_out_rows: list[dict[str, Any]] = field(default_factory=list)  # logged completions of --eval-only
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -226,6 +228,21 @@ class Trainer:
             rows = [completion_row(batch, i, why, self.args.reward_funcs, self.tokenizer) for i, why in picks]
             self.logger.log_completions(self.iteration + 1, rows)
 
+    def held_out_to_log(self, batch: RolloutBatch) -> Bool:
+        """Return [n] the completions of an evaluation that this rank logs, whose tokens it needs."""
+        return logged(batch, self.held_out, self.args.eval_completions_to_log) & self.logger.active
+
+    def log_held_out(self, kind: str, batch: RolloutBatch) -> None:
+        """Write some completions of an evaluation to ``eval_completions.jsonl``; ``kind``: greedy or sampled."""
+        rows = [
+            {"file": self.held_out.file_of(int(batch.group_ids[i])), "kind": kind}
+            | held_out_row(batch, i, self.args.reward_funcs, self.tokenizer)
+            for i in np.flatnonzero(self.held_out_to_log(batch)).tolist()
+        ]
+        self.logger.log_completions(self.iteration, rows, held_out=True)
+        if self.args.eval_only:
+            self.held_out_rows += rows
+
     # ---- position, checkpoints and end
 
     def due(self, interval: int | None) -> bool:
@@ -268,15 +285,21 @@ class Trainer:
                 step()
             except GrpoError as error:
                 failed.append(str(error))
-        self.profiler.close()
-        self.logger.close()
-        self.lifecycle.close()
-        self.source.close()
-        if self.watchdog is not None:
-            self.watchdog.close()
+        self.close()
+        if self.args.keep_best:
+            print_rank_0(on_rank_0(best_in_words, self.args))
         if failed:
             raise GrpoError(f"{'; '.join(failed)}. Make room, or correct the path. {newest_in_words(self.args.save)}")
         if self.args.save and not self.left_early and dist.get_rank() == 0:
             unmark(self.args.save)
         done = f"{self.source.taken} rollouts" if self.args.rollout_only else f"{self.iteration} updates"
         print_rank_0(f"done: {done}, {time.monotonic() - self.started:.0f} s")
+
+    def close(self) -> None:
+        """Close all parts."""
+        self.profiler.close()
+        self.logger.close()
+        self.lifecycle.close()
+        self.source.close()
+        if self.watchdog is not None:
+            self.watchdog.close()

@@ -70,6 +70,8 @@ def data(tmp_path_factory):
         raw = directory / f"gsm8k_{name}.jsonl"
         raw.write_text("".join(json.dumps(row) + "\n" for row in rows))
         tool("tools/data/gsm8k.py", "--input", raw, "--output", directory / output)
+    lines = (directory / "test.jsonl").read_text().splitlines(keepends=True)
+    (directory / "one.jsonl").write_text(lines[0])  # fewer prompts than ranks
     return directory
 
 
@@ -94,6 +96,7 @@ def run(model, data, tmp_path_factory):
     """The --save directory of a finished run of two rollouts with two updates each, and what it printed."""
     save = tmp_path_factory.mktemp("run") / "save"
     words = f"""--load-hf {model} --train-data-path {data}/train.parquet --valid-data-path {data}/test.jsonl
+        one={data}/one.jsonl --keep-best eval/one/greedy_reward --save-interval 2 --max-checkpoints-to-keep 1
         --val-before-train --eval-interval 2 --eval-num-generations 2 --reward-funcs gsm8k format --reward-weights 1 0.2
         --steps-per-generation 2 --global-batch-size 32 --max-tokens-per-microbatch 400 --beta 0.04
         --rollout-importance-sampling-mode icepop --system-prompt Think. --save {save}
@@ -150,6 +153,27 @@ def test_samples_of_completions(run, data):
         assert best["advantage"] >= second["advantage"] >= worst["advantage"]
 
 
+def test_held_out_files(run, data):
+    """The prompt of the second file is the first one of the first file; seven prompts on two ranks."""
+    rows = [row for row in read_lines(run[0] / "metrics.jsonl") if "eval/greedy_reward" in row]
+    for row in rows:
+        for name in ("greedy_reward", "greedy_length"):
+            both = 6 * row[f"eval/test/{name}"] + row[f"eval/one/{name}"]
+            assert row[f"eval/{name}"] == pytest.approx(both / 7)
+    logged = read_lines(run[0] / "eval_completions.jsonl")
+    assert [row["iteration"] for row in logged] == [0] * 14 + [2] * 14 + [4] * 14
+    for first, one in ((rows[0], rows[6]) for rows in (logged[start : start + 7] for start in range(0, 42, 7))):
+        assert (first["file"], one["file"]) == ("test", "one") and first["prompt"] == one["prompt"]
+        if first["kind"] == "greedy":
+            assert first["completion"] == one["completion"] and first["rewards"] == one["rewards"]
+    values = {row["iteration"]: row["eval/one/greedy_reward"] for row in rows if row["iteration"]}
+    best = json.loads((run[0] / "best.json").read_text())
+    assert best == {"iteration": 4 if values[4] > values[2] else 2, "metric": "eval/one/greedy_reward"} | {
+        "value": max(values.values())
+    }
+    assert (run[0] / f"iter_{best['iteration']:07d}").is_dir()
+
+
 def test_the_run_says_what_it_is(run, model):
     save, _ = run
     stored, environment = (json.loads((save / name).read_text()) for name in ("args.json", "environment.json"))
@@ -161,7 +185,7 @@ def test_the_run_says_what_it_is(run, model):
 def test_what_is_printed(run):
     output = run[1]
     assert "2 ranks = TP 1 x PP 1 x DP 2" in output
-    assert output.count("| reward ") == 4 and output.count("\nevaluation ") == 3
+    assert output.count("| reward ") == 4 and output.count("\nevaluation ") == 9
     assert "done: 4 updates" in output and "Traceback" not in output
 
 

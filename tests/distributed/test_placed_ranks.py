@@ -73,7 +73,14 @@ def test_without_staleness_a_run_is_that_of_a_colocated_engine_bit_for_bit(flags
     ranks.run_torchrun(2, "pretrain_grpo.py", *words, "--save", tmp_path / "placed", "--rollout-ranks", 1)
     one, other = (tmp_path / name for name in ("colocated", "placed"))
     assert rows_of(one) == rows_of(other) and len(rows_of(one)) == 4
-    assert rows_of(one, "completions.jsonl") == rows_of(other, "completions.jsonl")
+    for name in ("completions.jsonl", "eval_completions.jsonl"):
+        assert rows_of(one, name) == rows_of(other, name)
+    # --eval-only sends the checkpoint's weights to the engine rank, and repeats the last evaluation.
+    words += ["--save", other, "--load", other, "--rollout-ranks", 1, "--eval-only"]
+    ranks.run_torchrun(2, "pretrain_grpo.py", *words)
+    (entry,) = json.loads((other / "evaluation.json").read_text())["evaluations"]
+    for row in entry["rows"]:
+        assert row["reward"] == rows_of(other)[-1][f"eval/{row['kind']}_reward"]
     first, second = (load_file(save / trained) for save in (one, other))
     assert first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
 

@@ -389,11 +389,6 @@ def smaller_model(bench: Bench) -> list[str]:
     return bench.without("--load-hf", *names, *sizes.split(), *kind.split())
 
 
-def inner_directory(bench: Bench) -> list[str]:
-    names = ["--pretrained-checkpoint", bench.finished / "iter_0000002", "--tokenizer-model", bench.model]
-    return bench.without("--load-hf", *names, "--use-checkpoint-args")
-
-
 CHECKPOINTS: list[Case] = [
     (
         "truncated",
@@ -407,7 +402,6 @@ CHECKPOINTS: list[Case] = [
         latest("9" * 5000),
         r"holds '9{40}', not an iteration; in .*: iter_0000002",
     ),
-    ("the directory inside", inner_directory, r"this directory is a single checkpoint: give .*"),
     (
         "contradiction",
         lambda b: b.resume("--num-layers", "4"),

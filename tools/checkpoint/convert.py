@@ -228,7 +228,7 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
         assets: str | Path | None = options.hf_config
     elif stored.get("model_family"):
         args = model_args(options, stored, f"the checkpoint {options.load}")
-        assets = Path(options.load) / hf.ASSETS_DIR
+        assets = checkpoint_directory.run_directory(options.load) / hf.ASSETS_DIR
         if not Path(assets).is_dir():
             assets = stored.get("tokenizer_model")
         if assets is None or not Path(assets).exists():

@@ -49,10 +49,10 @@ class PlacedSource(RolloutSource):
         assert record.started is not None
         self.engine.restore(record.started)
 
-    def evaluate(self, plan: RolloutPlan) -> RolloutBatch:
+    def evaluate(self, plan: RolloutPlan, needs: Needs = nothing) -> RolloutBatch:
         """See `RolloutSource.evaluate`."""
         with self.timers("rollout"):
-            batch, _ = self.engine.generate(plan, nothing)
+            batch, _ = self.engine.generate(plan, needs)
         check_episodes(batch)
         return batch
 

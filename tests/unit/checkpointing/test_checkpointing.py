@@ -22,7 +22,7 @@ from megatron_grpo.utils.errors import GrpoError
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def save(root, iteration, keep=None, payload="weights"):
+def save(root, iteration, keep=None, payload="weights", best=None):
     """A checkpoint with stand-ins for megatron-core's files."""
     temporary = cd.start(root, iteration)
     for name in cd.CORE_FILES:
@@ -30,7 +30,7 @@ def save(root, iteration, keep=None, payload="weights"):
     (temporary / "__0_0.distcp").write_text(payload * 100)
     items = [[100 * len(payload), Checksum(100 * payload.encode()).text()]]
     (temporary / CHECKSUMS).write_text(json.dumps({"__0_0.distcp": items}))
-    cd.publish(temporary, {"num_layers": 4}, keep)
+    cd.publish(temporary, {"num_layers": 4}, keep, best)
 
 
 def names(root):
@@ -96,12 +96,13 @@ def test_a_failure_at_any_rename_leaves_a_loadable_checkpoint(tmp_path, monkeypa
 
             monkeypatch.setattr(os, "replace", failing)
             try:
-                save(root, 30 if target == "next" else 20, keep=2)
+                save(root, 30 if target == "next" else 20, keep=2, best=best(30 if target == "next" else 20, 1.0))
                 finished = True
             except KeyboardInterrupt:
                 finished = False
             monkeypatch.setattr(os, "replace", real)
             check_loadable(root, {20, 30} if target == "next" else {20})
+            cd.read_best(root)
             save(root, 40, keep=2)  # the next start cleans up and goes on
             check_loadable(root, {40})
             assert not [name for name in names(root) if name.endswith((".tmp", ".old"))]
@@ -200,10 +201,49 @@ def test_damage_is_named(tmp_path, damage, message):
         cd.verify(cd.find(tmp_path)[1])
 
 
-def test_a_checkpoint_given_in_place_of_its_parent_is_pointed_out(tmp_path):
+def test_a_single_checkpoint_can_be_given_in_place_of_its_parent(tmp_path):
     save(tmp_path, 20)
-    with pytest.raises(GrpoError, match=f"this directory is a single checkpoint: give {re.escape(str(tmp_path))}$"):
-        cd.find(tmp_path / "iter_0000020")
+    save(tmp_path, 40)
+    assert cd.find(tmp_path / "iter_0000020") == (20, tmp_path / "iter_0000020")
+    assert cd.latest_iteration(tmp_path / "iter_0000020") == 20
+    assert cd.note(tmp_path / "iter_0000020") == ""
+    assert cd.run_directory(tmp_path / "iter_0000020") == cd.run_directory(tmp_path) == tmp_path
+
+
+def best(iteration, value):
+    return {"iteration": iteration, "metric": "eval/greedy_accuracy", "value": value}
+
+
+def test_the_best_checkpoint_stays_until_another_is_better(tmp_path):
+    save(tmp_path, 10, keep=1, best=best(10, 0.5))
+    save(tmp_path, 20, keep=1)
+    save(tmp_path, 30, keep=1)
+    assert names(tmp_path) == [cd.BEST, "iter_0000010", "iter_0000030", cd.LATEST]
+    assert cd.read_best(tmp_path) == best(10, 0.5)
+    save(tmp_path, 40, keep=2, best=best(40, 0.75))
+    assert names(tmp_path) == [cd.BEST, "iter_0000030", "iter_0000040", cd.LATEST]
+    save(tmp_path, 50, keep=2)
+    save(tmp_path, 60, keep=2)
+    assert names(tmp_path) == [cd.BEST, "iter_0000040", "iter_0000050", "iter_0000060", cd.LATEST]
+
+
+def test_a_run_that_went_back_forgets_a_later_best(tmp_path):
+    save(tmp_path, 10)
+    save(tmp_path, 20, best=best(20, 0.5))
+    cd.forget_best(tmp_path, after=20)
+    assert cd.read_best(tmp_path) == best(20, 0.5)
+    cd.forget_best(tmp_path, after=10)
+    assert not (tmp_path / cd.BEST).exists()
+    cd.forget_best(tmp_path, after=10)
+    (tmp_path / cd.BEST).write_text(json.dumps(best(30, 0.5)))  # its checkpoint was deleted by hand
+    assert cd.read_best(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "nothing", '{"iteration": 10, "metric": 1, "value": 0.5}'])
+def test_a_damaged_best_json_is_named(tmp_path, text):
+    (tmp_path / cd.BEST).write_text(text)
+    with pytest.raises(GrpoError, match=r"best\.json"):
+        cd.read_best(tmp_path)
 
 
 def test_megatron_lms_own_checkpoints_are_found(tmp_path):

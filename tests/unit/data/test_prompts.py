@@ -55,6 +55,18 @@ def user(text):
     return {"role": "user", "content": text}
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_first_prompts_of_each_file_are_those_that_are_not_skipped(tmp_path, streamed):
+    files = {"a": ["1", "bad", "2"], "b": ["3", "4", "5"], "c": ["bad"]}
+    for name, texts in files.items():
+        rows = [{} if text == "bad" else {"prompt": text} for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [tmp_path / f"{name}.jsonl" for name in files]
+    data = PromptDataset(paths, Characters(), flags(bad_rows="skip"), streamed=streamed)
+    for count, expected in ((None, [["1", "2"], ["3", "4", "5"], []]), (2, [["1", "2"], ["3", "4"], []])):
+        assert [[text(prompt) for prompt in prompts] for prompts in data.first_of_files(count)] == expected
+
+
 def test_plain_and_chat_prompts(tmp_path):
     data = dataset(
         tmp_path / "a.jsonl",

@@ -24,7 +24,7 @@ from megatron_grpo.rollout.engine import Completion
 def make_args(**overrides):
     values = {"save": None, "log_interval": 1, "tensorboard_dir": None, "wandb_project": None, "swanlab_project": None}
     values |= {"log_completions": False, "device_peak_tflops": None, "include_performance_metrics": False, "beta": 0.0}
-    values |= {"on_save_error": "continue"}
+    values |= {"on_save_error": "continue", "valid_data_path": None}
     return argparse.Namespace(**values | {"world_size": 1} | overrides)
 
 
@@ -161,6 +161,18 @@ def test_evaluation_before_training_is_a_row_of_iteration_zero(tmp_path, capsys)
     assert rows(tmp_path / "metrics.jsonl")[0]["iteration"] == 0
     out = capsys.readouterr().out
     assert out == "evaluation   0/100 | greedy accuracy 0.5000 | greedy reward 0.2500\n"
+
+
+def test_several_files_of_an_evaluation_have_a_line_each(capsys):
+    logger = MetricsLogger(make_args(), 0, 100, 0)
+    metrics = {"eval/greedy_reward": 0.25, "eval/greedy_accuracy": 0.5, "eval/aime_24/greedy_accuracy": 1.0}
+    logger.log(20, metrics | {"eval/gsm8k/pass_at_4": 0.75, "time/eval": 1.0})
+    logger.close()
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluation  20/100 | greedy accuracy 0.5000 | greedy reward 0.2500",
+        "evaluation  20/100 aime_24 | greedy accuracy 1.0000",
+        "evaluation  20/100 gsm8k | pass at 4 0.7500",
+    ]
 
 
 def test_numbers_that_json_does_not_have_become_null(tmp_path):

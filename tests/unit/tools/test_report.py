@@ -253,6 +253,26 @@ def test_a_damaged_or_missing_file_is_named(tmp_path, capsys, file, content, mes
     assert not (tmp_path / "report.html").exists()
 
 
+def test_held_out_completions_are_shown_by_prompt_and_not_among_those_of_training(tmp_path):
+    """A prompt's completions stand in a table by update; markup in them is text."""
+    held_out = [
+        {name: SAMPLE[name] for name in ("prompt", "completion", "rewards", "finish_reason", "length", "row")}
+        | {"iteration": iteration, "file": "gsm8k", "kind": "greedy", "completion": f"<b>{iteration}"}
+        for iteration in (0, 20)
+    ]
+    folder = write_run(tmp_path / "run")
+    (folder / "eval_completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    text = written(tmp_path, folder)
+    page = Page(text)
+    assert page.data["runs"][0]["completions"] == [SAMPLE] and page.data["rollouts"] == [1]
+    assert page.rows["0 greedy"] == (["f1 1, f2 not scored", "2, stop", "<b>0"], False)
+    assert page.rows["20 greedy"][0][2] == "<b>20"
+    assert text.count("<summary>gsm8k, row 7: 1+1=</summary>") == 1
+    assert "Held-out completions" not in written(tmp_path, write_run(tmp_path / "without"))
+    (folder / "eval_completions.jsonl").write_text(json.dumps(held_out[0] | {"file": 1}) + "\n")
+    assert report.main([str(folder), "-o", str(tmp_path / "report.html")]) == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -27,6 +27,7 @@ from megatron_grpo.parallel.initialize import initialize_distributed, set_random
 from megatron_grpo.reference import reference_model
 from megatron_grpo.reference.reference_model import SwappedReference
 from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.rollout.evaluation import HeldOut
 from megatron_grpo.rollout.plan import rollout_seed
 from megatron_grpo.rollout.source import WholeRollouts
 from megatron_grpo.training import train_step
@@ -181,7 +182,7 @@ def trained(tiny_models, case, one_process):
         **parts,
         saves=Saves(**parts),
         tokenizer=tokenizer,
-        valid_prompts=[],
+        held_out=HeldOut(),
         device_memory=memory,
         profiler=Profiler(args, 0, 0),
     )

@@ -101,6 +101,7 @@ SERVER = "--vllm-mode server --vllm-server-base-url"
 SGLANG = "--rollout-engine sglang --sglang-server-base-url http://localhost:1"
 
 NGRAM = '--vllm-speculative-config {"method":"ngram","num_speculative_tokens":2}'
+EVALUATED = "--save out --save-interval 5 --eval-interval 10 --valid-data-path v"
 REFUSED = {
     "--model-family qwen3_vl": "--model-family qwen3_vl needs the vision tower of a config.json",
     "--recompute-granularity selective --recompute-modules layernorm": "--recompute-modules layernorm needs --trans",
@@ -281,6 +282,21 @@ REFUSED = {
     "--eval-interval 4": "--eval-interval needs --valid-data-path",
     "--val-before-train": "--val-before-train needs --valid-data-path",
     "--valid-data-path v.jsonl": "--valid-data-path needs --eval-interval or --val-before-train",
+    "--eval-completions-to-log 3 --valid-data-path v --eval-interval 2": "--eval-completions-to-log needs --save",
+    "--eval-correct-reward 0.5": "--eval-correct-reward needs --valid-data-path",
+    "--eval-only": "--eval-only needs --valid-data-path",
+    "--eval-only --valid-data-path v": "--eval-only needs --load, --load-hf or --pretrained-checkpoint",
+    "--valid-data-path a/v.jsonl b/v.jsonl --eval-interval 2": 'two files with the name "v" in metrics',
+    "--keep-best eval/greedy_accuracy": "--keep-best needs --save",
+    "--keep-best eval/greedy_accuracy --save out": "--keep-best needs --save-interval",
+    "--keep-best eval/greedy_accuracy --save out --save-interval 5": "--keep-best needs --eval-interval",
+    f"{EVALUATED} --keep-best reward/mean": "of this run have eval/greedy_accuracy, eval/greedy_reward",
+    f"{EVALUATED} --keep-best eval/greedy_length": "of this run have eval/greedy_accuracy, eval/greedy_reward",
+    f"{EVALUATED} --keep-best eval/pass_at_2": "of this run have eval/greedy_accuracy, eval/greedy_reward",
+    f"{EVALUATED} --keep-best eval/v/greedy_accuracy": "of this run have eval/greedy_accuracy, eval/greedy_reward",
+    f"{EVALUATED} --keep-best eval/greedy_accuracy --save-interval 4": (
+        "needs a checkpoint at each evaluation: --eval-interval (10) must be divisible by --save-interval (4)"
+    ),
     "--bf16 --fp16": "--bf16 and --fp16 cannot both be given",
     "--min-lr 1e-3": "--min-lr (0.001) must lie between 0 and --lr (1e-06)",
     "--lr 0": "--lr (0.0) must be greater than 0",
@@ -421,6 +437,12 @@ def test_query_groups_and_group_query_attention_go_together():
         "--rollout-engine megatron --top-p 0.9 --temperature 0.7 --m2po-threshold 0.04",
         "--temperature 0.7 --rollout-importance-sampling-mode token_mask --mismatch-sample-rate 0",
         "--valid-data-path v.jsonl --eval-interval 5 --val-before-train --eval-num-generations 4",
+        f"{EVALUATED} --keep-best eval/greedy_accuracy",
+        f"{EVALUATED} --eval-num-generations 4 --keep-best eval/pass_at_4",
+        f"{EVALUATED} w.jsonl --keep-best eval/w/greedy_reward",
+        f"{EVALUATED} b=w.jsonl --keep-best eval/b/greedy_reward --async-save --max-checkpoints-to-keep 1",
+        "--valid-data-path v.jsonl --eval-only --load-hf model",
+        f"{EVALUATED} --keep-best eval/greedy_reward --eval-only --load-hf model --async-save --overlap-grad-reduce",
         "--tensor-model-parallel-size 8",  # twice as many ranks as key/value heads
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--bias-activation-fusion --bias-dropout-fusion",
