@@ -102,7 +102,9 @@ def _call_trl(
     """Return the rewards of TRL's ``function`` for the completions of one prompt."""
     row = samples[0].row
     prompt = parse_prompt(row, prompt_key, system_prompt or None, media=("image", "video"))
-    given = {name: [sample.row[name] for sample in samples] for name in row if name not in (prompt_key, "prompt")}
+    given: dict[str, Any] = {
+        name: [sample.row[name] for sample in samples] for name in row if name not in (prompt_key, "prompt")
+    }
     given |= {
         "prompts": [prompt] * len(samples),
         "completions": [_completion(sample, prompt) for sample in samples],
