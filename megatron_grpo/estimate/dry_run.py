@@ -2,7 +2,9 @@
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,8 +76,8 @@ def ranks(args: Namespace, world_size: int) -> list[Rank]:
     return found
 
 
-def dry_run_report(args: Namespace, world_size: int, gpu: float | None = None) -> str:
-    """Return the whole report as text, for validated arguments; ``gpu``: GiB of a GPU that it should fit."""
+def dry_run_report(args: Namespace, world_size: int) -> str:
+    """Return the whole report as text, for validated arguments."""
     plan = Plan(args)
     sections = [
         "batch arithmetic",
@@ -90,9 +92,23 @@ def dry_run_report(args: Namespace, world_size: int, gpu: float | None = None) -
         "",
         "memory of a rank, GiB (estimated)",
         *_memory_lines(plan),
-        *(_fit_lines(plan, gpu) if gpu else []),
     ]
     return "\n".join(sections)
+
+
+def fit_line(changed: Callable[[dict[str, Any]], Namespace], gpu: float) -> str:
+    """Return whether the run fits a GPU of ``gpu`` GiB, and with which flags if it does not; ``changed``: `fitting`."""
+    args = changed({})
+    room = ROOM_BESIDE_ENGINE if has_colocated_vllm(args) else ROOM
+    needed = gpu_bytes(Plan(args)) / GIB
+    if needed + room <= gpu:
+        return f"it fits a GPU of {gpu:.0f}, with {gpu - needed:.1f} for what is not counted"
+    flags, less = fitting(changed, (gpu - room) * GIB)
+    last = f"it does not fit a GPU of {gpu:.0f}, where {room} should stay for what is not counted"
+    if less / GIB + room <= gpu:
+        return f"{last}: add {in_words(flags)} ({less / GIB:.1f})"
+    rest = f", and with {in_words(flags)} it still needs {less / GIB:.1f}" if flags else ""
+    return f"{last}{rest}: divide the model over more GPUs, train adapters (--lora-rank), or shorten the completions"
 
 
 def holds(chunk: Chunk, vision: bool) -> str:
@@ -179,34 +195,20 @@ def _engine_lines(plan: Plan) -> list[str]:
             f"engine: {engine:.2f} of weights on each of {args.rollout_ranks} GPUs of its own (--rollout-ranks, "
             f"--vllm-tensor-parallel-size {width}); weights and cache use {utilization:g} of the GPU's memory",
             *_draft_lines(plan),
-            f"a GPU must have {most:.1f} for a trainer, {engine / utilization:.1f} and its cache for an engine",
+            f"a GPU must have {plan.peak() / GIB:.1f} for a trainer, {engine / utilization:.1f} and its cache for an "
+            "engine",
         ]
     lines = [
         f"engine: {engine:.2f} of weights on each rank (--vllm-tensor-parallel-size {width}); {share}",
         *_draft_lines(plan),
     ]
-    trainer = max(plan.memory(stage).total for stage in range(len(plan.stages))) / GIB
-    if engine / utilization > trainer and (wider := _wider_engines(plan)):
+    if engine / utilization > plan.peak() / GIB and (wider := _wider_engines(plan)):
         lines.append(f"engine: its weights need more than the trainer; {wider}")
     if args.sleep_level:  # an awake engine shares the GPU with the trainer's remaining tensors
         lines.append(f"a GPU must have {most:.1f}: for the trainer alone, and for the engine beside the trainer's rest")
     elif utilization < 1:
         lines.append(f"a GPU must have {most:.1f}, for the engine's share and the trainer's")
     return lines
-
-
-def _fit_lines(plan: Plan, gpu: float) -> list[str]:
-    """Return the line about whether the run fits a GPU of ``gpu`` GiB, and with which flags if it does not."""
-    room = ROOM_BESIDE_ENGINE if has_colocated_vllm(plan.args) else ROOM
-    needed = gpu_bytes(plan) / GIB
-    if needed + room <= gpu:
-        return [f"it fits a GPU of {gpu:.0f}, with {gpu - needed:.1f} for what is not counted"]
-    flags, less = fitting(plan.args, (gpu - room) * GIB)
-    last = f"it does not fit a GPU of {gpu:.0f}, where {room} should stay for what is not counted"
-    if less / GIB + room <= gpu:
-        return [f"{last}: add {in_words(flags)} ({less / GIB:.1f})"]
-    rest = f", and with {in_words(flags)} it still needs {less / GIB:.1f}" if flags else ""
-    return [f"{last}{rest}: divide the model over more GPUs, train adapters (--lora-rank), or shorten the completions"]
 
 
 def _draft_lines(plan: Plan) -> list[str]:

@@ -202,6 +202,11 @@ class Plan:
             weights + gradients + share * on_device - leaves + activations * args.cuda_graphs,
         )
 
+    def peak(self) -> float:
+        """Return the bytes on a rank of the stage that needs most, without the engine's."""
+        memories = [self.memory(stage) for stage in range(len(self.stages))]
+        return max(max(memory.total, memory.stays) for memory in memories)
+
     @cached_property
     def references(self) -> float:
         """Return the bytes of reference model and teacher in the host memory of a rank, at most."""
@@ -443,20 +448,22 @@ class Plan:
 
 
 def gpu_bytes(plan: Plan) -> float:
-    """Return the memory that a GPU of a trainer must have: its own at the peak of training, and a colocated engine's.
+    """Return the memory that a GPU must have: the trainer's at the peak of training, and an engine's beside it.
 
     An engine that sleeps has its share only while it generates, beside what the trainer leaves on the GPU; infinite if
-    it takes the whole GPU. Not counted: communication buffers, libraries, fragmentation.
+    it takes the whole GPU. With --rollout-ranks it is the larger one of a trainer and of an engine's weights. Not
+    counted: communication buffers, libraries, fragmentation.
     """
-    args = plan.args
-    memories = [plan.memory(stage) for stage in range(len(plan.stages))]
-    most = max(max(memory.total, memory.stays) for memory in memories)
+    args, most = plan.args, plan.peak()
+    stays = [plan.memory(stage).stays for stage in range(len(plan.stages))]
     if args.rollout_engine == "megatron":
-        return max(most, *(memory.stays + plan.cache(stage) for stage, memory in enumerate(memories)))
-    if args.rollout_ranks or not has_colocated_vllm(args):
+        return max(most, *(kept + plan.cache(stage) for stage, kept in enumerate(stays)))
+    if not has_colocated_vllm(args):
         return most
     share, engine = args.vllm_gpu_memory_utilization, plan.engine() * params_dtype(args).itemsize
-    beside = max(memory.stays for memory in memories) if args.sleep_level else most
+    if args.rollout_ranks:
+        return max(most, engine / share)
+    beside = max(stays) if args.sleep_level else most
     return max(most, beside / (1 - share) if share < 1 else inf, engine / share)
 
 

@@ -1,7 +1,7 @@
 """Flags that lower the memory of a GPU: one by one with their effect, and as many as a given GPU needs."""
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_grpo.data.arguments import smallest_budget
@@ -13,16 +13,17 @@ from megatron_grpo.utils.errors import GrpoError
 SMALL = 2**28  # bytes; smaller differences are not worth a flag
 
 Flags = dict[str, str]  # words of a command line: flags and their values
-Change = tuple[Flags, dict[str, Any]]  # flags and the arguments that they set
+# Flags, the arguments that they set, and those that follow from them.
+Change = tuple[Flags, dict[str, Any], dict[str, Any]]
 
 
 def savings(args: Namespace, stage: int) -> list[tuple[str, float]]:
     """Return (flags, GiB less on a rank of this pipeline stage) for single changes of ``args``, the largest first."""
     now = Plan(args).memory(stage).total
     found = []
-    for flags, changes in _of_training(args):
+    for flags, changes, follows in _of_training(args):
         try:
-            less = now - Plan(replaced(args, **changes)).memory(stage).total
+            less = now - Plan(replaced(args, **changes, **follows)).memory(stage).total
         except GrpoError:  # megatron-core refuses the change for this model, such as experts with biases at ETP 2
             continue
         if less >= SMALL:
@@ -30,31 +31,41 @@ def savings(args: Namespace, stage: int) -> list[tuple[str, float]]:
     return sorted(found, key=lambda row: -row[1])
 
 
-def fitting(args: Namespace, most: float) -> tuple[Flags, float]:
+def fitting(changed: Callable[[dict[str, Any]], Namespace], most: float) -> tuple[Flags, float]:
     """Return flags with which a GPU needs at most ``most`` bytes, and the bytes that it then needs.
 
-    Each flag is the cheapest, in speed, that lowers what is left. If all together do not suffice, the bytes are more
-    than ``most``.
+    ``changed`` returns the resolved arguments of the run after changes, and raises GrpoError for those that the run
+    would refuse. Each flag is the cheapest, in speed, that lowers what is left. If all together do not suffice, the
+    bytes are more than ``most``.
     """
     steps: list[Change] = []
-    now = gpu_bytes(Plan(args))
+
+    def with_steps(chosen: list[Change]) -> tuple[Namespace, float]:
+        args = changed({dest: value for _, changes, _ in chosen for dest, value in changes.items()})
+        return args, gpu_bytes(Plan(args))
+
+    args, now = with_steps(steps)
     while now > most:
-        for flags, changes in _all(_with(args, steps)):
+        for step in _all(args):
             try:
-                less = gpu_bytes(Plan(_with(args, [*steps, (flags, changes)])))
+                next_args, less = with_steps([*steps, step])
             except GrpoError:
                 continue
             if now - less >= SMALL:
-                steps.append((flags, changes))
-                now = less
+                steps.append(step)
+                args, now = next_args, less
                 break
         else:
             break
     for step in list(steps):  # what a later flag made needless
         rest = [other for other in steps if other is not step]
-        if (less := gpu_bytes(Plan(_with(args, rest)))) <= most:
+        try:
+            _, less = with_steps(rest)
+        except GrpoError:  # a later flag needs it
+            continue
+        if less <= most:
             steps, now = rest, less
-    return {flag: value for flags, _ in steps for flag, value in flags.items()}, now
+    return {flag: value for flags, *_ in steps for flag, value in flags.items()}, now
 
 
 def in_words(flags: Flags) -> str:
@@ -62,54 +73,48 @@ def in_words(flags: Flags) -> str:
     return " ".join(f"{flag} {value}".rstrip() for flag, value in flags.items())
 
 
-def _with(args: Namespace, steps: list[Change]) -> Namespace:
-    return replaced(args, **{dest: value for _, changes in steps for dest, value in changes.items()})
-
-
 def _all(args: Namespace) -> Iterator[Change]:
     """Yield the changes that lower the memory of a GPU, the cheapest in speed first."""
     if has_colocated_vllm(args) and not args.rollout_ranks:
         if not args.sleep_level:
-            yield {"--sleep-level": "2"}, {"sleep_level": 2}
+            yield {"--sleep-level": "2"}, {"sleep_level": 2}, {}
         else:
             for name in ("gradients", "optimizer", "model"):
                 if not getattr(args, f"offload_{name}"):
-                    yield {f"--offload-{name}": ""}, {f"offload_{name}": True}
+                    yield {f"--offload-{name}": ""}, {f"offload_{name}": True}, {}
     yield from _of_training(args)
     width = 2 * args.vllm_tensor_parallel_size
-    if has_colocated_vllm(args) and args.world_size % width == 0 and args.num_attention_heads % width == 0:
-        yield {"--vllm-tensor-parallel-size": str(width)}, {"vllm_tensor_parallel_size": width}
+    if has_colocated_vllm(args) and args.num_attention_heads % width == 0:
+        yield {"--vllm-tensor-parallel-size": str(width)}, {"vllm_tensor_parallel_size": width}, {}
 
 
 def _of_training(args: Namespace) -> Iterator[Change]:
     """Yield changes of the trainer that lead to the same result as the present flags, the cheapest in speed first."""
     ranks = args.data_parallel_size * args.context_parallel_size
     if not args.use_distributed_optimizer and ranks > 1:
-        yield {"--use-distributed-optimizer": ""}, {"use_distributed_optimizer": True}
+        yield {"--use-distributed-optimizer": ""}, {"use_distributed_optimizer": True}, {}
     if args.max_tokens_per_microbatch:
         half = max(args.max_tokens_per_microbatch // 2, smallest_budget(args))
         if half < args.max_tokens_per_microbatch:
-            yield {"--max-tokens-per-microbatch": str(half)}, {"max_tokens_per_microbatch": half}
+            yield {"--max-tokens-per-microbatch": str(half)}, {"max_tokens_per_microbatch": half}, {}
     elif args.micro_batch_size > 1:
         half = args.micro_batch_size // 2
-        yield {"--micro-batch-size": str(half)}, {"micro_batch_size": half}
-    if args.recompute_granularity != "full":
+        yield {"--micro-batch-size": str(half)}, {"micro_batch_size": half}, {}
+    if args.recompute_granularity != "full" and "recompute_modules" not in args.explicit:  # refused together
         flags = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
         changes = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        yield flags, changes | {"recompute_modules": None}
+        yield flags, changes, {"recompute_modules": None}
     if args.data_parallel_size % 2 == 0:
-        replicas = {"data_parallel_size": args.data_parallel_size // 2}
         heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
         width = 2 * args.tensor_model_parallel_size
         if heads % width == 0:
-            changes = {"tensor_model_parallel_size": width, "sequence_parallel": True}
+            follows = {"data_parallel_size": args.data_parallel_size // 2}
             if args.expert_tensor_parallel_size == args.tensor_model_parallel_size:
-                changes["expert_tensor_parallel_size"] = width
+                follows["expert_tensor_parallel_size"] = width
             flags = {"--tensor-model-parallel-size": str(width), "--sequence-parallel": ""}
-            yield flags, replicas | changes
+            yield flags, {"tensor_model_parallel_size": width, "sequence_parallel": True}, follows
     if not args.optimizer_cpu_offload and args.optimizer == "adam":
-        changes = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-        yield (
-            {"--optimizer-cpu-offload": "", "--use-precision-aware-optimizer": ""},
-            changes | {"use_precision_aware_optimizer": True},
-        )
+        flags, changes = {"--optimizer-cpu-offload": ""}, {"optimizer_cpu_offload": True}
+        if args.transformer_impl == "transformer_engine":  # whose Adam it is; otherwise a copy stays on the GPU
+            flags["--use-precision-aware-optimizer"], changes["use_precision_aware_optimizer"] = "", True
+        yield flags, changes, {"optimizer_offload_fraction": 1.0}

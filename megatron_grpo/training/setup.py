@@ -33,7 +33,7 @@ from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.threads import Sizes, default_sandboxes
 from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.environments.tool_probe import probe
-from megatron_grpo.estimate.dry_run import dry_run_report, gpu_memory
+from megatron_grpo.estimate.dry_run import dry_run_report, fit_line, gpu_memory
 from megatron_grpo.estimate.host_memory import check_host_memory
 from megatron_grpo.lora import base
 from megatron_grpo.lora.attach import attach, trained
@@ -106,7 +106,7 @@ from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.saves import Saves
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.utils import launch, progress
-from megatron_grpo.utils.arguments import args_to_json, replaced, resolved
+from megatron_grpo.utils.arguments import Arguments, args_to_json, replaced, resolved
 from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
 from megatron_grpo.utils.descriptors import raise_limit
 from megatron_grpo.utils.errors import GrpoError
@@ -132,7 +132,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     progress.step("origin")
     args, found = _read_origin(args)
     resume = found is not None
-    args = resolve_args(args, world_size)
+    flags, args = args, resolve_args(args, world_size)
     if args.eval_only:
         args = replaced(args, **WITHOUT_TRAINING, explicit=args.explicit - WITHOUT_TRAINING.keys())
     ref_args = reference_args(args) if args.beta > 0 else None
@@ -145,7 +145,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             check_environment(args.environment)
         if absent := _not_here(args):
             print_rank_0(f"not on this machine, and not read: {', '.join(absent)}\n")
-        print_rank_0(dry_run_report(args, world_size, gpu_memory(args)))
+        print_rank_0(dry_run_report(args, world_size))
+        if gpu := gpu_memory(args):
+            print_rank_0(fit_line(partial(_changed, flags, world_size), gpu))
         return None
     set_log_level(args.log_level)
     roles = joint()
@@ -284,6 +286,11 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         iteration=iteration,
         tokens=position.get("tokens", 0),
     )
+
+
+def _changed(args: Arguments, world_size: int, changes: dict[str, Any]) -> Arguments:
+    """Return the arguments of a run whose flags also make these ``changes``; GrpoError if the run would be refused."""
+    return resolve_args(replaced(args, **changes, explicit=args.explicit | changes.keys()), world_size)
 
 
 def _join(args, world_size: int) -> Watchdog | None:
