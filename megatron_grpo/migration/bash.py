@@ -2,13 +2,16 @@
 
 The script is read and never run. The reader knows quotes, comments, line continuations, here-documents, assignments
 (``A=1``, ``A=( ... )``, ``A+=( ... )``), ``${A}``, ``${A:-default}``, ``${A[@]}``, ``$((1024 * 2))`` and ``source
-FILE``. It does not evaluate conditions: of the branches of an ``if`` the first assignment of a variable holds. What
-only a run of the script can tell, such as a variable of the environment or ``$(command)``, stays as it is written.
+FILE``. It does not evaluate conditions: a variable that branches of an ``if`` or ``case`` leave with several values has
+all of them (``Script.text``). The value before the condition is the first of them, else that of ``*)``, else that of
+the first branch. What only a run of the script can tell, such as a variable of the environment or ``$(command)``, stays
+as it is written.
 """
 
 import ast
 import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +39,8 @@ KEYWORDS = {
 DEEPER, LESS_DEEP = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
 PREFIXES = {"export", "declare", "local", "readonly", "typeset"}
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+TESTS = {"[", "[[", "test"}
+CHOICE = re.compile(r"\x01(\d+)\x02")  # stands for a value that depends on a condition: Script.choices
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
 OPERATORS = {
     ast.Add: operator.add,
@@ -55,6 +60,59 @@ class Script:
     commands: list[tuple[dict[str, str], list[str]]] = field(default_factory=list)
     variables: dict[str, str | list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    choices: list[list[str]] = field(default_factory=list)
+
+    def text(self, word: str, branch: int = 0) -> str:
+        """Return a word with this branch's value of what depends on conditions, the first one where there are fewer."""
+        while found := CHOICE.search(word):
+            values = self.choices[int(found[1])]
+            word = word[: found.start()] + values[branch if branch < len(values) else 0] + word[found.end() :]
+        return word
+
+    def branches(self, words: list[str]) -> int:
+        """Return the largest number of values that a part of these words has."""
+        numbers = [int(number) for word in words for number in CHOICE.findall(word)]
+        return max((max(len(self.choices[n]), self.branches(self.choices[n])) for n in numbers), default=1)
+
+    def choice(self, values: list[str]) -> str:
+        """Return a text that stands for one of several values."""
+        self.choices.append(values)
+        return f"\x01{len(self.choices) - 1}\x02"
+
+    def either(self, states: list[str | list[str] | None], before: str | list[str] | None) -> str | list[str] | None:
+        """Return the value of a variable that has one of these after a condition."""
+        if before in states:
+            states = [before, *states]
+        if all(state == states[0] for state in states):
+            return states[0]
+        if any(isinstance(state, list) for state in states):
+            arrays = [state if isinstance(state, list) else [state] for state in states if state is not None]
+            return self._either_array(arrays + [[]] * (None in states))
+        values: dict[str, None] = {}
+        for state in states:
+            whole = CHOICE.fullmatch(str(state or ""))
+            values.update(dict.fromkeys(self.choices[int(whole[1])] if whole else [str(state or "")]))
+        given = [value for value in values if value]
+        return self.choice(given if len(given) > 1 else [*given, ""]) if given else ""
+
+    def _either_array(self, arrays: list[list[str]]) -> list[str]:
+        """Return the first array, with the items of others as words that are empty in it."""
+        others = dict.fromkeys(item for array in arrays[1:] for item in array if item not in arrays[0])
+        first = [item if all(item in array for array in arrays) else self.choice([item, ""]) for item in arrays[0]]
+        return first + [self.choice(["", item]) for item in others]
+
+
+@dataclass
+class _Condition:
+    """A condition or loop around the position: the variables before it, and those after each of its branches."""
+
+    word: str
+    before: dict[str, str | list[str]]
+    after: list[dict[str, str | list[str]]] = field(default_factory=list)
+    complete: bool = False  # one branch is always taken
+    left: bool = False  # the branch at the position ends the script
+    at_pattern: bool = False  # of a case
+    at_default: bool = False  # its branch *)
 
 
 def read_bash(path: Path) -> Script:
@@ -72,11 +130,13 @@ def _text(path: Path) -> str:
 
 
 class _Reader:
-    """One pass over the text of a script; ``depth`` counts the conditions and loops around the position."""
+    """One pass over the text of a script; ``conditions`` are the conditions and loops around the position."""
 
     def __init__(self, text: str, path: Path, script: Script) -> None:
         self.text, self.path, self.script = text.replace("\r\n", "\n") + "\n", path, script
-        self.position = self.depth = 0
+        self.position = 0
+        self.conditions: list[_Condition] = []
+        self.end = self.guard = ""  # what ended the command; the test that decides whether the next one runs
         self.heredocs: list[str] = []
 
     def read(self) -> None:
@@ -85,6 +145,10 @@ class _Reader:
             words, scalars = self._command()
             if words or scalars:
                 self._run(words, scalars)
+            self.guard = words[0] if self.end in ("&&", "||") and words and words[0] in TESTS else ""
+            if self.end == ";;" and self._in_case():
+                self._end_branch()
+                self.conditions[-1].at_pattern = True
 
     def _error(self, what: str) -> GrpoError:
         line = self.text.count("\n", 0, self.position) + 1
@@ -102,8 +166,17 @@ class _Reader:
                 self.position += 2
             elif char == "#":
                 self._skip_line()
-            elif char in ENDS:
+            elif self._in_case() and self.conditions[-1].at_pattern and char in "()|":
                 self.position += 1
+                if char == ")":
+                    self.conditions[-1].at_default = "*" in words
+                    self.conditions[-1].complete |= "*" in words
+                    self.conditions[-1].at_pattern = False
+                    words = []
+            elif char in ENDS:
+                double = self.text[self.position : self.position + 2]
+                self.end = double if double in ("&&", "||", ";;") else char
+                self.position += len(self.end)
                 if char == "\n":
                     self._skip_heredocs()
                 break
@@ -123,20 +196,51 @@ class _Reader:
         return words, assigned
 
     def _keyword(self, word: str) -> None:
-        self.depth += (word in DEEPER) - (word in LESS_DEEP)
+        if word in DEEPER:
+            self.conditions.append(_Condition(word, dict(self.script.variables), at_pattern=word == "case"))
+        elif word in LESS_DEEP and self.conditions:
+            self._end_condition()
+        elif word in ("elif", "else") and self.conditions:
+            self._end_branch()
+            self.conditions[-1].complete |= word == "else"
         if word in DEEPER and word != "for":
             note = f"{self.path.name} has conditions, which are not evaluated: check the values that they set"
             if note not in self.script.notes:
                 self.script.notes.append(note)
 
+    def _in_case(self) -> bool:
+        return bool(self.conditions) and self.conditions[-1].word == "case"
+
+    def _end_branch(self) -> None:
+        """Keep the variables of a branch, and go back to those before the condition."""
+        condition = self.conditions[-1]
+        if not condition.left:
+            condition.after.insert(0 if condition.at_default else len(condition.after), self.script.variables)
+        condition.left = condition.at_default = False
+        self.script.variables = dict(condition.before)
+
+    def _end_condition(self) -> None:
+        """Give each variable its values of all branches."""
+        if not self.conditions[-1].at_pattern:
+            self._end_branch()
+        condition = self.conditions.pop()
+        states = condition.after if condition.complete and condition.after else [condition.before, *condition.after]
+        for name in dict.fromkeys(name for state in states for name in state):
+            value = self.script.either([state.get(name) for state in states], condition.before.get(name))
+            if value is not None:
+                self.script.variables[name] = value
+
     def _run(self, words: list[str], assigned: dict[str, str | list[str]]) -> None:
         """Apply assignments, follow ``source``, and record any other command."""
         if not words or words[0] in PREFIXES:
             for name, value in assigned.items():
-                if self.depth == 0 or name not in self.script.variables:
-                    self.script.variables[name] = value
+                before = self.script.variables.get(name)
+                either = self.script.either([before, value], before) if self.guard else value
+                self.script.variables[name] = value if either is None else either
         elif words[0] in ("source", ".") and len(words) > 1:
-            self._source(words[1])
+            self._source(self.script.text(words[1]))
+        elif words[0] == "exit" and self.conditions:
+            self.conditions[-1].left = True
         else:
             self.script.commands.append(({name: str(value) for name, value in assigned.items()}, words))
 
@@ -201,7 +305,7 @@ class _Reader:
             elif char in "$`":
                 value = self._expansion()
                 texts = value if isinstance(value, list) else [value]
-                items = [item for text in texts for item in ([text] if "$(" in text or "`" in text else text.split())]
+                items = [item for text in texts for item in self._split(text)]
                 if items:
                     parts[-1] += items[0]
                     parts.extend(items[1:])
@@ -209,6 +313,15 @@ class _Reader:
                 parts[-1] += char
                 self.position += 1
         return parts if quoted or parts != [""] else []
+
+    def _split(self, text: str) -> list[str]:
+        """Return the words of an unquoted value."""
+        plain = self.script.text(text)
+        if "$(" in plain or "`" in plain:
+            return [text]
+        if plain == text or len(plain.split()) <= 1:
+            return text.split()
+        return [self.script.choice([item, ""]) for item in plain.split()]
 
     def _double_quoted(self, parts: list[str]) -> bool:
         """Add the text in double quotes to the word; return whether it makes one: an empty array does not."""
@@ -309,6 +422,16 @@ class _Reader:
     def _arithmetic(self, text: str) -> str | None:
         """Return the value of an integer expression, or None where a variable is missing."""
         names = {name: self._value(name) for name in NAME.findall(text)}
+        branches = self.script.branches([value for value in names.values() if isinstance(value, str)])
+        if branches > 1:
+            results = [
+                self._computed(text, {n: v and self.script.text(str(v), k) for n, v in names.items()})
+                for k in range(branches)
+            ]
+            return self.script.choice([*dict.fromkeys(filter(None, results))]) if all(results) else None
+        return self._computed(text, names)
+
+    def _computed(self, text: str, names: Mapping[str, str | list[str] | None]) -> str | None:
         text = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda m: f"({names[m[1]] or m[1]})", text)
 
         def value(node: ast.AST) -> int:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 
 from megatron_grpo.migration.rows import Settings
-from megatron_grpo.migration.translate import Given, Translation
+from megatron_grpo.migration.translate import HARMLESS, Given, Translation, runs_a_command
 
 # The arrays of the script, in order, with the groups of --help that they hold; others are in TRAINING_ARGS.
 ARRAYS = {
@@ -61,7 +61,8 @@ def launch_script(
     for flag, (variable, default) in VARIABLES.items():
         if flag in given and len(given[flag].values) == 1:
             value, comment = given[flag].values[0], given[flag].comment
-            lines.append(f"{variable}=${{{variable}:-{value}}}" + (f"  # {comment}" if comment else ""))
+            default_of = f"?give {variable}" if runs_a_command(value) else f"-{value}"
+            lines.append(f"{variable}=${{{variable}:{default_of}}}" + (f"  # {comment}" if comment else ""))
             given[flag] = Given(flag, [f"${variable}"], "")
         elif flag in required and flag not in given:
             what = f"${{{variable}:-{default}}}" if default else f"${{{variable}:?give {variable}}}"
@@ -134,8 +135,14 @@ def _line(given: Given) -> str:
 
 
 def quoted(value: str) -> str:
-    """Return a word for bash: variables are expanded in double quotes, anything else is quoted literally."""
-    if re.search(r"\$\{?\w", value) and "$(" not in value and "`" not in value:
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    return shlex.quote(value)
+    """Return a word for bash: variables and harmless commands are expanded, anything else is quoted literally."""
+    if runs_a_command(value) or not (HARMLESS.search(value) or re.search(r"\$\{?\w", value)):
+        return shlex.quote(value)
+    parts, end = [], 0
+    for command in [*HARMLESS.finditer(value), None]:
+        text = value[end : command.start() if command else None]
+        parts.append(text.replace("\\", "\\\\").replace('"', '\\"'))
+        if command:
+            parts.append(command[0])
+            end = command.end()
+    return f'"{"".join(parts)}"'

@@ -46,6 +46,7 @@ class Settings:
         self.values = dict(values)
         self.gpus_per_node = gpus_per_node
         self.nnodes = nnodes
+        self.in_conditions: dict[str, list[Any]] = {}  # values that depend on conditions of the script
 
     @property
     def gpus(self) -> int:

@@ -36,6 +36,12 @@ KEYS = (
 )
 
 
+NOT_SET = "not set"
+# Settings with the number of GPUs of a node, and of nodes.
+GPUS = ("trainer.n_gpus_per_node", "actor_num_gpus_per_node", "cluster.gpus_per_node", "num_gpus_per_node")
+NODES = ("trainer.nnodes", "actor_num_nodes", "cluster.num_nodes", "num_nodes")
+
+
 class Source(NamedTuple):
     """What a script sets: the system, its settings, and the reader's notes."""
 
@@ -124,19 +130,40 @@ def _script(path: Path, system: str | None) -> Source:
         known = "swift rlhf, megatron rlhf, verl.trainer.main_ppo, train.py, trl grpo, oumi train, run_grpo.py"
         raise GrpoError(f"{path}: no command of a known system ({known}); give --system")
     name, environment, command, place = found
-    values, files = _arguments(command[place + 1 :])
+    words = command[place + 1 :]
+    values, files = _arguments(_of_branch(script, words))
     for file in files:
         values = _from_file(path, file, script) | values
-    launcher, _ = _arguments(command[:place])
-    variables = {key: value for key, value in script.variables.items() if isinstance(value, str)} | environment
-    return Source(name, _settings(values, launcher | {"environment": variables}, script.notes), script.notes)
+    launcher, _ = _arguments(_of_branch(script, command[:place]))
+    variables = {key: script.text(value) for key, value in script.variables.items() if isinstance(value, str)}
+    variables |= {key: script.text(value) for key, value in environment.items()}
+    settings = _settings(values, launcher | {"environment": variables}, script.notes)
+    first = _arguments(_of_branch(script, words))[0]
+    for branch in range(1, script.branches(words)):
+        others = _arguments(_of_branch(script, words, branch))[0]
+        for key in first | others:
+            if others.get(key) != first.get(key):
+                known = settings.in_conditions.setdefault(_handed_on(key), [first.get(key) or NOT_SET])
+                other = others.get(key) or NOT_SET
+                if other not in known:
+                    known.append(other)
+    for name_of_gpus in sorted({*GPUS, *NODES} & settings.in_conditions.keys()):
+        shown = " or ".join(map(str, settings.in_conditions[name_of_gpus]))
+        script.notes.append(f"{name_of_gpus} is {shown}: --gpus-per-node, --nnodes")
+    return Source(name, settings, script.notes)
+
+
+def _of_branch(script: Script, words: list[str], branch: int = 0) -> list[str]:
+    """Return the words with the values of a branch, without those that are empty in it."""
+    texts = [(word, script.text(word, branch)) for word in words]
+    return [text for word, text in texts if text or not word]
 
 
 def _training_command(script: Script, system: str | None) -> tuple[str, dict[str, str], list[str], int] | None:
     """Return (system, variables in front, words, place of the program) of the first command that trains."""
     for environment, words in script.commands:
         for name, pattern in COMMANDS:
-            place = next((i for i, word in enumerate(words) if pattern.search(word)), None)
+            place = next((i for i, word in enumerate(words) if pattern.search(script.text(word))), None)
             if place is None or (system not in (None, name)):
                 continue
             if name in ("ms-swift", "TRL", "Oumi") and words[place + 1 : place + 2] in (["rlhf"], ["grpo"], ["train"]):
@@ -208,15 +235,7 @@ def _settings(values: dict[str, Any], launcher: dict[str, Any], notes: list[str]
         launcher.get("nproc_per_node"),
         variables.get("NPROC_PER_NODE"),
         launcher.get("num_processes"),
-        *(
-            values.get(key)
-            for key in (
-                "trainer.n_gpus_per_node",
-                "actor_num_gpus_per_node",
-                "cluster.gpus_per_node",
-                "num_gpus_per_node",
-            )
-        ),
+        *(values.get(key) for key in GPUS),
         len(variables["CUDA_VISIBLE_DEVICES"].split(",")) if "CUDA_VISIBLE_DEVICES" in variables else None,
     )
     mapped = _mapped_gpus(values.get("actor_train.device_mapping"))
@@ -228,7 +247,7 @@ def _settings(values: dict[str, Any], launcher: dict[str, Any], notes: list[str]
         else _first_number(
             launcher.get("nnodes"),
             variables.get("NNODES"),
-            *(values.get(key) for key in ("trainer.nnodes", "actor_num_nodes", "cluster.num_nodes", "num_nodes")),
+            *(values.get(key) for key in NODES),
         )
     )
     if gpus is None:

@@ -3,10 +3,20 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_grpo.migration.rows import SAME, Different, Row, Settings, System, Undecided, is_off, key_of
 from megatron_grpo.migration.table import SYSTEMS, row_key_of, rows_of
+
+# Commands in $( ) that our script may run: they only return a text.
+HARMLESS = re.compile(r"\$\((?:date|hostname|whoami|pwd)(?: +[^()$`;&|<>\n]*)?\)")
+
+
+def runs_a_command(word: str) -> bool:
+    """Return whether bash would run another command of a word than those of ``HARMLESS``."""
+    rest = HARMLESS.sub("", word)
+    return "$(" in rest.replace("$((", "") or "`" in rest
 
 
 @dataclass
@@ -39,6 +49,7 @@ EXPERTS = (
     "--moe-router-topk-scaling-factor --moe-shared-expert-gate --mtp-num-layers"
 ).split()
 OF_REFERENCE = ("--kl-estimator", "--kl-in-reward", "--sync-ref-model")
+_UNKNOWN = Row("", "--unknown")
 KNOWN_VARIABLES = {"HOME", "USER", "PWD", "SAVE"}
 NOT_IN_CONFIG = ("--attention-backend", "--attention-dropout", "--hidden-dropout", "--seq-length")
 
@@ -86,16 +97,40 @@ def translate(
             f"--load-hf: {model.values[0]} is a name on the Hub, and a run downloads nothing: hf download "
             f"{model.values[0]} --local-dir DIR, then HF_MODEL=DIR"
         )
+    for key, values in settings.in_conditions.items():
+        if any(row.ours or row.convert for row in rows.get(row_key_of(key, rows) or "", [_UNKNOWN])):
+            result.decide.append(f"{key}: its value is set in a condition of the script{_shown(values)}")
+            result.without = [(name, reason) for name, reason in result.without if key_of(name) != key]
     for points, found_by in ((result.decide, system.decide), (result.changes, system.differences)):
         try:
             points.extend(found_by(settings))
         except Undecided as question:
             result.decide.append(str(question))
+    held_out = result.given.get("--valid-data-path")
+    if held_out:
+        held_out.values = _with_names(held_out.values)
+    for given in result.given.values():
+        if any(runs_a_command(word) for word in given.values):
+            result.decide.append(f"{given.flag}: {' '.join(given.values)} runs a command, and is not run here: set it")
     words = " ".join(word for given in result.given.values() for word in given.values)
     missing = sorted(set(re.findall(r"\$\{?([A-Za-z_]\w*)", words)) - KNOWN_VARIABLES)
     if missing:
         result.decide.append(f"{', '.join(missing)}: variables of the environment, or computed by the script: set them")
     return result
+
+
+def _with_names(paths: list[str]) -> list[str]:
+    """Return held-out files with names for their metrics where files of several folders have the same name."""
+    stems = [Path(path).stem for path in paths]
+    if len({*stems}) == len(stems):
+        return paths
+    return [f"{Path(path).parent.name}_{stem}={path}" for path, stem in zip(paths, stems, strict=True)]
+
+
+def _shown(values: list[Any]) -> str:
+    """Return the values after a colon, or nothing if they are long."""
+    texts = [" ".join(value) if isinstance(value, list) else str(value) for value in values]
+    return f": {' or '.join(texts)}" if all(len(text) < 40 for text in texts) else ""
 
 
 def _apply(result: Translation, rows: list[Row], key: str, settings: Settings) -> None:

@@ -8,7 +8,7 @@ the parameters tell which one a function is, because both systems pass them by k
 import asyncio
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +123,8 @@ def _call_trl(
         )
     if not any(p.kind == p.VAR_KEYWORD for p in parameters):
         given = {name: given[name] for name in given if name in {p.name for p in parameters}}
-    return _value(function(**given))
+    result = _value(function(**given))
+    return list(result) if isinstance(result, Iterator) else result  # TRL takes a generator, too
 
 
 def _completion(sample: Sample, prompt: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -299,6 +299,60 @@ def test_flags_of_the_command_line_name_the_gpus(tmp_path, monkeypatch, groups):
     assert "--global-batch-size 48 " in script and "NNODES=${NNODES:-3} GPUS_PER_NODE=${GPUS_PER_NODE:-2}" in script
 
 
+CONDITION = """
+TP=${TP:-}
+MEMORY=${MEMORY:-}
+EXTRA=()
+MODE=no
+NAME=run_$(date "+%Y %m")_$USER
+case "$(uname)" in
+    Linux)
+        TP=${TP:-2}
+        MEMORY=${MEMORY:-0.6}
+        GPUS=8
+        ;;
+    *)
+        TP=${TP:-4}
+        MEMORY=0.3
+        GPUS=4
+        EXTRA+=(actor_rollout_ref.rollout.enforce_eager=True trainer.balance_batch=False)
+        ;;
+esac
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.logger=wandb trainer.project_name=$(rm -r x) \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=$TP trainer.n_gpus_per_node=$GPUS "${EXTRA[@]}" \\
+    actor_rollout_ref.rollout.gpu_memory_utilization=${MEMORY} trainer.experiment_name="$NAME" \\
+    trainer.default_local_dir='s/`touch made`' data.val_files="['a/test.parquet','b/test.parquet']" \\
+    actor_rollout_ref.model.path=/m/tiny
+"""
+
+
+def test_values_of_conditions_are_shown_and_only_harmless_commands_run(tmp_path, monkeypatch, groups):
+    monkeypatch.setattr(translate_flags, "groups", lambda: groups)
+    path = tmp_path / "run.sh"
+    path.write_text(CONDITION)
+    script = translate_flags.translated(path, None, None, None)
+    text = " ".join(line.lstrip("# ") for line in script.splitlines())
+    rollout = "actor_rollout_ref.rollout."
+    for name, values in {
+        f"{rollout}tensor_model_parallel_size": "4 or 2",
+        f"{rollout}gpu_memory_utilization": "0.3 or 0.6",
+        f"{rollout}enforce_eager": "not set or True",
+    }.items():
+        assert f"{name}: its value is set in a condition of the script: {values}" in text
+    assert "trainer.n_gpus_per_node is 4 or 8" in text and "balance_batch: its value" not in text
+    nothing = text.partition("Nothing to do")[2]
+    assert "gpu_memory" not in nothing and "tensor_model" not in nothing
+    assert "--wandb-project: $(rm -r x) runs a command, and is not run here" in text
+    assert "SAVE=${SAVE:?give SAVE}" in script and "--save: s/`touch made` runs a command" in text
+    words = printed_flags("export SAVE=s USER=me\n" + script, tmp_path)
+    assert words[words.index("--wandb-project") + 1] == "$(rm -r x)"
+    date = subprocess.run(["date", "+%Y %m"], capture_output=True, text=True, check=True).stdout.strip()
+    assert words[words.index("--wandb-exp-name") + 1] == f"run_{date}_me"
+    place = words.index("--valid-data-path")
+    assert words[place + 1 : place + 3] == ["a_test=a/test.parquet", "b_test=b/test.parquet"]
+    assert parse_args(words).vllm_gpu_memory_utilization == 0.3
+
+
 def test_keys_that_hydra_deletes_are_not_set(tmp_path):
     path = tmp_path / "run.sh"
     command = "python3 -m verl.trainer.main_ppo --config-name=c --config-path p "

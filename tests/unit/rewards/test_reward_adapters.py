@@ -60,6 +60,10 @@ def of_messages(prompts, completions, completion_ids):
     return [float(completion[-1]["content"].startswith("<think>")) for completion in completions]
 
 
+def one_by_one(prompts, completions, **kwargs):
+    yield from (float(len(text)) for text in completions)
+
+
 def answers(prompts, completions, **kwargs):
     found = [[m["content"] for m in messages if m["role"] == "assistant"] for messages in completions]
     return [float(texts == ["a", "b"]) for texts in found]
@@ -157,6 +161,7 @@ def group(row, *completions):
         ("of_a_task", {"prompt": "2+2?", "task": "math"}, ["four", "4"], [4.0, 1.0]),
         ("of_a_task", {"prompt": "2+2?", "task": "code"}, ["four"], [None]),
         ("nonempty", {"prompt": "2+2?"}, ["four", ""], [1.0, 0.0]),
+        ("one_by_one", {"prompt": "2+2?"}, ["four", "4"], [4.0, 1.0]),
     ],
 )
 def test_a_function_of_trl(function, row, completions, expected, reward):
