@@ -143,10 +143,10 @@ def _script(path: Path, system: str | None) -> Source:
         others = _arguments(_of_branch(script, words, branch))[0]
         for key in first | others:
             if others.get(key) != first.get(key):
-                known = settings.in_conditions.setdefault(_handed_on(key), [first.get(key) or NOT_SET])
+                several = settings.in_conditions.setdefault(_handed_on(key), [first.get(key) or NOT_SET])
                 other = others.get(key) or NOT_SET
-                if other not in known:
-                    known.append(other)
+                if other not in several:
+                    several.append(other)
     for name_of_gpus in sorted({*GPUS, *NODES} & settings.in_conditions.keys()):
         shown = " or ".join(map(str, settings.in_conditions[name_of_gpus]))
         script.notes.append(f"{name_of_gpus} is {shown}: --gpus-per-node, --nnodes")
