@@ -741,7 +741,8 @@ def resolve_max_num_seqs(args: Namespace) -> dict[str, Any]:
         batches = 1 + args.max_staleness if args.rollout_ranks else 1  # these engines begin the next ones meanwhile
         prompts = args.generation_batch_size // args.num_generations * args.over_sampling_ratio * batches
         share = ceil(prompts / max(engines, 1)) * args.num_generations
-    return {"vllm_max_num_seqs": min(max(share, 256), 512)}
+    most = (args.vllm_engine_kwargs or {}).get("max_num_batched_tokens", 512)  # vLLM demands as many of these
+    return {"vllm_max_num_seqs": min(max(share, 256), max(most, 256), 512)}
 
 
 def resolve_placed(args: Namespace) -> dict[str, Any]:
