@@ -11,7 +11,8 @@ if [[ -z ${SRUN_ARGS:-} ]] && ! command -v torchrun >/dev/null; then
 fi
 read -r -a SRUN_ARGS <<<"${SRUN_ARGS:-}"
 
-MASTER_ADDR=$(scontrol show hostnames "$NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$NODELIST")
+MASTER_ADDR=${hosts%%$'\n'*}  # not by head: it would end scontrol, and pipefail the job
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a node have different ports
 GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
 export NNODES MASTER_ADDR MASTER_PORT GPUS_PER_NODE

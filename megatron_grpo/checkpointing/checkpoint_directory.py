@@ -279,8 +279,7 @@ def publish(temporary: Path, args: dict, keep: int | None = None, best: dict[str
     _write(root / (LATEST + ".tmp"), str(int(final.name.removeprefix("iter_"))))
     os.replace(root / (LATEST + ".tmp"), root / LATEST)
     if best is not None:
-        _write(root / (BEST + ".tmp"), json.dumps(best))
-        os.replace(root / (BEST + ".tmp"), root / BEST)
+        write_best(root, best)
     flush_to_disk(root)
     _remove(old)
     if keep is not None:
@@ -305,11 +304,15 @@ def read_best(root: str | Path) -> dict[str, Any] | None:
     return best if iteration_directory(root, int(best["iteration"])).is_dir() else None
 
 
-def forget_best(root: str | Path, after: int) -> None:
-    """Delete best.json if its checkpoint does not exist or is later than ``after``, where a run goes on."""
-    best = read_best(root)
-    if best is None or best["iteration"] > after:
-        Path(root, BEST).unlink(missing_ok=True)
+def write_best(root: str | Path, best: dict[str, Any] | None) -> None:
+    """Write best.json; delete it for None."""
+    file = Path(root, BEST)
+    if best is None:
+        file.unlink(missing_ok=True)
+        return
+    temporary = file.with_name(BEST + ".tmp")
+    _write(temporary, json.dumps(best))
+    os.replace(temporary, file)
 
 
 def _manifest(temporary: Path) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def dry_run_report(args: Namespace, world_size: int) -> str:
 def fit_line(changed: Callable[[dict[str, Any]], Namespace], gpu: float) -> str:
     """Return whether the run fits a GPU of ``gpu`` GiB, and with which flags if it does not; ``changed``: `fitting`."""
     args = changed({})
-    room = ROOM_BESIDE_ENGINE if has_colocated_vllm(args) else ROOM
+    room = ROOM if args.rollout_ranks or not has_colocated_vllm(args) else ROOM_BESIDE_ENGINE
     needed = gpu_bytes(Plan(args)) / GIB
     if needed + room <= gpu:
         return f"it fits a GPU of {gpu:.0f}, with {gpu - needed:.1f} for what is not counted"

@@ -97,24 +97,27 @@ def _of_training(args: Namespace) -> Iterator[Change]:
         half = max(args.max_tokens_per_microbatch // 2, smallest_budget(args))
         if half < args.max_tokens_per_microbatch:
             yield {"--max-tokens-per-microbatch": str(half)}, {"max_tokens_per_microbatch": half}, {}
-    elif args.micro_batch_size > 1:
+    elif args.micro_batch_size > 1 and args.loss_type != "bnpo":  # whose weights are those of micro-batches
         half = args.micro_batch_size // 2
         yield {"--micro-batch-size": str(half)}, {"micro_batch_size": half}, {}
-    if args.recompute_granularity != "full" and "recompute_modules" not in args.explicit:  # refused together
+    if args.recompute_granularity != "full" and not args.recompute_modules:  # which full recomputation refuses
         flags = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
         changes = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        yield flags, changes, {"recompute_modules": None}
+        yield flags, changes, {}
     if args.data_parallel_size % 2 == 0:
         heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
         width = 2 * args.tensor_model_parallel_size
         if heads % width == 0:
             follows = {"data_parallel_size": args.data_parallel_size // 2}
-            if args.expert_tensor_parallel_size == args.tensor_model_parallel_size:
-                follows["expert_tensor_parallel_size"] = width
             flags = {"--tensor-model-parallel-size": str(width), "--sequence-parallel": ""}
-            yield flags, {"tensor_model_parallel_size": width, "sequence_parallel": True}, follows
+            changes = {"tensor_model_parallel_size": width, "sequence_parallel": True}
+            if args.num_experts:  # by default the experts would be divided along
+                size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+                flags["--expert-tensor-parallel-size"], changes["expert_tensor_parallel_size"] = str(size), size
+            yield flags, changes, follows
     if not args.optimizer_cpu_offload and args.optimizer == "adam":
         flags, changes = {"--optimizer-cpu-offload": ""}, {"optimizer_cpu_offload": True}
         if args.transformer_impl == "transformer_engine":  # whose Adam it is; otherwise a copy stays on the GPU
-            flags["--use-precision-aware-optimizer"], changes["use_precision_aware_optimizer"] = "", True
+            for name in "use-precision-aware-optimizer", "use-distributed-optimizer":  # the one needs the other
+                flags[f"--{name}"], changes[name.replace("-", "_")] = "", True
         yield flags, changes, {"optimizer_offload_fraction": 1.0}

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_grpo.migration.rows import SAME, Different, Row, Settings, System, Undecided, is_off, key_of
@@ -106,9 +105,6 @@ def translate(
             points.extend(found_by(settings))
         except Undecided as question:
             result.decide.append(str(question))
-    held_out = result.given.get("--valid-data-path")
-    if held_out:
-        held_out.values = _with_names(held_out.values)
     for given in result.given.values():
         if any(runs_a_command(word) for word in given.values):
             result.decide.append(f"{given.flag}: {' '.join(given.values)} runs a command, and is not run here: set it")
@@ -117,14 +113,6 @@ def translate(
     if missing:
         result.decide.append(f"{', '.join(missing)}: variables of the environment, or computed by the script: set them")
     return result
-
-
-def _with_names(paths: list[str]) -> list[str]:
-    """Return held-out files with names for their metrics where files of several folders have the same name."""
-    stems = [Path(path).stem for path in paths]
-    if len({*stems}) == len(stems):
-        return paths
-    return [f"{Path(path).parent.name}_{stem}={path}" for path, stem in zip(paths, stems, strict=True)]
 
 
 def _shown(values: list[Any]) -> str:

@@ -266,6 +266,8 @@ def _check_interleaved_schedule(args: Namespace, pp: int) -> None:
             "without an error: both neighbours of a stage are one rank, and their messages are mixed up; leave "
             "it out"
         )
+    if args.eval_only:  # there are no micro-batches of an update
+        return
     accumulation = batch_arithmetic(args, args.world_size).gradient_accumulation_steps
     if accumulation is not None and accumulation % pp:
         raise GrpoError(

@@ -1,5 +1,6 @@
 """The best checkpoint by a metric of evaluations (--keep-best)."""
 
+import json
 import math
 from argparse import Namespace
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_grpo.algorithm.pass_at_k import powers_of_two
-from megatron_grpo.checkpointing.checkpoint_directory import BEST, iteration_directory, read_best
+from megatron_grpo.checkpointing.checkpoint_directory import BEST, iteration_directory, read_best, write_best
 from megatron_grpo.data.held_out_files import valid_files
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.rules import excludes, needs
@@ -51,6 +52,27 @@ def new_best(args: Namespace, iteration: int, metrics: Mapping[str, float]) -> d
     if best is not None and best["metric"] == args.keep_best and best["value"] >= value:
         return None
     return {"iteration": iteration, "metric": args.keep_best, "value": value}
+
+
+def choose_again(args: Namespace, after: int) -> None:
+    """Correct best.json for a run that goes on after update ``after``, when metrics.jsonl ends there; on one rank.
+
+    If it names a later checkpoint, or a deleted one, the best one is that of the best evaluation in metrics.jsonl whose
+    checkpoint exists. There is none with a --log-interval whose rows average evaluations, and without --keep-best.
+    """
+    best = read_best(args.save)
+    if best is not None and best["iteration"] <= after:
+        return
+    write_best(args.save, None)
+    if not args.keep_best or args.eval_interval % args.log_interval:
+        return
+    with open(Path(args.save, "metrics.jsonl"), encoding="utf-8") as rows:
+        for row in map(json.loads, rows):
+            value = row.get(args.keep_best)
+            if value is None or not iteration_directory(args.save, row["iteration"]).is_dir():
+                continue
+            if better := new_best(args, row["iteration"], {args.keep_best: value}):
+                write_best(args.save, better)
 
 
 def best_in_words(args: Namespace) -> str:

@@ -32,12 +32,15 @@ def check_required(args: Namespace) -> None:
 def resolve_batch_sizes(args: Namespace) -> dict[str, int]:
     """Return the batch sizes that follow from others; GrpoError for sizes that contradict each other.
 
-    --eval-only has those of one group a rank: it has no batches, and runs on other numbers of ranks than the run.
+    --eval-only has those of one group a rank: it has no batches, and runs on other numbers of ranks than the run. It
+    keeps the updates per rollout, which rules of the loss read.
     """
     if args.eval_only:
+        steps, sizes_of_run = args.steps_per_generation, (args.generation_batch_size, args.global_batch_size)
+        if all(sizes_of_run):
+            steps = max(1, args.generation_batch_size // args.global_batch_size)
         none = dict.fromkeys(("global_batch_size", "generation_batch_size", "max_tokens_per_microbatch"))
-        group = {"micro_batch_size": args.num_generations, "steps_per_generation": 1, "num_iterations": 1}
-        args = replaced(args, **none, **group)
+        args = replaced(args, **none, micro_batch_size=args.num_generations, steps_per_generation=steps)
     sizes = batch_arithmetic(args, args.world_size)
     return {"data_parallel_size": sizes.dp_size} | {
         dest: getattr(sizes, dest)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
-from megatron_grpo.checkpointing.checkpoint_directory import forget_best
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.blend import absent_files
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
@@ -93,6 +92,7 @@ from megatron_grpo.rollout.vllm.server import build_vllm_servers, build_vllm_str
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import print_args
 from megatron_grpo.training.bad_updates import BadUpdates
+from megatron_grpo.training.best_checkpoint import choose_again
 from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_checks import check_packages, check_reward_names
 from megatron_grpo.training.early_exit import EarlyExit, unmark
@@ -468,9 +468,11 @@ def _open_logs(args, iteration: int) -> MetricsLogger:
     try:
         if args.save and dist.get_rank() == 0:
             write_run_record(args, args.explicit, iteration)
-            forget_best(args.save, after=iteration)
             unmark(args.save)
-        return MetricsLogger(args, dist.get_rank(), iteration if args.eval_only else args.train_iters, iteration)
+        logger = MetricsLogger(args, dist.get_rank(), iteration if args.eval_only else args.train_iters, iteration)
+        if args.save and dist.get_rank() == 0:
+            choose_again(args, after=iteration)
+        return logger
     except OSError as error:
         raise GrpoError(f"the files of the run cannot be written to {args.save}: {error}; make room there") from error
 

@@ -4,8 +4,8 @@
 
 Flags are those of pretrain_grpo.py, whose code runs the cycle, with any engine. Without --load-hf the weights are
 random. The weight sync is compared with a plain copy of as many bytes, on the same device or, for servers, to the next
-device. The optimizer state returns beside the next updates, which the cycle's seconds leave out: offload.py measures
-that. Prints a Markdown table with the medians of all cycles but the first.
+device. The optimizer state returns beside the next updates, which the cycle's seconds leave out. Prints a Markdown
+table with the medians of all cycles but the first.
 """
 
 import argparse

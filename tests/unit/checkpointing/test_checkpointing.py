@@ -227,16 +227,12 @@ def test_the_best_checkpoint_stays_until_another_is_better(tmp_path):
     assert names(tmp_path) == [cd.BEST, "iter_0000040", "iter_0000050", "iter_0000060", cd.LATEST]
 
 
-def test_a_run_that_went_back_forgets_a_later_best(tmp_path):
-    save(tmp_path, 10)
+def test_a_best_checkpoint_that_was_deleted_by_hand_is_none(tmp_path):
     save(tmp_path, 20, best=best(20, 0.5))
-    cd.forget_best(tmp_path, after=20)
-    assert cd.read_best(tmp_path) == best(20, 0.5)
-    cd.forget_best(tmp_path, after=10)
-    assert not (tmp_path / cd.BEST).exists()
-    cd.forget_best(tmp_path, after=10)
-    (tmp_path / cd.BEST).write_text(json.dumps(best(30, 0.5)))  # its checkpoint was deleted by hand
+    cd.write_best(tmp_path, best(30, 0.5))
     assert cd.read_best(tmp_path) is None
+    cd.write_best(tmp_path, None)
+    assert not (tmp_path / cd.BEST).exists()
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "nothing", '{"iteration": 10, "metric": 1, "value": 0.5}'])

@@ -20,8 +20,11 @@ import pytest
 import ranks
 from bad_input_runs import launch
 
+from megatron_grpo.training import run_rules
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.resolve import resolve_args
 from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.batch_sizes import trainer_ranks
 from megatron_grpo.weights import families
 from megatron_grpo.weights.arguments import resolve_architecture
 
@@ -146,13 +149,19 @@ def dry_run(name: str, *flags: str, **variables: str) -> tuple[str, float]:
     if not flags and not variables and (ranks.thorough or name == "qwen3_8b"):
         return run_script(name, Path(sys.executable).parent), time.monotonic() - start
     # The others' pretrain_grpo.py runs in this process: importing takes ten times what a dry run does.
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        world_size, program, *words = command_of(name, *flags, **variables)
+        assert launch(program, words, int(world_size)) == 0
+    return printed.getvalue(), time.monotonic() - start
+
+
+def command_of(name: str, *flags: str, **variables: str) -> list[str]:
+    """The number of ranks, the program and the flags of a script's dry run."""
+    with tempfile.TemporaryDirectory() as folder:
         python = Path(folder, "python")
         python.write_text('#!/bin/sh\nprintf "%s\\0" "$WORLD_SIZE" "$@"\n')
         python.chmod(0o755)
-        world_size, *words, _ = run_script(name, folder, *flags, **variables).split("\0")
-        assert launch(words[0], words[1:], int(world_size)) == 0
-    return printed.getvalue(), time.monotonic() - start
+        return run_script(name, folder, *flags, **variables).split("\0")[:-1]
 
 
 def run_script(name: str, folder: str | Path, *flags: str, **variables: str) -> str:
@@ -231,6 +240,16 @@ def test_a_dry_run_names_what_this_machine_lacks():
     lines = dry_run("qwen3_8b")[0].splitlines()
     files = "--train-data-path data/train.parquet, --valid-data-path data/test.parquet"
     assert f"not on this machine, and not read: {files}" in lines
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_eval_only_takes_the_flags_of_a_script(name, monkeypatch):
+    """--dry-run, which a run does not take with --eval-only, stands for the GPUs that this machine lacks."""
+    rule = run_rules.excludes
+    monkeypatch.setattr(run_rules, "excludes", lambda args, dest, *rest: dest == "eval_only" or rule(args, dest, *rest))
+    world_size, _, *words = command_of(name)
+    args = parse_args([*words, "--eval-only"])
+    assert resolve_args(args, trainer_ranks(args, int(world_size))).eval_only
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -50,20 +50,22 @@ def test_flags_in_use_are_not_offered():
     assert "--tensor-model-parallel-size 2 --sequence-parallel" in found
 
 
-def test_what_megatron_core_refuses_is_not_offered():
-    # gpt-oss: experts with biases, which megatron-core does not split between tensor-parallel ranks
-    shape = (
-        "--model-family gpt_oss --softmax-type learnable --activation-func-clamp-value 7.0 --glu-linear-offset 1.0 "
-        "--quick-geglu --normalization RMSNorm --add-qkv-bias --num-layers 4 --hidden-size 2880 --ffn-hidden-size 2880 "
-        "--num-attention-heads 64 --group-query-attention --num-query-groups 8 --vocab-size 201088 --kv-channels 64 "
-        "--max-position-embeddings 131072 --untie-embeddings-and-output-weights --num-experts 32 --moe-router-topk 4 "
-        "--moe-ffn-hidden-size 2880 --expert-model-parallel-size 2 --moe-router-dtype fp32 --moe-grouped-gemm "
-        "--transformer-impl local --rotary-base 150000 "
-        '--rope-scaling {"rope_type":"yarn","factor":32.0,"beta_fast":32.0,"beta_slow":1.0,'
-        '"original_max_position_embeddings":4096}'
-    )
-    found = savings(arguments(f"{shape} --bf16 --micro-batch-size 2 {LONG} --generation-batch-size 16 --dry-run", 2), 0)
-    assert found and not any(flags.startswith("--tensor-model-parallel-size") for flags, _ in found)
+MIXTURE = """--model-family qwen3_moe --qk-layernorm --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 1024
+    --moe-grouped-gemm --moe-router-dtype fp32 --bf16 --max-tokens-per-microbatch 16384"""
+EXPERTS = LLAMA_8B.replace("--model-family llama", MIXTURE)
+
+
+def test_experts_stay_as_they_are_divided():
+    # with TP 4 and ETP 4, experts over 8 ranks would need 32
+    found = savings(arguments(f"{EXPERTS} --expert-model-parallel-size 8 {LONG}", 8), 0)
+    assert [flags for flags, _ in found if "--tensor-model" in flags] == [
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+    ]
+
+
+def test_a_loss_over_micro_batches_keeps_their_size():
+    assert [flag for flag in by_flag("--micro-batch-size 4") if "micro-batch" in flag]
+    assert not [flag for flag in by_flag("--micro-batch-size 4 --loss-type bnpo") if "micro-batch" in flag]
 
 
 @pytest.mark.parametrize("gpu", [20, 40, 60, 80, 141])
@@ -77,6 +79,7 @@ def test_what_megatron_core_refuses_is_not_offered():
         (f"{LLAMA_8B} --bf16 --micro-batch-size 4 --recompute-granularity selective --recompute-modules mlp", 2),
         (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 16384 --cuda-graphs", 2),
         (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 16384 --lora-rank 8 --rollout-ranks 2", 8),
+        (f"{EXPERTS} --expert-model-parallel-size 8", 8),
         (f"{QWEN3_0_6B} --bf16 --max-tokens-per-microbatch 16384", 1),
         (f"{QWEN3_0_6B} --bf16 --micro-batch-size 8 --vllm-gpu-memory-utilization 0.6 --sleep-level 1", 1),
     ],

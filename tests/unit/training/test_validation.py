@@ -102,6 +102,7 @@ SGLANG = "--rollout-engine sglang --sglang-server-base-url http://localhost:1"
 
 NGRAM = '--vllm-speculative-config {"method":"ngram","num_speculative_tokens":2}'
 EVALUATED = "--save out --save-interval 5 --eval-interval 10 --valid-data-path v"
+ONLY = f"{EVALUATED} --eval-only --load-hf model"  # the command of a run, repeated
 REFUSED = {
     "--model-family qwen3_vl": "--model-family qwen3_vl needs the vision tower of a config.json",
     "--recompute-granularity selective --recompute-modules layernorm": "--recompute-modules layernorm needs --trans",
@@ -286,7 +287,7 @@ REFUSED = {
     "--eval-correct-reward 0.5": "--eval-correct-reward needs --valid-data-path",
     "--eval-only": "--eval-only needs --valid-data-path",
     "--eval-only --valid-data-path v": "--eval-only needs --load, --load-hf or --pretrained-checkpoint",
-    "--valid-data-path a/v.jsonl b/v.jsonl --eval-interval 2": 'two files with the name "v" in metrics',
+    "--valid-data-path a/v.jsonl b/a/v.jsonl --eval-interval 2": '2 files with the name "a_v" in metrics',
     "--keep-best eval/greedy_accuracy": "--keep-best needs --save",
     "--keep-best eval/greedy_accuracy --save out": "--keep-best needs --save-interval",
     "--keep-best eval/greedy_accuracy --save out --save-interval 5": "--keep-best needs --eval-interval",
@@ -442,6 +443,11 @@ def test_query_groups_and_group_query_attention_go_together():
         f"{EVALUATED} w.jsonl --keep-best eval/w/greedy_reward",
         f"{EVALUATED} b=w.jsonl --keep-best eval/b/greedy_reward --async-save --max-checkpoints-to-keep 1",
         "--valid-data-path v.jsonl --eval-only --load-hf model",
+        f"{ONLY} --kl-cov-ratio 0.0002 --kl-cov-coef 0.1 --generation-batch-size 128 --save-interval 2",
+        f"{ONLY} --kl-cov-ratio 0.0002 --num-iterations 5",
+        f"{ONLY} --kl-cov-ratio 0.0002 --generation-batch-size 320 --steps-per-generation 5",
+        f"{ONLY} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 2",
+        f"{ONLY} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --micro-batch-size 16",
         f"{EVALUATED} --keep-best eval/greedy_reward --eval-only --load-hf model --async-save --overlap-grad-reduce",
         "--tensor-model-parallel-size 8",  # twice as many ranks as key/value heads
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
