@@ -100,10 +100,10 @@ def _of_training(args: Namespace) -> Iterator[Change]:
     elif args.micro_batch_size > 1 and args.loss_type != "bnpo":  # whose weights are those of micro-batches
         half = args.micro_batch_size // 2
         yield {"--micro-batch-size": str(half)}, {"micro_batch_size": half}, {}
-    if args.recompute_granularity != "full" and "recompute_modules" not in args.explicit:  # refused together
+    if args.recompute_granularity != "full" and not args.recompute_modules:  # which full recomputation refuses
         flags = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
         changes = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        yield flags, changes, {"recompute_modules": None}
+        yield flags, changes, {}
     if args.data_parallel_size % 2 == 0:
         heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
         width = 2 * args.tensor_model_parallel_size

@@ -67,7 +67,8 @@ def launch_script(
             what = f"${{{variable}:-{default}}}" if default else f"${{{variable}:?give {variable}}}"
             lines.append(f"{variable}={what}")
             given[flag] = Given(flag, [f"${variable}"], "")
-    given["--load"] = Given("--load", ["$SAVE"], "")
+    if translation.resumes:
+        given["--load"] = Given("--load", ["$SAVE"], "")
     lines += ["", *_distributed()]
     names = []
     for name in ARRAYS:

@@ -7,6 +7,7 @@ from megatron_grpo.migration.hf_trainer import STEPS, completions_per_update, gl
 from megatron_grpo.migration.rows import (
     ENGINE_RANKS,
     OF_DELAYED,
+    RESUME,
     SAME,
     SEQUENCE,
     SWITCH,
@@ -88,7 +89,7 @@ def _rewards(value: object, settings: Settings) -> Converted:
 def _system(value: object, settings: Settings) -> Converted:
     if str(value).endswith((".txt", ".md")):
         raise Undecided(f'--system-prompt takes the text: --system-prompt "$(cat {value})"')
-    return str(value)
+    return SAME.apply(value, settings)
 
 
 def _thinking(value: object, settings: Settings) -> Converted:
@@ -406,7 +407,7 @@ REWARDS = (
 RUN = (
     Row("--output_dir", "--save"),
     Row("--save", "--save"),
-    Row("--resume_from_checkpoint", None, None, "--load DIR resumes if DIR holds a checkpoint"),
+    Row("--resume_from_checkpoint", None, RESUME, "--load DIR resumes if DIR holds a checkpoint"),
     Row("--save_total_limit", "--max-checkpoints-to-keep"),
     Row("--save_only_model", None, None, "a checkpoint always holds the optimizer"),
     Row("--no_save_optim", None, None, "a checkpoint always holds the optimizer"),

@@ -32,6 +32,7 @@ from megatron_grpo.migration.rows import (
     scaled,
     switch_for,
     truth,
+    upper_bound,
 )
 from megatron_grpo.migration.trl import DATA_FILES
 
@@ -484,10 +485,7 @@ ALGORITHM = (
     Row(
         f"{LOSS}ratio_clip_max",
         "--epsilon-high",
-        Conversion(
-            "with use_cispo: 1 + value, the bound of the ratio itself",
-            lambda v, s: str(1 + float(str(v))) if s.true(f"{LOSS}use_cispo") else str(v),
-        ),
+        upper_bound("use_cispo", lambda s: s.true(f"{LOSS}use_cispo")),
     ),
     Row(f"{LOSS}ratio_clip_c", "--dual-clip"),
     Row(f"{LOSS}token_level_loss", "--loss-type", LOSSES),

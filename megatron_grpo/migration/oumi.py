@@ -5,6 +5,7 @@ from collections.abc import Callable
 from megatron_grpo.migration.hf_trainer import completions_per_update, global_batch
 from megatron_grpo.migration.rows import (
     LORA_PAGE,
+    RESUME,
     SEQUENCE,
     SWITCH,
     SWITCH_IF_FALSE,
@@ -170,7 +171,7 @@ ROWS = (
     Row(f"{G}rollout_function", None, ask("docs/customise.md says what can be replaced")),
     Row(f"{G}model_init_kwargs.*", None, None, "--load-hf reads config.json"),
     Row(f"{T}output_dir", "--save"),
-    Row(f"{T}resume_from_checkpoint", None, None, "--load DIR resumes if DIR holds a checkpoint"),
+    Row(f"{T}resume_from_checkpoint", None, RESUME, "--load DIR resumes if DIR holds a checkpoint"),
     Row(f"{T}try_resume_from_last_checkpoint", None, None, "--load DIR resumes if DIR holds a checkpoint"),
     Row(f"{T}logging_steps", "--log-interval"),
     Row(f"{T}logging_strategy", None, None, "--log-interval counts updates"),

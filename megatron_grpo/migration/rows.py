@@ -122,7 +122,8 @@ class System(NamedTuple):
     ``implied`` has (our flag, value, reason) for values that its scripts do not mention and that differ from our
     defaults; a value of None is not printed. ``decide`` returns what a person decides in any case. ``hands_on`` names
     systems whose settings it accepts, too. ``differences`` returns what a run here does otherwise, apart from rows that
-    say so of a value. ``fields`` begin the names of settings that end in a flag of megatron-core.
+    say so of a value. ``fields`` begin the names of settings that end in a flag of megatron-core. ``resumes`` returns
+    whether a start resumes from the directory of --save.
     """
 
     name: str
@@ -133,6 +134,7 @@ class System(NamedTuple):
     hands_on: tuple[str, ...] = ()
     differences: Callable[[Settings], list[str]] = lambda settings: []
     fields: tuple[str, ...] = ()
+    resumes: Callable[[Settings], bool] = lambda settings: True
 
 
 def constant(value: Converted) -> Callable[[Settings], Converted]:
@@ -163,7 +165,7 @@ def words(value: Any) -> list[str] | None:
 
 def _positive(value: Any) -> Converted:
     text = _same(value, Settings({}))
-    return None if text is None or float(str(text)) <= 0 else text
+    return None if text is None or parse_number(str(text)) <= 0 else text
 
 
 def scaled(words_: str, factor: Callable[[Settings], float], round_up: bool = False) -> Conversion:
@@ -176,6 +178,16 @@ def scaled(words_: str, factor: Callable[[Settings], float], round_up: bool = Fa
         return None if size <= 0 else number(math.ceil(size) if round_up else size)
 
     return Conversion(words_, apply)
+
+
+def upper_bound(condition: str, cispo: Callable[[Settings], bool]) -> Conversion:
+    """Return the conversion of the upper clip: 1 + value with CISPO, which ``condition`` names, else the value."""
+
+    def apply(value: Any, settings: Settings) -> Converted:
+        clip = _same(value, settings)
+        return number(round(1 + parse_number(str(clip)), 10)) if clip and cispo(settings) else clip
+
+    return Conversion(f"with {condition}: 1 + value, the bound of the ratio itself", apply)
 
 
 def computed(words_: str, function: Callable[[Settings], float]) -> Conversion:
@@ -252,6 +264,10 @@ def differs(behaviour: str, *same: str) -> Conversion:
     return Conversion(behaviour, apply, "differs")
 
 
+OTHER_CHECKPOINTS = (
+    "checkpoints of another system do not load here: export the weights as a Hugging Face directory, for --load-hf"
+)
+RESUME = ask(OTHER_CHECKPOINTS, "true")
 ENGINE_RANKS = "engines on GPUs of their own: --rollout-ranks N, with --max-staleness: docs/asynchronous.md"
 TURNS = "write it as an --environment or as a program of --agent: docs/environments.md"
 LORA_PAGE = "--lora-rank, --lora-alpha and --lora-target-modules, with Hugging Face's names: docs/lora.md"

@@ -25,8 +25,10 @@ from megatron_grpo.migration.rows import (
     fixed,
     fp8_rows,
     more_fp8_rows,
+    number,
     only_if,
     scaled,
+    upper_bound,
 )
 
 ROLLOUTS = "rollouts there, updates here: x updates of a rollout"
@@ -67,6 +69,11 @@ def _average(settings: Settings) -> str:
     if estimator in ("gspo", "cispo"):
         return estimator
     return "dapo" if settings.true("--calculate-per-token-loss") else "grpo"
+
+
+def _over_sampling(value: object, settings: Settings) -> Converted:
+    prompts = settings.number("--over-sampling-batch-size", 0)
+    return number(prompts / settings.number("--rollout-batch-size", 1)) if prompts else None
 
 
 def _pattern(value: object, settings: Settings) -> Converted:
@@ -123,10 +130,7 @@ BATCH = (
     Row(
         "--over-sampling-batch-size",
         "--over-sampling-ratio",
-        Conversion(
-            "prompts there, a ratio here: / --rollout-batch-size",
-            lambda value, s: str(float(str(value)) / s.number("--rollout-batch-size", 1)),
-        ),
+        Conversion("prompts there, a ratio here: / --rollout-batch-size", _over_sampling),
     ),
     Row(
         "--dynamic-sampling-filter-path",
@@ -255,10 +259,7 @@ ALGORITHM = (
     Row(
         "--eps-clip-high",
         "--epsilon-high",
-        Conversion(
-            "with cispo: 1 + value, the bound of the ratio itself",
-            lambda value, s: str(1 + float(str(value))) if _average(s) == "cispo" else SAME.apply(value, s),
-        ),
+        upper_bound("cispo", lambda s: _average(s) == "cispo"),
     ),
     Row("--eps-clip-c", "--dual-clip"),
     Row("--use-kl-loss", None, None, "--beta above 0 switches the KL term on"),

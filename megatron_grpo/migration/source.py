@@ -173,16 +173,22 @@ def _arguments(words: list[str]) -> tuple[dict[str, Any], list[str]]:
             values[key] = items[0] if len(items) == 1 else items or "true"
             if key in ("config", "c", "config_file"):
                 files.append(values.pop(key))
+        elif word.startswith("~"):  # hydra: delete the key, or the group
+            deleted = word.partition("=")[0].lstrip("~").replace("-", "_")
+            for key in [key for key in values if key == deleted or key.startswith(f"{deleted}.")]:
+                del values[key]
         elif "=" in word:
             key, _, value = word.partition("=")
-            values[key.lstrip("+~").replace("-", "_")] = value
+            values[key.lstrip("+").replace("-", "_")] = value
         elif word.endswith((".yaml", ".yml")):
             files.append(word)
     return values, files
 
 
 def _is_value(word: str) -> bool:
-    return bool(re.match(r"-\d", word)) or not (word.startswith("-") or re.match(r"\+*[A-Za-z_][\w.]*=", word))
+    return bool(re.match(r"-\d", word)) or not (
+        word.startswith("-") or re.match(r"\+*[A-Za-z_][\w.]*=|~[A-Za-z_]", word)
+    )
 
 
 def _from_file(script_path: Path, name: str, script: Script) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_grpo.migration.rows import SAME, Different, Row, Settings, System, Undecided, key_of
-from megatron_grpo.migration.table import row_key_of, rows_of
+from megatron_grpo.migration.rows import SAME, Different, Row, Settings, System, Undecided, is_off, key_of
+from megatron_grpo.migration.table import SYSTEMS, row_key_of, rows_of
 
 
 @dataclass
@@ -21,13 +21,14 @@ class Given:
 @dataclass
 class Translation:
     """Our flags; what a run here does otherwise; what a person must decide; settings that need nothing, each with the
-    reason; unknown settings."""
+    reason; unknown settings; and whether a start resumes from --save."""
 
     given: dict[str, Given] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
     decide: list[str] = field(default_factory=list)
     without: list[tuple[str, str]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    resumes: bool = True
 
 
 # Groups of --help with the architecture, which --load-hf reads from config.json, and their flags without that.
@@ -51,7 +52,8 @@ def translate(
     flags (Megatron-LM's names are the same in several systems), and is left to a person otherwise. So are flags of
     ``extra_libraries``, which need Transformer Engine or apex.
     """
-    result, rows = Translation(), rows_of(system)
+    owners = (system, *(SYSTEMS[name] for name in system.hands_on))
+    result, rows = Translation(resumes=all(owner.resumes(settings) for owner in owners)), rows_of(system)
     ranks = {key: place for place, key in enumerate(rows)}
     found = {key: row_key for key in settings.values if (row_key := row_key_of(key, rows))}
     for key in sorted(found, key=lambda key: ranks[found[key]]):
@@ -68,7 +70,7 @@ def translate(
         if flag not in result.given and value is not None:
             _add(result, flag, value, reason)
     beta = result.given.get("--beta")
-    if beta and float(beta.values[0]) == 0:
+    if beta and is_off(beta.values[0], "0"):
         for flag in [flag for flag in result.given if flag in OF_REFERENCE or flag.startswith("--ref-")]:
             del result.given[flag]
             result.without.append((flag, "there is no KL term with --beta 0"))
@@ -84,8 +86,11 @@ def translate(
             f"--load-hf: {model.values[0]} is a name on the Hub, and a run downloads nothing: hf download "
             f"{model.values[0]} --local-dir DIR, then HF_MODEL=DIR"
         )
-    result.decide.extend(system.decide(settings))
-    result.changes.extend(system.differences(settings))
+    for points, found_by in ((result.decide, system.decide), (result.changes, system.differences)):
+        try:
+            points.extend(found_by(settings))
+        except Undecided as question:
+            result.decide.append(str(question))
     words = " ".join(word for given in result.given.values() for word in given.values)
     missing = sorted(set(re.findall(r"\$\{?([A-Za-z_]\w*)", words)) - KNOWN_VARIABLES)
     if missing:

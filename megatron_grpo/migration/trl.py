@@ -6,6 +6,7 @@ from itertools import chain
 from megatron_grpo.migration.hf_trainer import STEPS, completions_per_update, global_batch, updates_per_rollout
 from megatron_grpo.migration.rows import (
     ADAPT,
+    RESUME,
     SEQUENCE,
     SWITCH,
     SWITCH_IF_FALSE,
@@ -321,7 +322,7 @@ REWARDS = (
 RUN = (
     Row("output_dir", "--save"),
     Row("overwrite_output_dir", None, None, "a run resumes from --load; name another directory for a new one"),
-    Row("resume_from_checkpoint", None, None, "--load DIR resumes if DIR holds a checkpoint"),
+    Row("resume_from_checkpoint", None, RESUME, "--load DIR resumes if DIR holds a checkpoint"),
     Row("save_total_limit", "--max-checkpoints-to-keep"),
     Row("save_only_model", None, None, "--save-hf exports the model alone at the end"),
     Row("load_best_model_at_end", None, None, "--keep-best keeps the best checkpoint; nothing is loaded at the end"),

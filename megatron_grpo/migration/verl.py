@@ -9,6 +9,7 @@ from megatron_grpo.migration.rows import (
     ENGINE_RANKS,
     NO_DEEPEP,
     ON,
+    OTHER_CHECKPOINTS,
     SEQUENCE,
     SWITCH,
     SWITCH_IF_FALSE,
@@ -28,6 +29,7 @@ from megatron_grpo.migration.rows import (
     differs,
     fixed,
     fp8_rows,
+    is_off,
     key_of,
     more_fp8_rows,
     number,
@@ -167,19 +169,37 @@ def _average(value: object, settings: Settings) -> Converted:
     return AVERAGES[str(value)]
 
 
+def _bound(settings: Settings, side: str) -> str:
+    """Return clip_ratio_low or clip_ratio_high: 0.2 by default, and clip_ratio where it is null."""
+    name = f"{ACTOR}clip_ratio_{side}"
+    if settings.given(name) or key_of(name) not in settings.values:
+        return settings.text(name, "0.2")
+    return settings.text(f"{ACTOR}clip_ratio", "0.2")
+
+
+def _reads_clip_ratio(settings: Settings) -> bool:
+    """Return whether verl reads clip_ratio: only in place of a bound that is null."""
+    names = (f"{ACTOR}clip_ratio_low", f"{ACTOR}clip_ratio_high")
+    return any(key_of(name) in settings.values and not settings.given(name) for name in names)
+
+
 def _never_clips(settings: Settings) -> bool:
     """Return whether verl's bound of 0.2 is that of a sequence's ratio, which is always nearer to 1."""
-    return _mode(settings) == "gspo" and settings.number(f"{ACTOR}clip_ratio_low", 0.2) == 0.2
+    return _mode(settings) == "gspo" and parse_number(_bound(settings, "low")) == 0.2
+
+
+def _clipped(bound: str, settings: Settings) -> Converted:
+    return bound if _mode(settings) in CLIPPED and not _never_clips(settings) else None
 
 
 def _low(value: object, settings: Settings) -> Converted:
-    return str(value) if _mode(settings) in CLIPPED and not _never_clips(settings) else None
+    return _clipped(_bound(settings, "low"), settings)
 
 
 def _high(value: object, settings: Settings) -> Converted:
     if _mode(settings) == "cispo":
-        return number(round(1 + parse_number(str(value)), 10))
-    return _low(value, settings)
+        return number(round(1 + parse_number(_bound(settings, "high")), 10))
+    return _clipped(_bound(settings, "high"), settings)
 
 
 def _default_low(settings: Settings) -> Converted:
@@ -189,7 +209,7 @@ def _default_low(settings: Settings) -> Converted:
 def _default_high(settings: Settings) -> Converted:
     if _mode(settings) in ("kl_cov", "cispo"):
         return {"kl_cov": "1e6", "cispo": "1.2"}[_mode(settings)]
-    return _low("0.2", settings) if settings.given(f"{ACTOR}clip_ratio_low") else None
+    return _clipped("0.2", settings) if key_of(f"{ACTOR}clip_ratio_low") in settings.values else None
 
 
 def _covariance(mode: str, default: str) -> Callable[[Settings], Converted]:
@@ -312,6 +332,14 @@ def _evaluates(settings: Settings) -> bool:
     return settings.number("trainer.test_freq", -1) > 0 or _first_evaluation(settings) is True
 
 
+def _evaluates_only(settings: Settings) -> bool:
+    return settings.true("trainer.val_only") and _first_evaluation(settings) is True
+
+
+def _resumes(settings: Settings) -> bool:
+    return settings.text("trainer.resume_mode").strip("'\"") != "disable" and not _evaluates_only(settings)
+
+
 PPO = only_if("with the plain loss", lambda settings: _mode(settings) == "vanilla")
 
 
@@ -364,7 +392,12 @@ BATCH = (
     Row("trainer.save_freq", "--save-interval", scaled(ROLLOUTS, updates_per_rollout), "-1: only at the end"),
     Row("trainer.test_freq", "--eval-interval", scaled(ROLLOUTS, updates_per_rollout), "-1: never"),
     Row("trainer.val_before_train", "--val-before-train", SWITCH, "on by default there, off here"),
-    Row("trainer.val_only", None, differs("a run trains: --val-before-train evaluates before the first update")),
+    Row(
+        "trainer.val_only",
+        "--eval-only",
+        only_if("with data.val_files and val_before_train", lambda s: _first_evaluation(s) is True, SWITCH),
+        "evaluates HF_MODEL; give --load DIR for a checkpoint",
+    ),
     Row("trainer.balance_batch", None, None, "ranks always get micro-batches of equal numbers of tokens"),
     Row("trainer.critic_warmup", None, None, "there is no critic"),
 )
@@ -843,12 +876,21 @@ ALGORITHM = (
         ),
         "token-mean by default there",
     ),
-    Row(f"{ACTOR}clip_ratio", None, None, "no loss of verl reads it: clip_ratio_low and clip_ratio_high are 0.2 there"),
-    Row(f"{ACTOR}clip_ratio_low", "--epsilon", Conversion("only with a loss that clips on both sides", _low)),
+    Row(
+        f"{ACTOR}clip_ratio",
+        None,
+        None,
+        "verl reads it where clip_ratio_low or clip_ratio_high is null; both are 0.2 by default there",
+    ),
+    Row(
+        f"{ACTOR}clip_ratio_low",
+        "--epsilon",
+        Conversion("null → clip_ratio; only with a loss that clips on both sides", _low),
+    ),
     Row(
         f"{ACTOR}clip_ratio_high",
         "--epsilon-high",
-        Conversion("with cispo: 1 + value, the bound of the ratio itself", _high),
+        Conversion("null → clip_ratio; with cispo: 1 + value, the bound of the ratio itself", _high),
     ),
     Row(f"{ACTOR}clip_ratio_c", "--dual-clip", PPO, "3 by default there, off here"),
     Row(f"{ACTOR}tau_pos", "--tau-pos", _with_mode("sapo")),
@@ -1085,9 +1127,22 @@ REWARDS = (
 
 RUN = (
     Row("trainer.default_local_dir", "--save"),
-    Row("trainer.default_local_dir", "--load", None, "a second start resumes"),
-    Row("trainer.resume_mode", None, None, "--load DIR resumes if DIR holds a checkpoint"),
-    Row("trainer.resume_from_path", "--load"),
+    Row(
+        "trainer.default_local_dir",
+        "--load",
+        only_if("unless resume_mode is disable", _resumes),
+        "a second start resumes",
+    ),
+    Row("trainer.resume_mode", None, None, "auto: --load DIR resumes if DIR holds a checkpoint; disable: no --load"),
+    Row(
+        "trainer.resume_from_path",
+        None,
+        only_if(
+            "with resume_mode resume_path",
+            lambda settings: settings.text("trainer.resume_mode").strip("'\"") == "resume_path",
+            ask(OTHER_CHECKPOINTS),
+        ),
+    ),
     Row("trainer.max_actor_ckpt_to_keep", "--max-checkpoints-to-keep"),
     Row("trainer.default_hdfs_dir", None, None, "only local paths"),
     Row("trainer.logger", None, None, "--wandb-project, --swanlab-project and --tensorboard-dir switch trackers on"),
@@ -1225,11 +1280,12 @@ def _decide(settings: Settings) -> list[str]:
             f"overlong_buffer_cfg: verl's reward manager {_manager(settings)} ignores it, so it is left out; "
             "soft_overlong in --reward-funcs, with --soft-cache-length, is the penalty"
         )
-    clip = settings.number(f"{ACTOR}clip_ratio", 0.2)
-    if _mode(settings) in CLIPPED and clip != 0.2 and not settings.given(f"{ACTOR}clip_ratio_low"):
+    clip = settings.text(f"{ACTOR}clip_ratio")
+    without_low = not settings.given(f"{ACTOR}clip_ratio_low") and not _reads_clip_ratio(settings)
+    if _mode(settings) in CLIPPED and not is_off(clip, "0.2") and without_low:
         points.append(
-            f"clip_ratio={clip:g} has no effect in verl, which clips at clip_ratio_low and clip_ratio_high, 0.2: give "
-            f"--epsilon {clip:g} if you meant it"
+            f"clip_ratio={clip} has no effect in verl, which clips at clip_ratio_low and clip_ratio_high, 0.2: give "
+            f"--epsilon {clip} if you meant it"
         )
     if _estimator(settings) == "gdpo":
         points.append(
@@ -1263,11 +1319,15 @@ def _differences(settings: Settings) -> list[str]:
     mode, average = _mode(settings), settings.text(f"{ACTOR}loss_agg_mode", "token-mean")
     if mode in ("cispo", "gpg") and average != "token-mean":
         points.append(f"{ACTOR}loss_agg_mode={average}: --loss-type {LOSS_MODES[mode]} averages over all tokens")
-    if mode == "cispo" and settings.number(f"{ACTOR}clip_ratio_low", 0.2) < 1:
+    if mode == "cispo" and parse_number(_bound(settings, "low")) < 1:
         points.append(
             f"{ACTOR}clip_ratio_low: --loss-type cispo has no lower bound of the ratio; verl raises smaller ratios to "
             "1 - clip_ratio_low"
         )
+    if settings.text("trainer.resume_mode").strip("'\"") == "disable":
+        points.append("trainer.resume_mode=disable: there is no --load; a start is refused if --save holds checkpoints")
+    if settings.true("trainer.val_only") and not _evaluates_only(settings):
+        points.append("trainer.val_only: verl evaluates nothing and trains without val_files or val_before_train")
     return points
 
 
@@ -1314,4 +1374,5 @@ SYSTEM = System(
     decide=_decide,
     differences=_differences,
     fields=(TRANSFORMER, OPTIMIZER, f"{ACTOR}megatron.override_ddp_config."),
+    resumes=_resumes,
 )

@@ -130,7 +130,18 @@ def _completion(sample: Sample, prompt: str | list[dict[str, Any]]) -> str | lis
     """Return a completion as TRL passes it: text after a text, messages after messages."""
     if isinstance(prompt, str):
         return sample.completion
-    return sample.messages[len(prompt) :] or [{"role": "assistant", "content": sample.completion}]
+    start = len(prompt)
+    if [*map(_text, sample.messages[:start])] != [*map(_text, prompt)]:  # an agent's conversation may begin otherwise
+        start = next((place for place, m in enumerate(sample.messages) if m["role"] == "assistant"), start)
+    return sample.messages[start:] or [{"role": "assistant", "content": sample.completion}]
+
+
+def _text(message: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the role and the text of a message, without its media."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "") for part in content)
+    return message["role"], content
 
 
 def _value(result: Any) -> Any:

@@ -739,8 +739,10 @@ def resolve_max_num_seqs(args: Namespace) -> dict[str, Any]:
     if args.rollout_balancing == "static":
         engines = len(server_urls(args)) or (args.rollout_ranks or args.world_size) // args.vllm_tensor_parallel_size
         batches = 1 + args.max_staleness if args.rollout_ranks else 1  # these engines begin the next ones meanwhile
-        share = ceil(args.generation_batch_size * args.over_sampling_ratio * batches / max(engines, 1))
-    return {"vllm_max_num_seqs": min(max(share, 256), 512)}
+        prompts = args.generation_batch_size // args.num_generations * args.over_sampling_ratio * batches
+        share = ceil(prompts / max(engines, 1)) * args.num_generations
+    most = (args.vllm_engine_kwargs or {}).get("max_num_batched_tokens", 512)  # vLLM demands as many of these
+    return {"vllm_max_num_seqs": min(max(share, 256), max(most, 256), 512)}
 
 
 def resolve_placed(args: Namespace) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import pretrain_grpo
 from megatron_grpo.observability.watchdog import Watchdog
 from megatron_grpo.rollout.megatron.engine import MegatronEngine
 from megatron_grpo.training import train_step
+from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils import progress
 
@@ -40,6 +42,13 @@ def main() -> None:
     if rank == os.environ["RANK"] and not (save / "disturbed").exists():
         backward, steps = itertools.count(1), itertools.count(1)
         step, poll = progress.step, MegatronEngine._poll
+        noted, note = threading.Event(), EarlyExit._note
+
+        def noting(early_exit, number) -> None:
+            note(early_exit, number)
+            noted.set()
+
+        EarlyExit._note = noting
 
         def disturbed_step(name: str) -> None:
             step(name)
@@ -56,6 +65,7 @@ def main() -> None:
                 (save / "disturbed").touch()
                 if kind != "engine":
                     signal.raise_signal(signal.SIGTERM)  # to this thread: another one could run late
+                    noted.wait()  # by the thread that reads signals, before the rollout is over
                 if kind != "signal":
                     time.sleep(FOREVER)
             return poll(engine)

@@ -59,7 +59,7 @@ def user(text):
 def test_the_first_prompts_of_each_file_are_those_that_are_not_skipped(tmp_path, streamed):
     files = {"a": ["1", "bad", "2"], "b": ["3", "4", "5"], "c": ["bad"]}
     for name, texts in files.items():
-        rows = [{} if text == "bad" else {"prompt": text} for text in texts]
+        rows = [{} if row == "bad" else {"prompt": row} for row in texts]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     paths = [tmp_path / f"{name}.jsonl" for name in files]
     data = PromptDataset(paths, Characters(), flags(bad_rows="skip"), streamed=streamed)

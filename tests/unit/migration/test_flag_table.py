@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from megatron_grpo.migration.rows import Settings
+from megatron_grpo.migration.launch_script import launch_script
+from megatron_grpo.migration.rows import Settings, key_of
 from megatron_grpo.migration.table import SYSTEMS, answer
 from megatron_grpo.migration.translate import translate
 from megatron_grpo.training.arguments import build_parser
@@ -58,7 +59,7 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
         (
             "NeMo-RL",
             {"loss_fn__use_cispo": "True", "loss_fn__ratio_clip_max": "4.0"},
-            {"--loss-type": "cispo", "--epsilon-high": "5.0"},
+            {"--loss-type": "cispo", "--epsilon-high": "5"},
         ),
         (
             "ROLL",
@@ -194,6 +195,44 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
                 "--kl-cov-coef": "0.1",
                 "--clip-cov-ratio": None,
             },
+        ),
+        (
+            "verl",  # null: clip_ratio takes its place (verl/trainer/ppo/core_algos.py)
+            {
+                "actor_rollout_ref__actor__clip_ratio": "0.28",
+                "actor_rollout_ref__actor__clip_ratio_low": "null",
+                "actor_rollout_ref__actor__clip_ratio_high": "null",
+            },
+            {"--epsilon": "0.28", "--epsilon-high": "0.28"},
+        ),
+        (
+            "verl",
+            {"actor_rollout_ref__actor__clip_ratio": "0.28", "actor_rollout_ref__actor__clip_ratio_low": "null"},
+            {"--epsilon": "0.28", "--epsilon-high": "0.2"},
+        ),
+        (
+            "verl",
+            {"actor_rollout_ref__actor__clip_ratio_low": "null", "actor_rollout_ref__actor__clip_ratio_high": "0.3"},
+            {"--epsilon": "0.2", "--epsilon-high": "0.3"},
+        ),
+        (
+            "verl",
+            {
+                "actor_rollout_ref__actor__policy_loss__loss_mode": "cispo",
+                "actor_rollout_ref__actor__clip_ratio": "0.28",
+                "actor_rollout_ref__actor__clip_ratio_high": "null",
+            },
+            {"--epsilon": None, "--epsilon-high": "1.28"},
+        ),
+        (
+            "verl",
+            {"trainer__val_only": "True", "data__val_files": "b.parquet"},
+            {"--eval-only": "", "--valid-data-path": "b.parquet"},
+        ),
+        (
+            "verl",  # verl evaluates only with val_before_train, and trains
+            {"trainer__val_only": "True", "data__val_files": "b.parquet", "trainer__val_before_train": "False"},
+            {"--eval-only": None},
         ),
         (
             "verl",  # the settings of another loss have no effect
@@ -428,6 +467,58 @@ def test_settings_that_are_off_change_nothing(settings):
     names = [name for name in settings if name != "algorithm.adv_estimator"]
     assert result.changes == [] and not any(name in point for name in names for point in result.decide)
     assert {name for name, _ in result.without} == set(names)
+
+
+def test_clip_ratio_that_verl_reads_needs_no_decision():
+    names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+    values = {f"actor_rollout_ref.actor.{name}": "null" for name in names} | {
+        "actor_rollout_ref.actor.clip_ratio": "0.28"
+    }
+    assert not any("clip_ratio" in point for point in translate(SYSTEMS["verl"], Settings(values), GROUPS).decide)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_null_is_never_the_value_of_a_flag_and_an_unknown_variable_is_no_error(system):
+    wrong = []
+    for name in {row.theirs for row in SYSTEMS[system].rows if not row.theirs.endswith("*")}:
+        given = translate(SYSTEMS[system], Settings({key_of(name): "null"}), GROUPS).given.values()
+        wrong += [(name, flag.flag) for flag in given if {"null", "None"} & set(flag.values)]
+        translate(SYSTEMS[system], Settings({key_of(name): "${X}"}), GROUPS)
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "settings, resumes",
+    [
+        ({}, True),
+        ({"trainer.resume_mode": "auto"}, True),
+        ({"trainer.resume_mode": "disable"}, False),
+        ({"trainer.val_only": "True", "data.val_files": "b"}, False),  # HF_MODEL is evaluated
+        ({"trainer.val_only": "True"}, True),
+    ],
+)
+@pytest.mark.parametrize("system", ["verl", "Oumi"])
+def test_a_start_that_does_not_resume_there_does_not_resume_here(system, settings, resumes):
+    settings = Settings({"trainer.default_local_dir": "/s"} | settings)
+    result = translate(SYSTEMS[system], settings, GROUPS)
+    assert result.resumes is resumes and ("--load" in result.given) is resumes
+    script = launch_script("run.sh", system, result, settings, GROUPS)
+    assert ('--load "$SAVE"' in script) is resumes and '--save "$SAVE"' in script
+
+
+@pytest.mark.parametrize(
+    "system, settings",
+    [
+        ("verl", {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/c/global_step_5"}),
+        ("TRL", {"resume_from_checkpoint": "/c/checkpoint-5"}),
+        ("ms-swift", {"resume_from_checkpoint": "/c/checkpoint-5"}),
+        ("ROLL", {"resume_from_checkpoint": "/c/checkpoint-5"}),
+        ("Oumi", {"training.resume_from_checkpoint": "/c/checkpoint-5"}),
+    ],
+)
+def test_a_checkpoint_of_another_system_is_left_to_a_person(system, settings):
+    result = translate(SYSTEMS[system], Settings(settings), GROUPS)
+    assert any("checkpoints of another system do not load here" in point for point in result.decide)
 
 
 @pytest.mark.parametrize(

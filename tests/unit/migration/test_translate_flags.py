@@ -299,6 +299,14 @@ def test_flags_of_the_command_line_name_the_gpus(tmp_path, monkeypatch, groups):
     assert "--global-batch-size 48 " in script and "NNODES=${NNODES:-3} GPUS_PER_NODE=${GPUS_PER_NODE:-2}" in script
 
 
+def test_keys_that_hydra_deletes_are_not_set(tmp_path):
+    path = tmp_path / "run.sh"
+    command = "python3 -m verl.trainer.main_ppo --config-name=c --config-path p "
+    path.write_text(f"{command} ~a.low=0.3 a.b.c=1 a.b.d=2 a.bc=3 +e=4 ~a.b ~e=4 ++f=5 g=6\n")
+    values = read_source(path).settings.values
+    assert values == {"config_name": "c", "config_path": "p", "a.bc": "3", "f": "5", "g": "6"}
+
+
 @pytest.mark.parametrize(
     "file, text, message",
     [

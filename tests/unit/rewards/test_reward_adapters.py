@@ -60,6 +60,11 @@ def of_messages(prompts, completions, completion_ids):
     return [float(completion[-1]["content"].startswith("<think>")) for completion in completions]
 
 
+def answers(prompts, completions, **kwargs):
+    found = [[m["content"] for m in messages if m["role"] == "assistant"] for messages in completions]
+    return [float(texts == ["a", "b"]) for texts in found]
+
+
 def of_a_task(prompts, completions, task, **kwargs):
     return [float(len(text)) if kind == "math" else None for text, kind in zip(completions, task)]
 
@@ -170,6 +175,28 @@ def test_trl_gets_all_messages_of_an_episode(reward):
     sample = Sample("", "<think>2", {"prompt": prompt}, messages=[*prompt, *turns, {"role": "x", "content": "<think>"}])
     assert reward("of_messages")([sample]) == [1.0]
     assert reward("nonempty")([sample]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        [("user", "1+1?")],  # an agent without the row's system prompt
+        [("system", "Use the tool."), ("user", "1+1?")],
+        [("system", "Think."), ("user", "1+1?")],
+        [("system", "Think."), ("user", [{"type": "image"}, {"type": "text", "text": "1+1?"}])],
+    ],
+)
+def test_trl_gets_all_answers_of_an_agent_with_messages_of_its_own(own, reward):
+    prompt = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
+    turns = [*own, ("assistant", "a"), ("user", "more"), ("assistant", "b")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert reward("answers")([Sample("", "b", {"prompt": prompt}, messages=messages)]) == [1.0]
+
+
+def test_answers_of_the_prompt_are_no_answers_of_the_policy(reward):
+    shots = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "2"}]
+    turns = [{"role": "assistant", "content": text} for text in ("a", "b")]
+    assert reward("answers")([Sample("", "b", {"prompt": shots}, messages=[*shots, *turns])]) == [1.0]
 
 
 @pytest.mark.parametrize("function, missing", [("boxed", "ground_truth"), ("with_state", "trainer_state")])

@@ -20,6 +20,11 @@ STALE = "--rollout-importance-sampling-mode token_truncate --max-staleness"
         (f"{BATCH} 512 --steps-per-generation 2", 4, 256),
         (f"{BATCH} 96 --steps-per-generation 4", 1, 384),  # four updates share a rollout
         (f"{BATCH} 256 --over-sampling-ratio 1.25", 1, 320),
+        ("--num-generations 16 --global-batch-size 1152", 3, 384),
+        ("--num-generations 16 --global-batch-size 1200", 3, 400),  # 75 prompts: 25 each
+        ("--num-generations 16 --global-batch-size 1104", 3, 368),  # 69 prompts: 23 each
+        ("--num-generations 48 --global-batch-size 1104", 3, 384),  # 23 prompts: 8, 8 and 7
+        (f'{BATCH} 512 --vllm-engine-kwargs {{"max_num_batched_tokens":300}}', 1, 300),
         (f"{BATCH} 512 --rollout-balancing dynamic", 1, 256),  # half of it waits for the first free replica
         (f"{BATCH} 400 --rollout-ranks 1", 2, 400),
         (f"{BATCH} 200 --rollout-ranks 1 {STALE} 1", 2, 400),  # the next batch begins while the last completions run

@@ -7,7 +7,7 @@ import torch
 from good_args import validated
 
 from megatron_grpo.rollout.engine import OutOfMemory, lost_on_failure
-from megatron_grpo.training import device_memory
+from megatron_grpo.training import device_memory, offload
 from megatron_grpo.training.device_memory import DeviceMemory, other_programs
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 
@@ -80,6 +80,7 @@ def test_a_storage_counts_once(memory, monkeypatch):
     flat = torch.zeros(4 * mib)
     first, second = torch.nn.Parameter(flat[:mib]), torch.nn.Parameter(flat[mib:])
     frozen = torch.nn.Parameter(torch.zeros(mib))
+    monkeypatch.setattr(offload, "DistributedDataParallel", SimpleNamespace)  # the kind of the chunk
     chunk = SimpleNamespace(
         modules=list,
         parameters=lambda: [first, second, frozen],
