@@ -330,7 +330,8 @@ def _common_state(directory: Path) -> dict:
     except GrpoError as error:
         raise GrpoError(f"{error}{checkpoint_directory.way_out(directory)}") from error
     except Exception as error:  # files of Megatron-LM's, which have no checksum, raise anything
-        raise GrpoError(f"checkpoint {directory} is damaged: its common state cannot be read: {error!r}") from error
+        problem = f"its common state cannot be read: {error!r}"
+        raise GrpoError(checkpoint_directory.damaged(directory, problem)) from error
     if "layout" in common and not (directory / checkpoint_directory.MANIFEST).exists():
         raise GrpoError(
             f"checkpoint {directory} is damaged: {checkpoint_directory.MANIFEST} is missing, without which nothing can "

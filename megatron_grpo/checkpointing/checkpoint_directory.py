@@ -88,6 +88,11 @@ def find(root: str | Path) -> tuple[int, Path]:
     """
     root = Path(root)
     iteration = latest_iteration(root)
+    if iteration is None and _number(root) is not None and not root.is_dir():
+        raise GrpoError(
+            f"checkpoint {root} does not exist; if its run has deleted it meanwhile (--max-checkpoints-to-keep), start "
+            "again with another one"
+        )
     if iteration is None:
         raise GrpoError(f"no checkpoint in {root}: there is no {LATEST}")
     if is_single(root):
@@ -97,6 +102,8 @@ def find(root: str | Path) -> tuple[int, Path]:
     for candidate in candidates:
         if candidate.is_dir():
             return iteration, candidate
+    if latest_iteration(root) != iteration:  # its run has saved another one meanwhile, and deleted this one
+        return find(root)
     raise GrpoError(
         f"{root / LATEST} names iteration {iteration}, but {directory} does not exist; "
         f"to use another checkpoint, write its number to that file: {_list_others(root)}"
@@ -130,6 +137,8 @@ def verify(directory: Path) -> None:
     `data_files.Reader` checks the content of ``*.distcp`` when it is read; ``damage(directory, True)`` reads all of it.
     """
     if not (directory / MANIFEST).exists():
+        if not directory.is_dir():
+            raise GrpoError(damaged(directory, "it is missing"))
         if any((directory / name).exists() for name in (ARGS, CHECKSUMS)):
             raise GrpoError(damaged(directory, f"{MANIFEST} is missing"))
         _check_foreign(directory)
@@ -139,12 +148,16 @@ def verify(directory: Path) -> None:
 
 
 def damaged(directory: Path, problem: str) -> str:
-    """Return the message about a damaged checkpoint."""
+    """Return the message about a checkpoint that is damaged, or was deleted while it was read."""
+    if not directory.is_dir():
+        return f"checkpoint {directory} cannot be read{way_out(directory)}"
     return f"checkpoint {directory} is damaged: {problem}{way_out(directory)}"
 
 
 def way_out(directory: Path) -> str:
     """Return the end of a message about a damaged checkpoint: how to use another one."""
+    if not directory.is_dir():
+        return "; it was deleted meanwhile, as its run does with --max-checkpoints-to-keep: start again"
     if _number(directory) is None:
         return ""
     return (

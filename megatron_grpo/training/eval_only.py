@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing.checkpoint_directory import find, is_single, latest_iteration
 from megatron_grpo.observability.metrics import without_nan
 from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.rollout.evaluation import HeldOut
@@ -48,21 +48,28 @@ COLUMNS = {  # heading: (field of a row, format)
 }
 
 
-def check_origin(args: Namespace, found: int | None) -> None:
-    """Raise GrpoError if --load holds no checkpoint; ``found`` is the iteration of its newest one."""
-    if args.load and found is None and not args.finetune:
+def resolve_checkpoint(args: Namespace) -> dict[str, str]:
+    """Return --load as the directory of the one checkpoint to evaluate: while a run goes on, its newest one changes.
+
+    Raises GrpoError if --load holds no checkpoint.
+    """
+    if not args.load:
+        return {}
+    if latest_iteration(args.load) is None:
         raise GrpoError(
             f"--eval-only: {args.load} (--load) holds no checkpoint; to evaluate --load-hf, leave --load out"
         )
+    directory = find(args.load)[1]
+    return {"load": str(directory)} if is_single(directory) else {}
 
 
 def evaluated(args: Namespace) -> str:
     """Return the name of what is evaluated. Call it on one rank."""
     if args.load:
-        return f"checkpoint {checkpoint.find(args.load)[1]}"
+        return f"checkpoint {args.load}"  # of `resolve_checkpoint`; its run may have deleted it meanwhile
     origin = f"Hugging Face directory {args.load_hf}"
     if args.pretrained_checkpoint:
-        origin = f"checkpoint {checkpoint.find(args.pretrained_checkpoint)[1]}"
+        origin = f"checkpoint {find(args.pretrained_checkpoint)[1]}"
     return f"adapter {args.load_adapter} of the {origin}" if args.load_adapter else origin
 
 

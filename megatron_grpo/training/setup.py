@@ -98,7 +98,7 @@ from megatron_grpo.training.early_checks import check_packages, check_reward_nam
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
-from megatron_grpo.training.eval_only import WITHOUT_TRAINING, check_origin
+from megatron_grpo.training.eval_only import WITHOUT_TRAINING, resolve_checkpoint
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
 from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
@@ -326,10 +326,8 @@ def _read_origin(args) -> tuple[Any, int | None]:
     """
 
     def read() -> tuple[int | None, dict[str, Any], dict[str, Any]]:
-        own = args if args.eval_only else replaced(args, **_resume_own_launch(args))
+        own = replaced(args, **(resolve_checkpoint if args.eval_only else _resume_own_launch)(args))
         found = checkpoint.latest_iteration(own.load) if own.load and not own.finetune else None
-        if own.eval_only:
-            check_origin(own, found)
         own = resolve_origin(own, found is not None)
         if not own.eval_only:
             _check_save_directory(own, found is not None)

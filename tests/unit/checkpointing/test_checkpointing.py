@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,6 +209,33 @@ def test_a_single_checkpoint_can_be_given_in_place_of_its_parent(tmp_path):
     assert cd.latest_iteration(tmp_path / "iter_0000020") == 20
     assert cd.note(tmp_path / "iter_0000020") == ""
     assert cd.run_directory(tmp_path / "iter_0000020") == cd.run_directory(tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize("reached", ["files.json", "data"])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_damaged(tmp_path, monkeypatch, reached):
+    save(tmp_path, 20)
+    directory = cd.find(tmp_path)[1]
+
+    def deleted(*_):
+        shutil.rmtree(directory)
+        yield "__0_0.distcp is missing"
+
+    if reached == "data":
+        monkeypatch.setattr(cd, "damage", deleted)
+    else:
+        shutil.rmtree(directory)
+    with pytest.raises(GrpoError, match=r"deleted meanwhile.*start again") as refusal:
+        cd.verify(directory)
+    assert "damaged" not in str(refusal.value) and cd.LATEST not in str(refusal.value)
+
+
+def test_the_next_checkpoint_is_found_if_its_run_deletes_the_newest_meanwhile(tmp_path, monkeypatch):
+    save(tmp_path, 20)
+    save(tmp_path, 40, keep=1)
+    read = iter([20])
+    latest_iteration = cd.latest_iteration
+    monkeypatch.setattr(cd, "latest_iteration", lambda root: next(read, None) or latest_iteration(root))
+    assert cd.find(tmp_path) == (40, tmp_path / "iter_0000040")
 
 
 def best(iteration, value):

@@ -14,6 +14,8 @@ from bad_input_runs import TRAIN, files, launch
 from run_files import json_lines, metrics_of
 from test_sampling_resume import SeededEngine
 
+from megatron_grpo.checkpointing import checkpoint
+
 REWARD = "@register_reward('mine')\ndef mine(sample):\n    return len(sample.token_ids) / 4\n"
 HELD_OUT = [[{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 4 + b)] for b in (2, 3)]
 FLAGS = """--train-iters 4 --save-interval 2 --eval-interval 2 --val-before-train --eval-num-generations 2
@@ -164,3 +166,33 @@ def test_eval_only_needs_no_flags_of_training_and_no_save(bench, seeded, monkeyp
 def test_eval_only_of_nothing(bench, seeded, tmp_path, capfd):
     assert launch(TRAIN, [*bench.words, "--eval-only", "--load", str(tmp_path)]) == 1
     assert f"{tmp_path} (--load) holds no checkpoint; to evaluate --load-hf, leave --load out" in capfd.readouterr().err
+
+
+def test_eval_only_evaluates_one_checkpoint_while_its_run_goes_on(bench, seeded, monkeypatch, tmp_path, capfd):
+    """The run of --load saves another checkpoint, and deletes the first one, while the engine starts."""
+    save = tmp_path / "save"
+    shutil.copytree(bench.save, save)
+    newest = save / "latest_checkpointed_iteration.txt"
+    newest.write_text("2")
+    load = checkpoint.load_weights
+
+    def saved_meanwhile(*args):
+        load(*args)
+        newest.write_text("4")
+        shutil.rmtree(save / "iter_0000002")
+
+    monkeypatch.setattr(checkpoint, "load_weights", saved_meanwhile)
+    assert launch(TRAIN, [*bench.words, "--eval-only", "--load", str(save), "--save", str(save)]) == 0
+    assert f"evaluation of the checkpoint {save}/iter_0000002\n" in capfd.readouterr().out
+    entry = json.loads((save / "evaluation.json").read_text())["evaluations"][-1]
+    assert entry["iteration"] == 2 and entry["evaluated"] == f"checkpoint {save}/iter_0000002"
+
+
+def test_eval_only_of_a_checkpoint_that_its_run_deletes(bench, seeded, monkeypatch, tmp_path, capfd):
+    save = tmp_path / "save"
+    shutil.copytree(bench.save, save)
+    load = checkpoint.load_weights
+    monkeypatch.setattr(checkpoint, "load_weights", lambda *args: (shutil.rmtree(save / "iter_0000004"), load(*args)))
+    assert launch(TRAIN, [*bench.words, "--eval-only", "--load", str(save), "--save", str(save)]) == 1
+    errors = capfd.readouterr().err
+    assert f"checkpoint {save}/iter_0000004 does not exist; if its run has deleted it meanwhile" in errors
