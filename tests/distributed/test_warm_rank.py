@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from ranks import _environment, warm_ranks
+from ranks import _environment, alive, warm_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -54,14 +54,6 @@ def test_ranks_meet_and_differ(tmp_path):
 def test_a_rank_ends_as_python_does(tmp_path, program, expected, said):
     status, output = launch(tmp_path, program)
     assert (status, said in output) == (expected, True), output
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 SLEEPING = """
