@@ -5,8 +5,8 @@
 
 A row of the output has "prompt" (chat messages, or with --prompt-style plain the text as it is), "answer" and all other
 columns of the input. An answer is written as text, 72.0 as "72" and a list of one value as this value. Without
---answer-column rows have no answer. Repeated rows are left out. Bad rows are those whose prompt is empty or no text, whose
-answer is missing or has several values, or whose prompt has another answer in an earlier row.
+--answer-column rows have no answer. Repeated rows are left out. Bad rows are those whose prompt is empty or no text,
+whose answer is missing or has several values, or whose prompt has another answer in an earlier row.
 """
 
 import argparse
