@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.run_lock import RunLock
-from megatron_grpo.data.blend import absent_files
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
-from megatron_grpo.data.held_out_files import valid_files
+from megatron_grpo.data.held_out_files import valid_paths
 from megatron_grpo.data.prompts import PromptDataset, Reading
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.data.tokenizer import (
@@ -94,7 +93,7 @@ from megatron_grpo.training.arguments import print_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.best_checkpoint import choose_again
 from megatron_grpo.training.device_memory import DeviceMemory
-from megatron_grpo.training.early_checks import check_packages, check_reward_names
+from megatron_grpo.training.early_checks import absent_data, check_packages, check_reward_names
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
@@ -355,9 +354,7 @@ def _directories(args, resume: bool) -> dict[str, Any]:
 
 def _not_here(args) -> list[str]:
     """Return the flags, with their values, that name data files or a tokenizer which this machine does not have."""
-    files = {"train_data_path": args.train_data_path or []}
-    files["valid_data_path"] = list(valid_files(args.valid_data_path).values())
-    found = [f"{flag(dest)} {path}" for dest, words in files.items() for path in absent_files(words)]
+    found = absent_data(args)
     if args.tokenizer_model and not Path(args.tokenizer_model).exists():
         found.append(f"--tokenizer-model {args.tokenizer_model}")
     return found
@@ -395,7 +392,7 @@ def _read_inputs(args, teach_args) -> Inputs:
     parts = {"tools": tools, "images": images, "check_gold": gold_check(names, vars(args))}
     valid = None
     if args.valid_data_path:
-        valid = _read_data(list(valid_files(args.valid_data_path).values()), tokenizer, args, training=False, **parts)
+        valid = _read_data(valid_paths(args.valid_data_path), tokenizer, args, training=False, **parts)
     # An evaluation alone needs prompts of training only to probe the engine.
     train = valid if args.eval_only and valid else _read_data(args.train_data_path, tokenizer, args, **parts)
     return Inputs(tokenizer, images, train, valid, models, isolation, ends)
