@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ranks import REPO, run_torchrun
 from run_files import json_lines
 from safetensors.torch import load_file
+from slow import slow_except
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(REPO / "tools"))
@@ -223,7 +224,8 @@ PAIRWISE = {
     "fp8_base": LAYOUTS["fp8_base"][:2],
     "gpt_oss": [LAYOUTS["gpt_oss"][number] for number in (0, 1, 3, 6)],
 }
-SLOW = [pytest.param(model, marks=pytest.mark.slow) for model in ("balanced", "balanced_packs", "dora", "fp8_base")]
+# Adapters have latent attention, too.
+EXPERTS_AND_ADAPTERS = ("moe", "adapters")
 SHARES = ["pairwise", pytest.param("the others", marks=pytest.mark.slow)]
 TOLERANCE = 1e-5
 
@@ -292,7 +294,7 @@ def test_the_other_dense_layouts_agree(tmp_path, tiny_models):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("model", ["moe", "latent", "adapters", "gpt_oss", *SLOW])
+@pytest.mark.parametrize("model", slow_except(EXPERTS_AND_ADAPTERS, [name for name in LAYOUTS if name != "dense"]))
 def test_layouts_of_experts_agree(model, share, tmp_path):
     """Mixture of experts; with the load-balancing loss, on equal micro-batches, and with those that are equal for all
     packs; latent attention with shared experts, balanced by a bias and by losses, and multi-token prediction; adapters

@@ -79,13 +79,16 @@ def test_the_parent_of_a_rank_is_killed(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="without fork_rank a signal has no message")
 @pytest.mark.parametrize(
     "name, times",
     [
         ("SIGINT", 2),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("SIGKILL", 1), ("SIGTERM", 1), ("SIGTERM", 2))),
+        ("SIGKILL", 1),
+        ("SIGTERM", 1),
+        ("SIGTERM", 2),
     ],
 )
 def test_a_signal_to_torchrun(name, times, tmp_path):
