@@ -62,7 +62,7 @@ def _format(config: Mapping[str, Any]) -> Callable[[str | Path], Safetensors] | 
     if method == "mxfp4":
         return Mxfp4Safetensors
     if method == "fp8":
-        if settings.get("fmt", "e4m3") != "e4m3":
+        if settings.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise GrpoError(f"config.json has a {key} of fp8 with fmt {settings['fmt']!r}: only e4m3 is read; {_CURE}")
         return partial(Fp8Safetensors, block=_block(settings.get("weight_block_size"), key))
     if method == "compressed-tensors":

@@ -21,6 +21,7 @@ SIZES = {
     "qwen2": {"hidden_size": 256},
     "phi3": {"hidden_size": 256, "rope_scaling": {**SHAPES["phi3"]["rope_scaling"], **LONGROPE}},
     "deepseek_v2": {**MULTI_LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {**MULTI_LATENT, "v_head_dim": 32},
     "deepseek_v3": {**MULTI_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 

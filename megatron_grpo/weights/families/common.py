@@ -32,6 +32,7 @@ ABSENT: dict[str, Any] = {
     "rotary_base_local": None,
     "apply_layernorm_1p": False,
     "sandwich_norm": False,
+    "qk_layernorm_across_heads": False,
     "geglu": False,
     "scale_embeddings": False,
     "attn_logit_softcapping": None,

@@ -23,6 +23,7 @@ CARDS = {  # 10^9 parameters, as the model cards say
     "DeepSeek-V3-0324": 671,
     "GLM-4-9B-0414": 9,
     "GLM-4.5-Air": 106,
+    "GLM-4.7-Flash": 30,
     "Kimi-K2-Instruct": 1000,
     "Llama-3.1-8B-Instruct": 8,
     "Llama-3.2-3B-Instruct": 3.21,

@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
     LlamaConfig,
@@ -183,13 +184,14 @@ PHI4_MINI = {
     "tie_word_embeddings": True,
     "vocab_size": 200064,
 }
-DEEPSEEK_V3, GEMMA2_2B, GEMMA3_1B, GLM45_AIR, GLM4_9B_0414, GPT_OSS_20B, LLAMA31_8B, MIXTRAL_8X7B = (
+DEEPSEEK_V3, GEMMA2_2B, GEMMA3_1B, GLM45_AIR, GLM47_FLASH, GLM4_9B_0414, GPT_OSS_20B, LLAMA31_8B, MIXTRAL_8X7B = (
     published(name, "config.json")
     for name in (
         "DeepSeek-V3-0324",
         "gemma-2-2b-it",
         "gemma-3-1b-it",
         "GLM-4.5-Air",
+        "GLM-4.7-Flash",
         "GLM-4-9B-0414",
         "gpt-oss-20b",
         "Llama-3.1-8B-Instruct",
@@ -214,6 +216,7 @@ CONFIGS = {
     "mixtral": MIXTRAL_8X7B,
     "phi3": PHI4_MINI,
     "glm4_moe": GLM45_AIR,
+    "glm4_moe_lite": GLM47_FLASH,
     "qwen3": QWEN3_06B,
     "qwen2": QWEN25_05B,
     "llama": LLAMA31_8B,
@@ -231,6 +234,7 @@ CLASSES = {
     "mixtral": MixtralConfig,
     "phi3": Phi3Config,
     "glm4_moe": Glm4MoeConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
     "qwen3": Qwen3Config,
     "qwen2": Qwen2Config,
     "llama": LlamaConfig,
@@ -357,6 +361,7 @@ def test_published_mixtures_of_experts_become_megatron_arguments():
         ("qwen3_moe", {"mlp_only_layers": [0, 3]}),
         ("deepseek_v3", {"first_k_dense_replace": 2}),
         ("deepseek_v2", {"first_k_dense_replace": 0}),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3}),
     ],
 )
 def test_layers_with_experts_are_those_of_transformers(name, change):
@@ -415,6 +420,8 @@ def test_arguments_become_the_configuration_again(name):
     if name == "phi3":  # switches that transformers does not know, and the old name of a key
         assert not any(theirs.pop(key) for key in ("attention_bias", "mlp_bias", "lm_head_bias"))
         assert theirs["rope_parameters"].pop("type") == "longrope"
+    if name == "glm4_moe_lite":  # says that whole heads are rotated
+        assert theirs.pop("partial_rotary_factor") == theirs["rope_parameters"].pop("partial_rotary_factor") == 1.0
     assert ours == theirs
     # What knows only one of the two spellings finds it.
     rope = written["rope_parameters"]
@@ -466,6 +473,9 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("phi3", {"lm_head_bias": True}, "lm_head_bias true"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only type 'longrope' is supported for Phi-3"),
         ("phi3", {"rope_scaling": {**PHI4_MINI["rope_scaling"], "short_mscale": 1.1}}, "has 'short_mscale'"),
+        ("glm4_moe_lite", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace 2, which vLLM reads"),
+        ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave False"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks 'original_max_position_emb"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
