@@ -101,6 +101,11 @@ def fit_line(changed: Callable[[dict[str, Any]], Namespace], gpu: float) -> str:
     args = changed({})
     room = ROOM if args.rollout_ranks or not has_colocated_vllm(args) else ROOM_BESIDE_ENGINE
     needed = gpu_bytes(Plan(args)) / GIB
+    if gpu <= room:
+        return (
+            f"a GPU of {gpu:.0f} has no room for a model: {room} should stay for what is not counted (libraries, and "
+            "buffers of an engine on the same GPU). Give a larger GPU, or engines on other GPUs (--rollout-ranks)"
+        )
     if needed + room <= gpu:
         return f"it fits a GPU of {gpu:.0f}, with {gpu - needed:.1f} for what is not counted"
     flags, less = fitting(changed, (gpu - room) * GIB)

@@ -97,7 +97,7 @@ from megatron_grpo.training.early_checks import absent_data, check_packages, che
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
-from megatron_grpo.training.eval_only import WITHOUT_TRAINING, resolve_checkpoint
+from megatron_grpo.training.eval_only import WITHOUT_TRAINING, check_file, resolve_checkpoint
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
 from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
@@ -155,7 +155,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if not args.watchdog_timeout:
         wait_with_time_out()
     args = resolved(args, partial(resolve_data, inputs=inputs), check_warmup)
-    _check_destinations(args)
+    _check_destinations(replaced(args, save=flags.save))
     if torch.cuda.is_available() and (trainers := _trainers_here(world_size)):
         check_host_memory(args, trainers)
 
@@ -327,7 +327,10 @@ def _read_origin(args) -> tuple[Any, int | None]:
     def read() -> tuple[int | None, dict[str, Any], dict[str, Any]]:
         own = replaced(args, **(resolve_checkpoint if args.eval_only else _resume_own_launch)(args))
         found = checkpoint.latest_iteration(own.load) if own.load and not own.finetune else None
+        own = replaced(own, **_start_checkpoints(own, found is not None))
         own = resolve_origin(own, found is not None)
+        if own.eval_only and own.save:
+            check_file(Path(own.save))
         if not own.eval_only:
             _check_save_directory(own, found is not None)
         changed = {dest: value for dest, value in vars(own).items() if value is not getattr(args, dest)}
@@ -339,6 +342,28 @@ def _read_origin(args) -> tuple[Any, int | None]:
         if roles is None or roles.role.replica is None or name == "--tokenizer-model":  # engines need no weights
             checkpoint.check_seen(name, directory)
     return replaced(args, **changed), found
+
+
+def _start_checkpoints(args, resume: bool) -> dict[str, str]:
+    """Return the checkpoints from which a run starts as paths, because the run that saves them may go on (`pinned`).
+
+    A resume takes those of the first start, for a reference model and for the base of an adapter.
+    """
+    found: dict[str, str] = {}
+    if args.dry_run:  # it reads no weights, and needs no checkpoint
+        return found
+    if args.finetune and args.load:
+        found["load"] = checkpoint.pinned(args.load)
+    dests = [dest for dest in ("pretrained_checkpoint", "ref_load") if getattr(args, dest)]
+    if not dests or (resume and not (args.beta > 0 or args.lora_rank)):
+        return found
+    stored = checkpoint.read_checkpoint_args(args.load) if resume else {}
+    for dest in dests:
+        root = Path(getattr(args, dest))
+        before = [stored[key] for key in (dest, "load") if stored.get(key)]
+        same = [path for path in before if Path(path).parent.resolve() == root.resolve()]
+        found[dest] = same[0] if same else checkpoint.pinned(root)
+    return found
 
 
 def _directories(args, resume: bool) -> dict[str, Any]:
