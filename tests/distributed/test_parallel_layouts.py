@@ -63,10 +63,11 @@ OVERLAP = check_parallel.OVERLAP
 FUSED = "--gradient-accumulation-fusion"
 LAYOUTS = {
     "dense": [
+        f"TP1 LOSSES: {BUDGET}",
         "TP1 LOSSES: --micro-batch-size 1",
+        "TP1: --micro-batch-size 1",
         "TP1: --micro-batch-size 2",
         "TP1: --micro-batch-size 4",
-        f"TP1: {BUDGET}",
         "TP1: --micro-batch-size 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         f"DP2: --micro-batch-size 2 --use-distributed-optimizer {FUSED}",
         f"DP2: --micro-batch-size 2 {OVERLAP}",
@@ -195,7 +196,7 @@ LAYOUTS = {
 PAIRWISE = {
     "dense": [
         LAYOUTS["dense"][0],
-        f"TP1: {BUDGET}",
+        "TP1: --micro-batch-size 1",
         f"DP2: --micro-batch-size 2 --use-distributed-optimizer {FUSED}",
         f"PP2 VPP2: {BUDGET} {OVERLAP} {FUSED}",
         f"CP2 LOSSES: {BUDGET}",
