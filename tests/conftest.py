@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude the imported objects from garbage collections, so that full ones cost little."""
+    """Exclude the imported objects from garbage collections, as entry_point.py does for a run."""
     gc.collect()
     gc.freeze()
 

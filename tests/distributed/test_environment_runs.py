@@ -67,7 +67,7 @@ def check_echo(output, metrics, completions):
     assert all(abs(row["reward/mean"]) > 0 for row in metrics)
 
 
-@pytest.mark.parametrize("engine", ["megatron", "vllm"])
+@pytest.mark.parametrize("engine", slow_except(["vllm"], ["megatron", "vllm"]))
 def test_a_run(engine, tiny_models, tmp_path):
     layout = ["--tensor-model-parallel-size", 2, "--sequence-parallel"] if engine == "megatron" else []
     if engine == "vllm":  # The failed episode of the probe is none of the batch's.

@@ -48,8 +48,8 @@ def flags(tiny_models, tmp_path_factory) -> list[str]:
 @pytest.mark.parametrize(
     ("engine", "what"),
     [
-        ("vllm", "vLLM's step"),
-        pytest.param("megatron", "the Megatron engine's step", marks=pytest.mark.slow),
+        pytest.param("vllm", "vLLM's step", marks=pytest.mark.slow),
+        ("megatron", "the Megatron engine's step"),
     ],
     ids=["vllm", "megatron"],
 )

@@ -180,6 +180,7 @@ if sys.argv[0].endswith("pretrain_grpo.py"):  # not in the processes of rewards 
 """
 
 
+@pytest.mark.slow  # tests/unit/rollout/test_agent_images.py has it without an engine
 def test_each_picture_of_an_agent_is_decoded_and_processed_once(data, tmp_path):
     """Under one load of the weights: every call of an episode shows all earlier pictures."""
     (tmp_path / "count.py").write_text(COUNT)

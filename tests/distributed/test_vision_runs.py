@@ -167,8 +167,8 @@ def one_rank(data):
     ],
 )
 def test_engine_and_trainer_agree(data, tmp_path, model, rows):
-    metrics = run(data, 2, tmp_path / "run", *TP2_SP.split(), model=model, rows=rows)
-    assert len(metrics) == 3 and all(row["mismatch/mean_abs"] < 1e-5 for row in metrics)
+    metrics = run(data, 2, tmp_path / "run", *TP2_SP.split(), "--train-iters", "2", model=model, rows=rows)
+    assert len(metrics) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in metrics)
     before, after = exported(data / model), exported(tmp_path / "run" / "hf_model")
     tower = [name for name in before if "visual." in name or name.startswith(("vision_tower.", "image_newline"))]
     still = {name for name in tower if before[name].equal(after[name])}
