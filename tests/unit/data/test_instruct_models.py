@@ -54,6 +54,9 @@ TEXTS = {
     "Kimi-K2-Instruct": KIMI,
     "Llama-3.1-8B-Instruct": LLAMA,
     "Llama-3.2-3B-Instruct": LLAMA,
+    "MiniMax-M2.5": (
+        "]~!b[]~b]system\nBe brief.[e~[\n]~b]user\nOne?[e~[\n]~b]ai\n1[e~[\n]~b]user\nTwo?[e~[\n]~b]ai\n<think>\n"
+    ),
     "Mistral-Nemo-Instruct-2407": "<s>[INST]One?[/INST]1</s>[INST]Be brief.\n\nTwo?[/INST]",
     "Mixtral-8x7B-Instruct-v0.1": "<s> [INST] Be brief.\n\nOne? [/INST] 1</s> [INST] Two? [/INST]",
     "Moonlight-16B-A3B-Instruct": KIMI,
@@ -79,6 +82,7 @@ ENDS = {
     "GLM": ["<|endoftext|>", "<|observation|>", "<|user|>"],
     "Kimi": ["<|im_end|>"],
     "Llama": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+    "MiniMax": ["[e~["],
     "Mistral": ["</s>"],
     "Mixtral": ["</s>"],
     "Moonlight": ["<|im_end|>"],

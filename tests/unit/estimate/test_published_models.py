@@ -27,6 +27,7 @@ CARDS = {  # 10^9 parameters, as the model cards say
     "Kimi-K2-Instruct": 1000,
     "Llama-3.1-8B-Instruct": 8,
     "Llama-3.2-3B-Instruct": 3.21,
+    "MiniMax-M2.5": 228.7,
     "Mistral-Nemo-Instruct-2407": 12.2,
     "Mixtral-8x7B-Instruct-v0.1": 46.7,
     "Moonlight-16B-A3B-Instruct": 16,
