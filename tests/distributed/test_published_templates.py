@@ -16,6 +16,7 @@ ENDS = {  # of turns, in the template and in the model's generation_config.json
     "GLM-4.5-Air": "<|observation|>",
     "GLM-4.7-Flash": "<|observation|>",
     "Kimi-K2-Instruct": "<|im_end|>",
+    "Kimi-K2.5": "<|im_end|>",
     "Llama-3.1-8B-Instruct": "<|eot_id|>",
     "Llama-3.2-3B-Instruct": "<|eot_id|>",
     "MiniMax-M2.5": "[e~[",

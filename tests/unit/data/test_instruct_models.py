@@ -50,8 +50,11 @@ TEXTS = {
     "GLM-4.5-Air": (
         "[gMASK]<sop><|system|>\nBe brief.<|user|>\nOne?<|assistant|>\n<think></think>\n1<|user|>\nTwo?<|assistant|>"
     ),
-    "GLM-4.7-Flash": "[gMASK]<sop><|system|>Be brief.<|user|>One?<|assistant|></think>1<|user|>Two?<|assistant|><think>",
+    "GLM-4.7-Flash": (
+        "[gMASK]<sop><|system|>Be brief.<|user|>One?<|assistant|></think>1<|user|>Two?<|assistant|><think>"
+    ),
     "Kimi-K2-Instruct": KIMI,
+    "Kimi-K2.5": KIMI.replace("<|im_middle|>1", "<|im_middle|><think></think>1") + "<think>",
     "Llama-3.1-8B-Instruct": LLAMA,
     "Llama-3.2-3B-Instruct": LLAMA,
     "MiniMax-M2.5": (
@@ -205,6 +208,7 @@ def test_eight_published_tokenizers_begin_a_text():
         ("Qwen3-8B", {"enable_thinking": False}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
         ("GLM-4.5-Air", {"enable_thinking": False}, "<|user|>\nTwo?/nothink<|assistant|>\n<think></think>"),
         ("GLM-4.7-Flash", {"enable_thinking": False}, "<|user|>Two?<|assistant|></think>"),
+        ("Kimi-K2.5", {"thinking": False}, "Two?<|im_end|><|im_assistant|>assistant<|im_middle|><think></think>"),
         ("gpt-oss-20b", {"reasoning_effort": "high"}, "\n\nReasoning: high\n\n"),
     ],
 )

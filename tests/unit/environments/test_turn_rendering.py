@@ -25,6 +25,7 @@ WITH_TOOLS = {
     "GLM-4.5-Air": "<|observation|>",
     "GLM-4.7-Flash": "<|observation|>",
     "Kimi-K2-Instruct": "<|im_end|>",
+    "Kimi-K2.5": "<|im_end|>",
     "Llama-3.1-8B-Instruct": "<|eot_id|>",
     "Llama-3.2-3B-Instruct": "<|eot_id|>",
     "MiniMax-M2.5": "[e~[",
@@ -35,7 +36,7 @@ WITH_TOOLS = {
     "gpt-oss-20b": "<|call|>",
 }
 # Whose templates show an earlier turn with other marks of reasoning than a prompt.
-REASONING = {"GLM-4.5-Air", "GLM-4.7-Flash", "MiniMax-M2.5"}
+REASONING = {"GLM-4.5-Air", "GLM-4.7-Flash", "Kimi-K2.5", "MiniMax-M2.5"}
 
 
 @pytest.fixture(scope="module")

@@ -185,7 +185,18 @@ PHI4_MINI = {
     "tie_word_embeddings": True,
     "vocab_size": 200064,
 }
-DEEPSEEK_V3, GEMMA2_2B, GEMMA3_1B, GLM45_AIR, GLM47_FLASH, GLM4_9B_0414, GPT_OSS_20B, LLAMA31_8B, MINIMAX_M25, MIXTRAL_8X7B = (
+(
+    DEEPSEEK_V3,
+    GEMMA2_2B,
+    GEMMA3_1B,
+    GLM45_AIR,
+    GLM47_FLASH,
+    GLM4_9B_0414,
+    GPT_OSS_20B,
+    LLAMA31_8B,
+    MINIMAX_M25,
+    MIXTRAL_8X7B,
+) = (
     published(name, "config.json")
     for name in (
         "DeepSeek-V3-0324",
@@ -405,7 +416,8 @@ def test_both_spellings_of_rope_give_the_same_arguments(name):
 
 # Not the model's arguments, or written in another way.
 NOT_ARGUMENTS = """bos_token_id eos_token_id pad_token_id dtype max_window_layers cache_implementation auto_map ep_size
-    sliding_window_pattern use_mtp num_mtp_modules mtp_transformer_layers quantization_config experts_per_token initial_context_length router_aux_loss_coef""".split()
+    sliding_window_pattern use_mtp num_mtp_modules mtp_transformer_layers
+    quantization_config experts_per_token initial_context_length router_aux_loss_coef""".split()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -482,7 +494,11 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only type 'longrope' is supported for Phi-3"),
         ("phi3", {"rope_scaling": {**PHI4_MINI["rope_scaling"], "short_mscale": 1.1}}, "has 'short_mscale'"),
         ("glm4_moe_lite", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
-        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace 2, which vLLM reads, and mlp_layer_types"),
+        (
+            "glm4_moe_lite",
+            {"first_k_dense_replace": 2},
+            "first_k_dense_replace 2, which vLLM reads, and mlp_layer_types",
+        ),
         ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave False"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks 'original_max_position_emb"),
