@@ -360,12 +360,6 @@ def check_rollout(args: Namespace) -> None:
     of_experts = args.vllm_enable_expert_parallel or (args.vllm_engine_kwargs or {}).get("enable_expert_parallel")
     if of_experts and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError("--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes with it; leave it out")
-    alone = args.rollout_engine == "vllm" and args.vllm_mode == "colocate"
-    if args.model_family == "minimax_m2" and alone and not args.dry_run and not torch.cuda.is_available():
-        raise GrpoError(
-            "--model-family minimax_m2 with --rollout-engine vllm needs a GPU: vLLM's CPU build has no sigmoid router "
-            "without groups of experts; give --rollout-engine megatron"
-        )
     if args.vllm_quantization and not args.dry_run and not torch.cuda.is_available():
         raise GrpoError(f"--vllm-quantization {args.vllm_quantization} needs a GPU: leave it out")
     ours = sorted(OURS.intersection(args.vllm_engine_kwargs or {}))
@@ -400,6 +394,12 @@ def check_model_of_engine(args: Namespace) -> None:
         raise GrpoError(
             "--weight-sync-method checkpoint loses gpt-oss's sinks and experts, which vLLM's reload does not load: "
             "give --vllm-mode colocate"
+        )
+    minimax_on_cpu = args.model_family == "minimax_m2" and not args.dry_run and not torch.cuda.is_available()
+    if minimax_on_cpu and has_colocated_vllm(args):
+        raise GrpoError(
+            "--model-family minimax_m2 with --rollout-engine vllm needs a GPU: vLLM's CPU build has no sigmoid router "
+            "without groups of experts; give --rollout-engine megatron"
         )
     check_draft(args)
 

@@ -1,4 +1,4 @@
-"""Kimi-K2.5's language model: read from files with a vision part, in 4-bit integers too, and exported as DeepSeek-V3."""
+"""Kimi-K2.5's language model: read from files with a vision part, in 4 bits too, and exported as DeepSeek-V3."""
 
 import json
 
