@@ -7,12 +7,15 @@ import pytest
 import torch
 from ranks import run_torchrun
 from slow import FEW, slow_except
-from toy_checkpoints import FAMILIES, SHAPES, make
+from toy_checkpoints import FAMILIES as ALL
+from toy_checkpoints import SHAPES, make
 from transformers import AutoModelForCausalLM
 
 # Those of stream_worker.py.
 PROMPTS = [[5, 9, 33, 7, 21, 90, 14], [44], [3 + 7 * i % 100 for i in range(40)]]
 pytestmark = pytest.mark.vllm
+# vLLM's CPU build has no sigmoid routers without groups of experts.
+FAMILIES = [family for family in ALL if family != "minimax_m2"]
 # vLLM's kernels on a CPU want heads of 32 channels and experts of multiples of 32.
 MULTI_LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "hidden_size": 128}
 LONGROPE = {"short_factor": [1.0 + i / 4 for i in range(12)], "long_factor": [9.0] * 12}

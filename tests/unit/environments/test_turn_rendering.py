@@ -25,8 +25,10 @@ WITH_TOOLS = {
     "GLM-4.5-Air": "<|observation|>",
     "GLM-4.7-Flash": "<|observation|>",
     "Kimi-K2-Instruct": "<|im_end|>",
+    "Kimi-K2.5": "<|im_end|>",
     "Llama-3.1-8B-Instruct": "<|eot_id|>",
     "Llama-3.2-3B-Instruct": "<|eot_id|>",
+    "MiniMax-M2.5": "[e~[",
     "Mistral-Nemo-Instruct-2407": "</s>",
     "Qwen2.5-7B-Instruct": "<|im_end|>",
     "Qwen3-30B-A3B-Instruct-2507": "<|im_end|>",
@@ -34,7 +36,7 @@ WITH_TOOLS = {
     "gpt-oss-20b": "<|call|>",
 }
 # Whose templates show an earlier turn with other marks of reasoning than a prompt.
-REASONING = {"GLM-4.5-Air", "GLM-4.7-Flash"}
+REASONING = {"GLM-4.5-Air", "GLM-4.7-Flash", "Kimi-K2.5", "MiniMax-M2.5"}
 
 
 @pytest.fixture(scope="module")

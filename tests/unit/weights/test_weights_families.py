@@ -17,6 +17,7 @@ from transformers import (
     GlmConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
@@ -184,7 +185,18 @@ PHI4_MINI = {
     "tie_word_embeddings": True,
     "vocab_size": 200064,
 }
-DEEPSEEK_V3, GEMMA2_2B, GEMMA3_1B, GLM45_AIR, GLM47_FLASH, GLM4_9B_0414, GPT_OSS_20B, LLAMA31_8B, MIXTRAL_8X7B = (
+(
+    DEEPSEEK_V3,
+    GEMMA2_2B,
+    GEMMA3_1B,
+    GLM45_AIR,
+    GLM47_FLASH,
+    GLM4_9B_0414,
+    GPT_OSS_20B,
+    LLAMA31_8B,
+    MINIMAX_M25,
+    MIXTRAL_8X7B,
+) = (
     published(name, "config.json")
     for name in (
         "DeepSeek-V3-0324",
@@ -195,6 +207,7 @@ DEEPSEEK_V3, GEMMA2_2B, GEMMA3_1B, GLM45_AIR, GLM47_FLASH, GLM4_9B_0414, GPT_OSS
         "GLM-4-9B-0414",
         "gpt-oss-20b",
         "Llama-3.1-8B-Instruct",
+        "MiniMax-M2.5",
         "Mixtral-8x7B-Instruct-v0.1",
     )
 )
@@ -213,6 +226,7 @@ CONFIGS = {
     "glm4": GLM4_9B_0414,
     "glm": GLM4_9B_CHAT,
     "mistral": MISTRAL_7B,
+    "minimax_m2": MINIMAX_M25,
     "mixtral": MIXTRAL_8X7B,
     "phi3": PHI4_MINI,
     "glm4_moe": GLM45_AIR,
@@ -231,6 +245,7 @@ CLASSES = {
     "glm4": Glm4Config,
     "glm": GlmConfig,
     "mistral": MistralConfig,
+    "minimax_m2": MiniMaxM2Config,
     "mixtral": MixtralConfig,
     "phi3": Phi3Config,
     "glm4_moe": Glm4MoeConfig,
@@ -401,7 +416,8 @@ def test_both_spellings_of_rope_give_the_same_arguments(name):
 
 # Not the model's arguments, or written in another way.
 NOT_ARGUMENTS = """bos_token_id eos_token_id pad_token_id dtype max_window_layers cache_implementation auto_map ep_size
-    sliding_window_pattern quantization_config experts_per_token initial_context_length router_aux_loss_coef""".split()
+    sliding_window_pattern use_mtp num_mtp_modules mtp_transformer_layers
+    quantization_config experts_per_token initial_context_length router_aux_loss_coef""".split()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -469,12 +485,23 @@ def test_unknown_architectures_are_refused_by_name(config, message):
             "4096 and layer_types with full_attention",
         ),
         ("mistral", {"attention_bias": True}, "attention_bias true"),
+        ("minimax_m2", {"num_experts_per_tok": 1}, "num_experts_per_tok 1: Megatron-Core does not normalise"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax': only 'sigmoid'"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False: only True"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head': only 'per_layer'"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "only full attention"),
+        ("minimax_m2", {"tie_word_embeddings": True}, "tie_word_embeddings True: only False"),
+        ("minimax_m2", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt 'e5m2': only e4m3"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1: the expert's weight is always 1"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias true"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only type 'longrope' is supported for Phi-3"),
         ("phi3", {"rope_scaling": {**PHI4_MINI["rope_scaling"], "short_mscale": 1.1}}, "has 'short_mscale'"),
         ("glm4_moe_lite", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
-        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace 2, which vLLM reads"),
+        (
+            "glm4_moe_lite",
+            {"first_k_dense_replace": 2},
+            "first_k_dense_replace 2, which vLLM reads, and mlp_layer_types",
+        ),
         ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave False"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks 'original_max_position_emb"),
