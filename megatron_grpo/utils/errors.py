@@ -32,7 +32,7 @@ class Preempted(EngineLost):
 
 
 def raised_at(error: BaseException) -> str:
-    """Return ", FILE, line N" of the user's code that raised an error, or called what raised it; "" without such code."""
+    """Return ", FILE, line N" of the user's code that raised an error or called what raised it; "" without any."""
     others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
     return f", {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
