@@ -59,7 +59,7 @@ class AllHeadsNorm(RMSNorm):
         super().__init__(config, heads * hidden_size, eps)
 
     def forward(self, x: torch.Tensor, axes: int = 2) -> torch.Tensor:
-        """Return this rank's queries or keys, normed; the last ``axes`` of ``x`` are heads and channels ``[..., d]``."""
+        """Return queries or keys of this rank, normed; the last ``axes`` of ``x`` are heads and channels ``[..., d]``."""
         shape = x.shape[-axes:]
         first = parallel_state.get_tensor_model_parallel_rank() * prod(shape)
         own = self.weight[first : first + prod(shape)].view(shape)
@@ -70,8 +70,8 @@ class _NormAcrossRanks(torch.autograd.Function):
     """x / sqrt(S / n + eps) times ``weight``: S is the sum of squares of a token's n channels on tensor-parallel ranks.
 
     With r = (S / n + eps)^-1/2 and d = the sum over all ranks of grad * weight * x, the gradient of x is
-    grad * weight * r - x * r^3 * d / n. Each rank's loss depends on S, so both passes add over ranks. Only ``x`` ``[...,
-    heads, d]`` and r are stored.
+    grad * weight * r - x * r^3 * d / n. Each rank's loss depends on S, so both passes add over ranks. Only ``x`` and r
+    are stored.
     """
 
     @staticmethod
