@@ -59,7 +59,7 @@ class AllHeadsNorm(RMSNorm):
         super().__init__(config, heads * hidden_size, eps)
 
     def forward(self, x: torch.Tensor, axes: int = 2) -> torch.Tensor:
-        """Return queries or keys of this rank, normed; the last ``axes`` of ``x`` are heads and channels ``[..., d]``."""
+        """Return queries or keys of this rank, normed; the last ``axes`` of ``x`` are its heads and channels."""
         shape = x.shape[-axes:]
         first = parallel_state.get_tensor_model_parallel_rank() * prod(shape)
         own = self.weight[first : first + prod(shape)].view(shape)
