@@ -58,6 +58,20 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+_SPARSE = (
+    "an indexer chooses the tokens to which each token attends; docs/sparse_attention.md says what training it needs. "
+    "Related families that train: deepseek_v3, glm4_moe"
+)
+_LIGHTNING = "most layers have lightning attention, a linear recurrence that is not built. A related family: qwen3_moe"
+# Architectures that users ask for -> why they are refused.
+REFUSED = {
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "GlmMoeDsaForCausalLM": _SPARSE,
+    "MiniMaxForCausalLM": _LIGHTNING,
+    "MiniMaxM1ForCausalLM": _LIGHTNING,
+    "MiniMaxText01ForCausalLM": _LIGHTNING,
+    "BailingMoeV2_5ForCausalLM": _LIGHTNING,
+}
 
 # Directories that are read as one of these families, and exported as one.
 READ_AS = (kimi_k25.FAMILY,)
@@ -70,6 +84,9 @@ def for_hf_config(config: Config) -> Family:
         if family.architecture in names or (not names and config.get("model_type") == family.name):
             return family
     found = ", ".join(names) or f"model_type {config.get('model_type')!r}"
+    reason = next((REFUSED[name] for name in names if name in REFUSED), None)
+    if reason:
+        raise GrpoError(f"config.json names the architecture {found}, which is not supported: {reason}")
     supported = ", ".join(family.architecture for family in (*FAMILIES.values(), *READ_AS))
     raise GrpoError(f"config.json names the architecture {found}, which is not supported; supported are: {supported}")
 

@@ -454,6 +454,9 @@ def test_model_type_serves_where_there_are_no_architectures():
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*not supported.*Qwen3ForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}, "ForSequenceClassification"),
         ({"model_type": "bert"}, "model_type 'bert'"),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, "not supported: an indexer.*docs/sparse_attention.md"),
+        ({"architectures": ["GlmMoeDsaForCausalLM"]}, "not supported: an indexer.*glm4_moe"),
+        ({"architectures": ["MiniMaxM1ForCausalLM"]}, "not supported: most layers have lightning attention"),
     ],
 )
 def test_unknown_architectures_are_refused_by_name(config, message):
