@@ -34,6 +34,7 @@ CASES = [
     ("glm4", "all-linear", {}),
     ("gemma3_text", "all-linear", {}),
     ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
+    ("minimax_m2", ["q_proj", "k_proj", "v_proj", "o_proj"], {"modules_to_save": ["q_norm", "k_norm"]}),
     ("glm4_moe_lite", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
 ]
 

@@ -355,7 +355,7 @@ REFUSED = {
     MINIMAX: "--model-family minimax_m2 with --rollout-engine vllm needs a GPU",
     f"{MINIMAX} --tensor-model-parallel-size 8 --sequence-parallel": "8 and 4 key/value heads: ranks that share a head",
     f"{MINIMAX} --no-qk-layernorm": "--qk-layernorm-across-heads needs --qk-layernorm",
-    "--qk-layernorm-across-heads": "model family qwen3 has qk_layernorm_across_heads = False, but the arguments say True",
+    "--qk-layernorm-across-heads": "model family qwen3 has qk_layernorm_across_heads = False",
     f"{MOE} --moe-router-topk 9": "--moe-router-topk (9) must be at most --num-experts (8)",
     f"{MOE} --tensor-model-parallel-size 2": "needs --sequence-parallel: each rank routes its own shard",
     f"{MOE} --moe-router-load-balancing-type sinkhorn": "--moe-router-load-balancing-type sinkhorn: choose from none",
