@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
+import vllm
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -84,12 +85,24 @@ class Life:
             events.setdefault(int(step), []).append(event)
 
         count = int(rng.integers(5, 40))
-        for number, step in enumerate(sorted(rng.integers(0, rng.choice([5, 150]), count))):
+        for number, step in enumerate(sorted(rng.integers(0, rng.choice([5, 40, 150]), count))):
             kind = rng.choice(["plain"] * 12 + ["least", "word", "adapter", "constraint", "parts"])
             add(step, "arrive", number, str(kind), int(rng.integers(1, 34)), int(rng.choice([1, 2, 70, 70, 200])))
-        for name, most in (("abort", 5), ("new weights", 2), ("interrupt", 2), ("preempt all", 2), ("pause", 3)):
+        for name, most in (
+            ("abort", 5),
+            ("new weights", 2),
+            ("interrupt", 2),
+            ("preempt all", 2),
+            ("pause", 3),
+            ("rewind", 2),
+            ("free an image", 1),
+            ("lose an image", 1),
+            ("meet a nan", 1),
+        ):
             for step in rng.integers(3, 170, rng.integers(0, most + 1)):
                 add(step, name, int(rng.integers(0, count)))
+        if rng.random() < 0.5:  # nothing waits
+            sequences = max(sequences, count)
         least = -(-LONGEST // block) + 2  # one sequence must fit
         blocks = least + int(sequences * LONGEST * rng.choice([0.15, 0.4, 1.0])) // block
         v2 = bool(rng.random() < 0.5)
@@ -106,18 +119,19 @@ class World:
     """One engine: with ``decode_steps`` the project's, else vLLM's own."""
 
     def __init__(self, life: Life, decode_steps: bool):
-        self.life, self.step_number, self.loads = life, 0, 0
+        self.life, self.step_number, self.loads, self.nans_until = life, 0, 0, 0
         self.outputs = OutputProcessor(tokenizer=None, log_stats=False)
         config = self._config()
-        options: dict[str, Any] = dict(
-            kv_cache_config=self._cache(),
-            block_size=life.block,
-            structured_output_manager=Settings(
-                should_advance=lambda request: False, accept_tokens=lambda request, ids: True,
+        options: dict[str, Any] = {
+            "kv_cache_config": self._cache(),
+            "block_size": life.block,
+            "structured_output_manager": Settings(
+                should_advance=lambda request: False,
+                accept_tokens=lambda request, ids: True,
                 grammar_init=lambda request: None,
             ),
-            mm_registry=Settings(supports_multimodal_inputs=lambda config: False),
-        )  # fmt: skip
+            "mm_registry": Settings(supports_multimodal_inputs=lambda config: False),
+        }
         if decode_steps:
             self.scheduler = scheduler(config, **options)
             core = Settings(engine_core=Settings(engine_core=Settings(scheduler=self.scheduler)))
@@ -175,7 +189,7 @@ class World:
         life, rng = self.life, random_of("request", name)
         ends = [[], [5], [0], [5, 11]][rng.integers(0, 4)]
         params = SamplingParams(
-            max_tokens=min(tokens, LONGEST - len(prompt)), temperature=1.0, ignore_eos=True, stop_token_ids=ends,
+            max_tokens=tokens, temperature=1.0, ignore_eos=True, stop_token_ids=ends,
             logprobs=None if kind == "parts" else [0, None, life.log_probs][rng.integers(0, 3)], flat_logprobs=True,
             detokenize=False, min_tokens=3 if kind == "least" and tokens > 3 else 0, skip_clone=True,
             output_kind=RequestOutputKind.DELTA if kind == "parts" else RequestOutputKind.FINAL_ONLY,
@@ -189,8 +203,10 @@ class World:
             self.outputs.request_states[name].detokenizer = StopWord()
         hasher = get_request_block_hasher(self.life.block, self.hash_of) if self.life.caching else None
         made = Request.from_engine_core_request(request, hasher)
-        if kind == "constraint":
+        if kind == "constraint":  # its grammar is not compiled yet
             made.structured_output_request = Settings()
+            made.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            self._later("compile", name)
         self.prompts[name] = list(prompt)
         self.scheduler.add_request(made)
 
@@ -226,10 +242,40 @@ class World:
     def pause(self, number: int) -> None:
         """Let steps pass in which nothing is scheduled, or nothing is admitted."""
         self.scheduler.set_pause_state(PauseState.PAUSED_NEW if number % 2 else PauseState.PAUSED_ALL)
-        self.life.events.setdefault(self.step_number + 1 + number % 3, []).append(("unpause",))
+        self._later("unpause")
 
     def unpause(self) -> None:
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _later(self, *event) -> None:
+        """Let an event happen, in both worlds, some steps later."""
+        later = self.life.events.setdefault(self.step_number + 1 + self.step_number % 6, [])
+        if event not in later:
+            later.append(event)
+
+    def compile(self, name: str) -> None:
+        """Finish the compilation of a grammar; every other grammar is wrong."""
+        if name in self.scheduler.requests:
+            grammar = ValueError() if self.step_number % 2 else Settings()
+            self.scheduler.requests[name].structured_output_request.grammar = grammar
+
+    def rewind(self, number: int) -> None:
+        """Let the next step compute a token of a request again."""
+        for request in self.scheduler.running[:1]:
+            if not (self.queue or request.is_prefill_chunk or request.num_output_placeholders):
+                request.num_computed_tokens -= 1
+
+    def free_an_image(self, number: int) -> None:
+        self.scheduler.encoder_cache_manager.freed.append(f"image {number}")
+
+    def lose_an_image(self, number: int) -> None:
+        """Let a request fail: the image in the cache is not its own."""
+        for request in self.scheduler.running[:1]:
+            if hasattr(self.scheduler, "encoder_cache_mismatch_reqs"):
+                self.scheduler.encoder_cache_mismatch_reqs.add(request.request_id)
+
+    def meet_a_nan(self, number: int) -> None:
+        self.nans_until = self.step_number + 3
 
     # ---- steps
 
@@ -262,7 +308,8 @@ class World:
             np.array(ids).reshape(-1, columns), np.float32(values).reshape(-1, columns), np.zeros(len(names), np.int32)
         )
         places = {name: place for place, name in enumerate(names)}
-        made = ModelRunnerOutput(names, places, sampled, lists)
+        nans = {name: 2 for name in names if number < self.nans_until} or None
+        made = ModelRunnerOutput(names, places, sampled, lists, num_nans_in_logits=nans)
         of_core = self.scheduler.update_from_output(step, made).get(0) or EngineCoreOutputs()
         processed = self.outputs.process_outputs(of_core.outputs)
         self.scheduler.finish_requests(processed.reqs_to_abort, RequestStatus.FINISHED_ABORTED)
@@ -322,7 +369,9 @@ def step_state(step) -> dict | None:
 
     def plain(value):
         if dataclasses.is_dataclass(value):
-            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "sampling_params"}
+            return {
+                f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "sampling_params"
+            }
         if isinstance(value, dict):
             return [(key, plain(item)) for key, item in value.items()]
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -338,10 +387,7 @@ def compare(life: Life) -> Counter:
         assert number < 5000, "the life does not end"
         for event in list(events.pop(number, ())):
             for world in worlds:
-                world.step_number = number
                 world.happen(event)
-        if events.get(number + 1) is not None:  # both worlds asked for the end of a pause
-            events[number + 1] = list(dict.fromkeys(events[number + 1]))
         number += 1
         for world in worlds:
             world.step_number = number
@@ -375,6 +421,7 @@ def same(pair: list, step: int, what: str) -> None:
 
 
 def main() -> None:
+    print("vLLM", vllm.__version__)
     counts: Counter = Counter()
     for seed in map(int, sys.argv[1:]):
         for is_async in (False, True):

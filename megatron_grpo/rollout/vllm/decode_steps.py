@@ -64,7 +64,6 @@ class DecodeSteps:
         self._is_async = isinstance(self, AsyncScheduler)
         # vLLM 0.32 limits the running requests by one number and admits requests by another one.
         self._admits_below = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
-        self._step_tokens = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
         self._has_common_prefixes = hasattr(self.kv_cache_manager.coordinator, "get_num_common_prefix_blocks")
         self._preemptions = 0
         self._records: dict[str, _Records | None] = {}  # by request; None: vLLM's own code handles its outputs
@@ -74,8 +73,7 @@ class DecodeSteps:
         off = (
             "connector ec_connector aux_output_connector enable_return_routed_experts return_sampling_mask "
             "defer_block_free num_spec_tokens num_lookahead_tokens num_hash_lookahead_tokens use_pp is_encoder_decoder "
-            "log_stats perf_metrics enable_kv_cache_events has_mamba_layers "
-            "need_mamba_block_aligned_split is_mm_encoder_only"
+            "log_stats perf_metrics enable_kv_cache_events needs_kv_cache_zeroing has_mamba_layers is_mm_encoder_only"
         )  # a version has some of them
         return (
             not any(getattr(self, name, None) for name in off.split())
@@ -88,22 +86,18 @@ class DecodeSteps:
         )
 
     def schedule(self: Any, throttle_prefills: bool = False) -> SchedulerOutput:
-        step = None
-        if self.has_decode_steps and not throttle_prefills and self._admits_nothing():
-            step = self._decode_step()
+        step = self._decode_step() if self.has_decode_steps and self._admits_nothing() else None
         return super().schedule(throttle_prefills) if step is None else step
 
     def _admits_nothing(self: Any) -> bool:
-        """Whether a step can consist of running requests only."""
+        """Whether a step consists of running requests only, of which none computes a prompt.
+
+        The requests that run fit the budget of a step: vLLM admits a request only if the others leave a token of it.
+        """
         return (
             self._pause_state is PauseState.UNPAUSED
             and not self._inflight_prefills
-            and not self.reset_preempted_req_ids
-            and 0 < len(self.running) <= self._step_tokens
-            and (
-                len(self.running) + self.num_waiting_for_streaming_input >= self._admits_below
-                or not any(getattr(self, queue, None) for queue in QUEUES)
-            )
+            and (len(self.running) >= self._admits_below or not any(getattr(self, queue, None) for queue in QUEUES))
         )
 
     def _decode_step(self: Any) -> DecodeStep | None:
@@ -142,7 +136,6 @@ class DecodeSteps:
                 return None
             self.prev_step_scheduled_req_ids = set(ids)
         self.current_step += 1
-        self.kv_cache_manager.new_step_starts()
         block_ids: list[Any] = [None] * len(ids)
         for place, request in at_blocks:
             block_ids[place] = self.kv_cache_manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
@@ -168,9 +161,8 @@ class DecodeSteps:
             first = self.running[0].request_id
             step.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(first)
         step.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
-        step.preempted_req_ids = set()
+        step.preempted_req_ids, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
         step.free_encoder_mm_hashes = self.encoder_cache_manager.get_freed_mm_hashes()
-        step.new_block_ids_to_zero = self._get_new_block_ids_to_zero()
         return step
 
     def record(self: Any, step, output, log_probs: list[float] | None, states: dict) -> SchedulerOutput | None:
@@ -182,8 +174,9 @@ class DecodeSteps:
         if (
             not isinstance(step, DecodeStep)
             or step.preemptions != self._preemptions  # a token that was under way may have to be dropped
-            or not output.sampled_token_ids
             or output.num_nans_in_logits
+            or self.grammar_compile_error_reqs
+            or getattr(self, "encoder_cache_mismatch_reqs", None)  # not in vLLM 0.26
         ):
             return step
         places, sampled, records = output.req_id_to_index, output.sampled_token_ids, self._records
@@ -198,14 +191,13 @@ class DecodeSteps:
             try:
                 record = records[request_id]
             except KeyError:
-                record = records[request_id] = self._records_of(request, states.get(request_id))
-            place = places[request_id]
-            new_tokens = sampled[place]
-            if record is None or len(new_tokens) != 1:
+                record = records[request_id] = self._records_of(request, states[request_id])
+            if record is None:
                 left.append(request_id)
                 continue
             longest, ends, all_tokens, add_output, add_token, add_log_prob = record
-            token = new_tokens[0]
+            place = places[request_id]
+            (token,) = sampled[place]
             if token in ends or len(all_tokens) + 1 >= longest:
                 left.append(request_id)
                 continue
@@ -233,7 +225,6 @@ class DecodeSteps:
         sampling = request.sampling_params
         if (
             sampling is None
-            or state is None
             or sampling.min_tokens
             or sampling.prompt_logprobs is not None
             or getattr(sampling, "repetition_detection", None) is not None

@@ -16,13 +16,14 @@ def scheduler_of(engine):
 
 def scheduler_options() -> dict[str, str]:
     """Return vLLM's option for `decode_steps`; none, with a line, for a vLLM whose scheduler the tests do not know."""
-    if patches.DECODE_STEPS.known():
+    sources = patches.DECODE_STEPS
+    if sources.known():
         return {"scheduler_cls": "megatron_grpo.rollout.vllm.decode_steps.scheduler"}
     if dist.get_rank() == 0:
-        *others, newest = patches.DECODE_STEPS.digests
+        *others, newest = sources.digests
         log(
-            f"rollouts use vLLM's own scheduler, which is slower: decode steps are tested with vLLM {', '.join(others)} "
-            f"and {newest}, and the sources of this one differ"
+            f"vLLM's own scheduler runs the rollouts, and takes longer: decode steps of {sources.by} are tested with "
+            f"vLLM {', '.join(others)} and {newest}, and the sources of this version differ"
         )
     return {}
 
