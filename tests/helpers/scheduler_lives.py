@@ -86,7 +86,7 @@ class Life:
 
         count = int(rng.integers(5, 40))
         for number, step in enumerate(sorted(rng.integers(0, rng.choice([5, 40, 150]), count))):
-            kind = rng.choice(["plain"] * 12 + ["least", "word", "adapter", "constraint", "parts"])
+            kind = rng.choice(["plain"] * 12 + ["least", "word", "adapter", "constraint", "wrong constraint", "parts"])
             add(step, "arrive", number, str(kind), int(rng.integers(1, 34)), int(rng.choice([1, 2, 70, 70, 200])))
         for name, most in (
             ("abort", 5),
@@ -203,10 +203,10 @@ class World:
             self.outputs.request_states[name].detokenizer = StopWord()
         hasher = get_request_block_hasher(self.life.block, self.hash_of) if self.life.caching else None
         made = Request.from_engine_core_request(request, hasher)
-        if kind == "constraint":  # its grammar is not compiled yet
+        if "constraint" in kind:  # its grammar is not compiled yet
             made.structured_output_request = Settings()
             made.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-            self._later("compile", name)
+            self._later("compile", name, kind)
         self.prompts[name] = list(prompt)
         self.scheduler.add_request(made)
 
@@ -253,10 +253,10 @@ class World:
         if event not in later:
             later.append(event)
 
-    def compile(self, name: str) -> None:
-        """Finish the compilation of a grammar; every other grammar is wrong."""
+    def compile(self, name: str, kind: str) -> None:
+        """Finish the compilation of a grammar."""
         if name in self.scheduler.requests:
-            grammar = ValueError() if self.step_number % 2 else Settings()
+            grammar = Settings() if kind == "constraint" else ValueError()
             self.scheduler.requests[name].structured_output_request.grammar = grammar
 
     def rewind(self, number: int) -> None:

@@ -97,7 +97,8 @@ class Benchmark:
             detokenize=False,
         )
         update = type(scheduler).update_from_output.__get__(scheduler)
-        with mock.patch.object(scheduler, "update_from_output", update):  # without collect_log_probs
+        own = mock.patch.multiple(scheduler, update_from_output=update, has_decode_steps=False, create=True)
+        with own:  # without collect_log_probs and decode steps
             outputs = self.engine._llm.generate(prompts, params, use_tqdm=False)
         tokens = torch.tensor(sum(len(o.outputs[0].token_ids) for o in outputs) * self.engine.is_lead)
         dist.all_reduce(tokens, group=host_group())
