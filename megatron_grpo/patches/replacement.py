@@ -139,8 +139,8 @@ class Replacement:
 class Sources:
     """Source files of a package of which this project repeats parts, so that it depends on every line of them.
 
-    ``folder``: the package and the folder that has all ``files``. ``digests``: by version, the digest of the files that
-    ``proof`` compared; with other files ``why`` does not happen. ``by``: the file that repeats them.
+    ``folder``: the package, and the folder in it that has all ``files``. ``digests``: by version, the digest of the
+    files with which ``proof`` compared ours. ``why``: what the repetition is for. ``by``: the file that repeats parts.
     """
 
     folder: str

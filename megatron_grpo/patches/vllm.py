@@ -69,7 +69,7 @@ DECODE_STEPS = Sources(
     "core/single_type_kv_cache_manager.py engine/core.py engine/core_client.py engine/detokenizer.py "
     "engine/llm_engine.py engine/logprobs.py engine/output_processor.py outputs.py request.py",
     {"0.26": "76fd166917f937c5", "0.32": "718de5460694ba43", "0.33": "0e1bb84a8aeb6eab"},
-    "Schedule and record a step in which every running request decodes one token in one loop.",
+    "schedule and record a step in which every running request decodes one token in one loop",
     by="megatron_grpo/rollout/vllm/decode_steps.py",
     proof="tests/unit/rollout/test_decode_steps.py",
 )

@@ -71,6 +71,7 @@ class Life:
     sequences: int
     budget: int  # tokens of a step
     log_probs: int  # most kept tokens of a request
+    adapters: bool
     events: dict[int, list[tuple]]
 
     @classmethod
@@ -107,7 +108,10 @@ class Life:
         blocks = least + int(sequences * LONGEST * rng.choice([0.15, 0.4, 1.0])) // block
         v2 = bool(rng.random() < 0.5)
         kept = int(rng.choice([0, 0, 0, 3]))
-        return cls(is_async, v2, bool(rng.random() < 0.7), block, blocks, sequences, budget, kept, events)
+        caching, adapters = rng.random(2) < (0.7, 0.2)
+        return cls(
+            is_async, v2, bool(caching), block, blocks, sequences, budget, kept, bool(adapters), events
+        )  # fmt: skip
 
 
 def random_of(*key) -> np.random.Generator:
@@ -162,7 +166,7 @@ class World:
                 pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
                 data_parallel_size=1,
             ),
-            lora_config=Settings(max_loras=1),
+            lora_config=Settings(max_loras=1) if life.adapters else None,
             observability_config=Settings(), num_speculative_tokens=0, max_concurrent_batches=1 + life.is_async,
             max_in_flight_tokens=32768, use_v2_model_runner=life.v2_runner, num_hash_lookahead_tokens=0,
             num_lookahead_tokens=0, num_prefill_lookahead_tokens=0, aux_output_config=Settings(),
@@ -194,7 +198,7 @@ class World:
             detokenize=False, min_tokens=3 if kind == "least" and tokens > 3 else 0, skip_clone=True,
             output_kind=RequestOutputKind.DELTA if kind == "parts" else RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        adapter = LoRARequest("adapter", 1, "no file") if kind == "adapter" else None
+        adapter = LoRARequest("adapter", 1, "no file") if kind == "adapter" and life.adapters else None
         request = EngineCoreRequest(
             name, list(prompt), None, params, None, 0.0, adapter, f"load {self.loads}", None, external_req_id=name
         )
@@ -396,7 +400,9 @@ def compare(life: Life) -> Counter:
         same([world.state() for world in worlds], number, "the state after scheduling")
         if steps[1] is not None:
             counts["steps"] += 1
+            names = steps[1].num_scheduled_tokens
             counts["decode steps"] += isinstance(steps[1], DecodeStep)
+            counts["with others"] += isinstance(steps[1], DecodeStep) and len(names) > len(steps[1].requests)
             counts["preemptions"] += len(steps[1].preempted_req_ids or ())
         waits = {world.waits() for world in worlds}
         assert len(waits) == 1

@@ -1,9 +1,9 @@
 """vLLM's scheduler with a short path for the decode steps of a rollout: the same steps and completions in less time.
 
-In most steps of a rollout each running request decodes one token, no request can be admitted, and all have enough
-blocks. vLLM then calls a dozen functions for each request, though a request needs a block only every 16 steps or so.
-`DecodeSteps` builds such a step in one loop, and appends its tokens to vLLM's records; vLLM's own code schedules every
-other step, and handles every request that finishes, or whose output is more than a token.
+In most steps of a rollout each running request decodes one token, and the blocks are enough. vLLM then calls a dozen
+functions for each request, though a request needs a block only every 16 steps or so. `DecodeSteps` schedules all these
+tokens in one loop, and appends them to vLLM's records. vLLM's own code admits requests, schedules every other step, and
+handles every request that finishes, or whose output is more than a token.
 
 This repeats what vLLM's code does in that case: it is installed only where vLLM's sources are those of a version that
 the tests compared (`megatron_grpo.patches.vllm.DECODE_STEPS`). vLLM builds the scheduler by `scheduler`, its option
@@ -11,6 +11,7 @@ the tests compared (`megatron_grpo.patches.vllm.DECODE_STEPS`). vLLM builds the 
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from vllm.v1.request import RequestStatus
 
 # vLLM's queues of requests that are not running; a version has some of them.
 QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
+LIMITS = ("max_num_running_reqs", "max_num_active_reqs")  # of the requests that run; a version has some of them
 
 
 def scheduler(vllm_config, **options):
@@ -60,6 +62,13 @@ class DecodeSteps:
         self.has_decode_steps = self._can_have_decode_steps(managers)
         self._block_size = managers[0].block_size if managers else 0
         self._num_managers = len(managers)
+        # Whether what is admitted depends on the running requests by their number and their tokens alone.
+        self._can_admit_apart = (
+            self.lora_config is None
+            and not self.kv_cache_manager.watermark_blocks
+            and not self.scheduler_config.long_prefill_token_threshold
+            and self.max_num_scheduled_tokens <= self.scheduler_config.max_num_batched_tokens
+        )
         self._caches = self.kv_cache_manager.enable_caching
         self._is_async = isinstance(self, AsyncScheduler)
         # vLLM 0.32 limits the running requests by one number and admits requests by another one.
@@ -86,22 +95,20 @@ class DecodeSteps:
         )
 
     def schedule(self: Any, throttle_prefills: bool = False) -> SchedulerOutput:
-        step = self._decode_step() if self.has_decode_steps and self._admits_nothing() else None
+        step, paused = None, self._pause_state is not PauseState.UNPAUSED
+        if self.has_decode_steps and not (paused or throttle_prefills or self._inflight_prefills):
+            if not any(getattr(self, queue, None) for queue in QUEUES) or len(self.running) >= self._admits_below:
+                step = self._decode_step(self._none_admitted)
+            elif self._can_admit_apart:
+                step = self._decode_step(self._admitted)
         return super().schedule(throttle_prefills) if step is None else step
 
-    def _admits_nothing(self: Any) -> bool:
-        """Whether a step consists of running requests only, of which none computes a prompt.
+    def _decode_step(self: Any, admit: Callable[[int], SchedulerOutput]) -> DecodeStep | None:
+        """Schedule a token of each running request, and what ``admit`` adds; None, with nothing changed, if one needs
+        more or less than a token and at most a block.
 
         The requests that run fit the budget of a step: vLLM admits a request only if the others leave a token of it.
         """
-        return (
-            self._pause_state is PauseState.UNPAUSED
-            and not self._inflight_prefills
-            and (len(self.running) >= self._admits_below or not any(getattr(self, queue, None) for queue in QUEUES))
-        )
-
-    def _decode_step(self: Any) -> DecodeStep | None:
-        """Schedule a token of each running request; None, with nothing changed, if that is vLLM's part."""
         size, caches, last_position = self._block_size, self._caches, self.max_model_len - 1
         requests: list[Any] = []
         ids: list[str] = []
@@ -131,11 +138,9 @@ class DecodeSteps:
             output_tokens.append(len(request._output_token_ids) + ahead)
         if not ids or new_blocks * self._num_managers > self.kv_cache_manager.block_pool.get_num_free_blocks():
             return None
-        if not self.use_v2_model_runner:  # its first runner gets all tokens of a request that missed a step
-            if not self.prev_step_scheduled_req_ids.issuperset(ids):
-                return None
-            self.prev_step_scheduled_req_ids = set(ids)
-        self.current_step += 1
+        # vLLM's first runner gets all tokens of a request that missed a step.
+        if not (self.use_v2_model_runner or self.prev_step_scheduled_req_ids.issuperset(ids)):
+            return None
         block_ids: list[Any] = [None] * len(ids)
         for place, request in at_blocks:
             block_ids[place] = self.kv_cache_manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
@@ -145,31 +150,59 @@ class DecodeSteps:
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += placeholder
         step = DecodeStep.make_empty()
+        vars(step).update(vars(admit(len(ids))))
         step.requests, step.preemptions = requests, self._preemptions
+        resumed = step.scheduled_cached_reqs
         step.scheduled_cached_reqs = CachedRequestData(
-            req_ids=ids,
-            resumed_req_ids=set(),
+            req_ids=ids + resumed.req_ids,
+            resumed_req_ids=resumed.resumed_req_ids,
             new_token_ids=[],
-            all_token_ids={},
-            new_block_ids=block_ids,
-            num_computed_tokens=computed_tokens,
-            num_output_tokens=output_tokens,
+            all_token_ids=resumed.all_token_ids,
+            new_block_ids=block_ids + resumed.new_block_ids,
+            num_computed_tokens=computed_tokens + resumed.num_computed_tokens,
+            num_output_tokens=output_tokens + resumed.num_output_tokens,
         )
-        step.num_scheduled_tokens = dict.fromkeys(ids, 1)
-        step.total_num_scheduled_tokens = len(ids)
+        step.num_scheduled_tokens = dict.fromkeys(ids, 1) | step.num_scheduled_tokens
+        step.total_num_scheduled_tokens += len(ids)
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids.update(ids)
         if self._has_common_prefixes:
             first = self.running[0].request_id
             step.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(first)
+        return step
+
+    def _none_admitted(self: Any, decodes: int) -> SchedulerOutput:
+        """Return the rest of a step in which no request can be admitted."""
+        self.current_step += 1
+        self.prev_step_scheduled_req_ids.clear()
+        step = SchedulerOutput.make_empty()
         step.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
         step.preempted_req_ids, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
         step.free_encoder_mm_hashes = self.encoder_cache_manager.get_freed_mm_hashes()
         return step
 
+    def _admitted(self: Any, decodes: int) -> SchedulerOutput:
+        """Return vLLM's step of the requests that wait, beside ``decodes`` tokens of those that run."""
+        running, self.running = self.running, []
+        limits = [name for name in LIMITS if hasattr(self, name)]
+        for name in limits:
+            setattr(self, name, getattr(self, name) - len(running))
+        self.max_num_scheduled_tokens -= decodes
+        try:
+            return super().schedule()
+        finally:
+            self.max_num_scheduled_tokens += decodes
+            for name in limits:
+                setattr(self, name, getattr(self, name) + len(running))
+            running += self.running
+            self.running = running
+
     def record(self: Any, step, output, log_probs: list[float] | None, states: dict) -> SchedulerOutput | None:
         """Append the sampled tokens of a step, with ``log_probs`` by row, to vLLM's records of its requests.
 
         ``states``: those of vLLM's output processor. Returns the step with the requests that are left to vLLM's
-        ``update_from_output``: those that end or have ended, or whose outputs vLLM's code handles; None without any.
+        ``update_from_output``: those that were admitted in it, that end or have ended, or whose outputs vLLM's code
+        handles; None without any.
         """
         if (
             not isinstance(step, DecodeStep)
@@ -182,24 +215,24 @@ class DecodeSteps:
         places, sampled, records = output.req_id_to_index, output.sampled_token_ids, self._records
         running, is_async, caches, size = RequestStatus.RUNNING, self._is_async, self._caches, self._block_size
         hash_size, manager = self.hash_block_size, self.kv_cache_manager
-        left = []
+        left: dict[str, int] = {}
         for request in step.requests:
             request_id = request.request_id
             if request.status is not running:
-                left.append(request_id)
+                left[request_id] = 1
                 continue
             try:
                 record = records[request_id]
             except KeyError:
                 record = records[request_id] = self._records_of(request, states[request_id])
             if record is None:
-                left.append(request_id)
+                left[request_id] = 1
                 continue
             longest, ends, all_tokens, add_output, add_token, add_log_prob = record
             place = places[request_id]
             (token,) = sampled[place]
             if token in ends or len(all_tokens) + 1 >= longest:
-                left.append(request_id)
+                left[request_id] = 1
                 continue
             all_tokens.append(token)
             add_output(token)
@@ -214,10 +247,12 @@ class DecodeSteps:
                 known = request.num_computed_tokens - request.num_output_placeholders
                 if caches and known % size == 0:
                     manager.cache_blocks(request, known)
+        if len(step.num_scheduled_tokens) > len(step.requests):
+            left.update(itertools.islice(step.num_scheduled_tokens.items(), len(step.requests), None))
         if not left:
             return None
         rest = copy.copy(step)
-        rest.num_scheduled_tokens = dict.fromkeys(left, 1)
+        rest.num_scheduled_tokens = left
         return rest
 
     def _records_of(self: Any, request, state) -> _Records | None:
