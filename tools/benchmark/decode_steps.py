@@ -79,7 +79,9 @@ class Clock:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, nargs="+", default=[128, 256, 512, 1024], metavar="N", help="rows")
+    parser.add_argument(
+        "--sequences", type=int, nargs="+", default=[128, 256, 512, 1024], metavar="N", help="rows [128 256 512 1024]"
+    )
     parser.add_argument("--tokens", type=int, default=100, metavar="N", help="tokens of a completion [100]")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds, after one warm-up round [3]")
     parser.add_argument("--functions", type=int, default=0, metavar="N", help="functions to list [0: none]")
