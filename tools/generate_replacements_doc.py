@@ -50,9 +50,9 @@ def document() -> str:
     one = vllm.DECODE_STEPS
     files = " ".join(f"`{file}`" for file in one.files.split())
     parts.append(
-        f"\n### Repeated sources\n\n`{one.by}` repeats parts of vLLM, to {one.why}. "
-        f"It is used only with sources whose digest is that of vLLM {', '.join(one.digests)}; with others vLLM's own code runs, and a line at the start says so. "
-        f"After an upgrade: run `{one.proof}` with the new vLLM, and add its `DECODE_STEPS.digest()`. "
+        f"\n### Repeated sources\n\n`{one.by}` repeats parts of vLLM, to {one.why}. It is used only with sources whose "
+        f"digest is that of vLLM {', '.join(one.digests)}; with others vLLM's own code runs, and a line at the start "
+        f"says so. After an upgrade: run `{one.proof}` with the new vLLM, and add its `DECODE_STEPS.digest()`. "
         f"The files, in `{one.folder}`: {files}.\n"
     )
     parts.append(
