@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+import torch
 
 from megatron_grpo.patches import cpu_backend
 from megatron_grpo.patches import vllm as patches
@@ -18,7 +19,7 @@ from megatron_grpo.rollout.vllm import scheduler as options
 cpu_backend.install()
 
 pytestmark = pytest.mark.vllm
-GPU_VLLM = Path("/root/.cache/grpo-gpu-packs/vllm")  # vLLM of requirements-gpu.txt, where it is unpacked
+GPU_VLLM = os.environ.get("GPU_VLLM")  # directory with the unpacked wheel of requirements-gpu.txt's vLLM
 LIVES = 16
 PLAIN = {"caching": True, "block": 8, "blocks": 200, "sequences": 4, "budget": 4096, "log_probs": 0, "adapters": False}
 
@@ -52,9 +53,9 @@ def test_lives_are_those_of_vllms_own_scheduler(lives, is_async):
 
 
 def test_lives_with_the_vllm_for_gpus():
-    if not (GPU_VLLM / "vllm").exists():
-        pytest.skip(f"{GPU_VLLM} has no vLLM")
-    environment = {**os.environ, "PYTHONPATH": str(GPU_VLLM), "PYTHONDONTWRITEBYTECODE": "1"}
+    if GPU_VLLM is None:
+        pytest.skip("GPU_VLLM names no directory with the vLLM for GPUs")
+    environment = {**os.environ, "PYTHONPATH": GPU_VLLM, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, ranks.REPO / "tests/helpers/scheduler_lives.py", *map(str, range(LIVES))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "'decode steps'" in done.stdout, done.stderr[-2000:]
@@ -246,6 +247,9 @@ def test_only_sources_that_were_compared_are_known(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(options.dist, "get_rank", lambda: 0)
     assert options.scheduler_options() == {"scheduler_cls": "megatron_grpo.rollout.vllm.decode_steps.scheduler"}
     assert not capsys.readouterr().out
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(options, "device", lambda: torch.device("cuda", 0))
+        assert options.scheduler_options() == {}
     monkeypatch.setattr(patches, "DECODE_STEPS", replace(sources, digests={"0.1": "", "0.2": "a"}))
     assert options.scheduler_options() == {}
     assert "are tested with vLLM 0.1 and 0.2, and the sources of this version differ" in capsys.readouterr().out
