@@ -30,7 +30,7 @@ def start(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("shared", slow_except([False], [False, True]))
+@pytest.mark.parametrize("shared", [False, True])
 def test_hosts_share_the_directory_of_checkpoints(start, tiny_models, tmp_path, shared):
     save = tmp_path / "run" if shared else "run"
     code, output = start("--load-hf", tiny_models["qwen3"], "--save", save, "--train-iters", 1)

@@ -455,6 +455,7 @@ def _build(args, directory: str):
             logprobs_mode=_logprobs_mode(args),
             seed=args.seed,
             disable_log_stats=True,
+            **scheduler.scheduler_options(),
             # Else a step is in flight at new weights, of which the engine cannot tell the version.
             **({"async_scheduling": False} if args.weight_update == "keep" else {}),
             **(slots.lora_options(args.lora_rank, targets(args)) if args.lora_weight_sync == "adapter" else {}),

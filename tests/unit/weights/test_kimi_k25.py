@@ -34,6 +34,7 @@ def toy(tmp_path_factory):
     text |= {"num_attention_heads": 8, "max_position_embeddings": 128, "model_type": "kimi_k2"}
     text |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1}
     text |= {"architectures": ["DeepseekV3ForCausalLM"], "tie_word_embeddings": False}
+    text |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "norm_topk_prob": True}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(17)
     config = Kimi_K25Config(
