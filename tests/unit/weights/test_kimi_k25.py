@@ -51,9 +51,10 @@ def toy(tmp_path_factory):
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
         expected = model(IDS[None]).logits[0]
     model.save_pretrained(directory)
-    # transformers undoes its renaming of the vision tower's blocks in the language model, too.
+    # transformers undoes its renaming of the vision tower's blocks in the language model, too, and that of the
+    # projector in part.
     tensors = {
-        n.replace("language_model.model.blocks.", "language_model.model.layers."): t
+        n.replace("language_model.model.blocks.", "language_model.model.layers.").removeprefix("model."): t
         for n, t in tensors_of(directory).items()
     }
     save_file(tensors, directory / "model.safetensors")
