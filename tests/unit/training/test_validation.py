@@ -352,7 +352,6 @@ REFUSED = {
     f"{MOE} --expert-model-parallel-size 8 {PP2}": "world_size (8) must be divisible by EP 8 x ETP 1 x PP 2 = 16",
     f"{MOE} --vllm-enable-expert-parallel": "--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes",
     f'{MOE} --vllm-engine-kwargs {{"enable_expert_parallel":true}}': "--vllm-enable-expert-parallel needs a GPU",
-    MINIMAX: "--model-family minimax_m2 with --rollout-engine vllm needs a GPU",
     f"{MINIMAX} --tensor-model-parallel-size 8 --sequence-parallel": "8 and 4 key/value heads: ranks that share a head",
     f"{MINIMAX} --no-qk-layernorm": "--qk-layernorm-across-heads needs --qk-layernorm",
     "--qk-layernorm-across-heads": "model family qwen3 has qk_layernorm_across_heads = False",

@@ -51,6 +51,16 @@ def toy(tmp_path_factory):
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
         expected = model(IDS[None]).logits[0]
     model.save_pretrained(directory)
+    # transformers undoes its renaming of the vision tower's blocks in the language model, too, and that of the
+    # projector in part.
+    tensors = {
+        n.replace("language_model.model.blocks.", "language_model.model.layers.").removeprefix("model."): t
+        for n, t in tensors_of(directory).items()
+    }
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+    for shard in directory.glob("model-*.safetensors"):
+        shard.unlink()
     written = json.loads((directory / "config.json").read_text())
     # As published: the language model's type is Kimi's own, and its keys are DeepSeek's.
     written |= {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
