@@ -4,7 +4,6 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, POSITIVE, POSITIVE_SHARE, FlagRow, count_to
 from megatron_grpo.utils.rules import divides, flag, needs
@@ -117,10 +116,11 @@ def check_model(args: Namespace) -> None:
         needs(args, "qk_layernorm_across_heads", "qk_layernorm", "it says what that norms")
         if args.multi_latent_attention:
             raise GrpoError("--qk-layernorm-across-heads with --multi-latent-attention: leave one of them out")
-        if query_groups(args) < args.tensor_model_parallel_size:
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        if groups < args.tensor_model_parallel_size:
             raise GrpoError(
                 f"--qk-layernorm-across-heads with --tensor-model-parallel-size {args.tensor_model_parallel_size} and "
-                f"{query_groups(args)} key/value heads: ranks that share a head would count its keys several times; "
+                f"{groups} key/value heads: ranks that share a head would count its keys several times; "
                 "lower the tensor-parallel size"
             )
     if args.kv_channels is None:
