@@ -53,7 +53,10 @@ class _Records(NamedTuple):
     add_log_prob: Callable[[float], None] | None
 
 
-class DecodeSteps:
+_Scheduler: Any = object  # one of vLLM's schedulers comes after the class
+
+
+class DecodeSteps(_Scheduler):
     """A scheduler's methods for decode steps; the class after it is one of vLLM's schedulers."""
 
     def __init__(self: Any, **options):
@@ -149,7 +152,7 @@ class DecodeSteps:
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
             request.num_output_placeholders += placeholder
-        step = DecodeStep.make_empty()
+        step: Any = DecodeStep.make_empty()
         vars(step).update(vars(admit(len(ids))))
         step.requests, step.preemptions = requests, self._preemptions
         resumed = step.scheduled_cached_reqs
@@ -176,8 +179,8 @@ class DecodeSteps:
         self.current_step += 1
         self.prev_step_scheduled_req_ids.clear()
         step = SchedulerOutput.make_empty()
-        step.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
-        step.preempted_req_ids, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
+        step.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set[str]()
+        step.preempted_req_ids, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set[str]()
         step.free_encoder_mm_hashes = self.encoder_cache_manager.get_freed_mm_hashes()
         return step
 
@@ -215,6 +218,7 @@ class DecodeSteps:
         places, sampled, records = output.req_id_to_index, output.sampled_token_ids, self._records
         running, is_async, caches, size = RequestStatus.RUNNING, self._is_async, self._caches, self._block_size
         hash_size, manager = self.hash_block_size, self.kv_cache_manager
+        values: Any = log_probs
         left: dict[str, int] = {}
         for request in step.requests:
             request_id = request.request_id
@@ -238,7 +242,7 @@ class DecodeSteps:
             add_output(token)
             add_token(token)
             if add_log_prob is not None:
-                add_log_prob(log_probs[place])
+                add_log_prob(values[place])
             request.num_in_flight_tokens -= 1
             if caches and len(all_tokens) % hash_size == 0:
                 request.update_block_hashes()
