@@ -181,6 +181,19 @@ def in_words(hang: Hang, silent: Mapping[int, tuple[str, str]]) -> str:
     return ", ".join(described) + (f"; the others wait in {waiting}" if waiting else "")
 
 
+def waits_in_words(states: Sequence[State]) -> str:
+    """Return which ranks wait for which, and what these do; "" if none waits, or all do."""
+    running = [rank for rank, state in enumerate(states) if not state.ended]
+    waiting = [rank for rank in running if states[rank].waits]
+    working = [rank for rank in running if not states[rank].waits]
+    if not waiting or not working:
+        return ""
+    slowest = states[min(working, key=lambda rank: states[rank].entered)]
+    return (
+        f"rank {_spans(waiting)} in '{states[waiting[0]].position}' for rank {_spans(working)} in '{slowest.position}'"
+    )
+
+
 def _spans(ranks: Sequence[int]) -> str:
     """Return '0-2, 5' for [0, 1, 2, 5]."""
     spans: list[list[int]] = []
@@ -332,6 +345,7 @@ class Watchdog:
             known if known[0].beat == state.beat else (state, now) for state, known in zip(read, before, strict=True)
         ]
         unheard, patience = [now - heard for _, heard in self.monitored], SILENT * self.interval
+        progress.waits = waits_in_words(read)
         hang = find_hang(with_boards(read, unheard, patience, self.limits), unheard, patience)
         if hang is not None:
             self.store.compare_set("hang", "", json.dumps(asdict(hang)))  # the first monitor's is everyone's
