@@ -39,8 +39,9 @@ def completion_row(
     """Return the row of completion ``i``: texts, rewards, advantage, and its first ``TOKENS`` tokens one by one.
 
     ``log_probs``: old log-probabilities, of the trainer, if they were computed; then ``rollout_log_probs`` are those of
-    the engine. Else ``log_probs`` are the engine's (nan if it returned none). ``token_advantages``: only if tokens of a completion can have different advantages.
-    ``response_mask``: only if an environment said some of the tokens, which have 0.
+    the engine. Else ``log_probs`` are the engine's (nan if it returned none). ``token_advantages``: only if tokens of a
+    completion can have different advantages. ``response_mask``: only if an environment said some of the tokens, which
+    have 0.
     """
     middle, end = _bounds(batch, i)
     shown = slice(middle, min(end, middle + TOKENS))

@@ -1,9 +1,9 @@
 """``status.json`` of a run: what it does now, written by a thread of rank 0 once a second. No torch.
 
 Fields: ``state`` (running, finished or stopped), ``update`` and ``total``, ``phase`` and ``phase_seconds``,
-``quiet_seconds`` (since the last sign of progress), ``rollout`` (completions, running, tokens and seconds of the rollout
-under way) and ``waits`` (the ranks that wait, and for which, as the watchdog sees it). A page takes the time of the file
-as that of the last sign of life.
+``quiet_seconds`` (since the last sign of progress), ``rollout`` (completions, running, tokens and seconds of the
+present rollout) and ``waits`` (the ranks that wait, and for which, as the watchdog sees it). The time of the file is
+that of the last sign of life.
 """
 
 import contextlib
@@ -63,3 +63,47 @@ def read_status(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return content | {"age": max(0.0, age)} if isinstance(content, dict) else None
+
+
+SILENT = 15.0  # seconds without a new status.json, after which a run is silent
+QUIET = 30.0  # seconds without a sign of progress that are worth a word
+
+
+def state_in_words(status: dict[str, Any] | None, update: int, total: int | None, row_age: float) -> dict[str, str]:
+    """Return ``state`` (running, finished, stopped or silent) and ``text`` of a run.
+
+    ``status``: of `read_status`; None of a run without the file, which is judged by ``row_age``, the seconds since its
+    last row. ``update``: of that row.
+    """
+    done = f"update {update:,} of {total:,}" if total else f"update {update:,}"
+    if status is None:
+        if total and update >= total:
+            return {"state": "finished", "text": f"finished: {update:,} updates"}
+        return {"state": "silent", "text": f"{done}; the last row is {duration(row_age)} old"}
+    if status.get("state") in ("finished", "stopped"):
+        return {"state": status["state"], "text": f"{status['state']}: {done}"}
+    phase, age = str(status.get("phase", "")), _number(status, "age")
+    if age > SILENT:
+        return {"state": "silent", "text": f"silent for {duration(age)}: {done}, last in '{phase}'"}
+    parts = [f"{done}: {phase} for {duration(_number(status, 'phase_seconds') + age)}"]
+    rollout = status.get("rollout")
+    if isinstance(rollout, dict):
+        finished, running, tokens = (int(_number(rollout, name)) for name in ("finished", "running", "tokens"))
+        parts.append(f"{finished:,} of {finished + running:,} completions, {tokens:,} tokens")
+    if (quiet := _number(status, "quiet_seconds") + age) > QUIET:
+        parts.append(f"no sign of progress for {duration(quiet)}")
+    if waits := status.get("waits"):
+        parts.append(f"waiting: {waits}")
+    return {"state": "running", "text": "; ".join(parts)}
+
+
+def _number(fields: dict[str, Any], name: str) -> float:
+    value = fields.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def duration(seconds: float) -> str:
+    """Return '90 s', '12 min' or '3.4 h'."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
