@@ -221,7 +221,7 @@ function ofRollout(run, index, wanted, largest) {
   const nodes = limited([...groups.values()], (group) => {
     const equal = [...Map.groupBy(group, (sample) => `${sample.kind || ""}|${sample.completion}`).values()];
     const said = [element("span", {}, element("b", {}, `update ${at}`), at === wanted ? "" : `, the nearest to ${wanted}`)];
-    if (group.length > 1) said.push(element("span", {}, `${group.length} completions, ${equal.length} different, mean reward `, element("b", {}, number(group.reduce((sum, one) => sum + reward(one), 0) / group.length))));
+    if (group.length > 1) said.push(element("span", {}, `${group.length} completions, ${equal.length === 1 ? "all equal" : `${equal.length} different`}, mean reward `, element("b", {}, number(group.reduce((sum, one) => sum + reward(one), 0) / group.length))));
     return element("section", { class: "group" }, promptHead(group[0], said), ...equal.map((same) => sampleCard(same[0], largest, same.length)));
   });
   if (!own.length) nodes.push(element("p", { class: "note" }, live ? "Reading …" : `The completions of update ${at} are not in this file: --serve, or more --rollouts.`));

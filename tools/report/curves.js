@@ -86,7 +86,7 @@ function series(run, name) {
   const x = [], raw = [];
   for (let i = 0; i < values.length; i++) if (values[i] !== null && all[i] !== null) { x.push(all[i]); raw.push(values[i]); }
   const wanted = byId("smooth").value;
-  const window = raw.length <= FEW_POINTS ? 1 : wanted === "auto" ? 2 * Math.floor(raw.length / 100) + 1 : Number(wanted);
+  const window = raw.length <= FEW_POINTS ? 1 : wanted === "auto" ? 2 * Math.floor(raw.length / 60) + 1 : Number(wanted);
   const half = (window - 1) / 2, sums = [0];
   for (const value of raw) sums.push(sums[sums.length - 1] + value);
   const y = window === 1 ? raw : raw.map((_, i) => {
@@ -101,12 +101,7 @@ function series(run, name) {
 // uPlot's columns of several lines within [low, high]: x, and of each line the least and the largest value and the
 // smoothed one. Where points are more than pixels, a column is a bin of them.
 function columns(lines, [low, high], bins) {
-  const parts = lines.map((line) => {
-    let from = 0, to = line.x.length;
-    while (from < to && line.x[from] < low) from++;
-    while (to > from && line.x[to - 1] > high) to--;
-    return { line, from: Math.max(0, from - 1), to: Math.min(line.x.length, to + 1) };
-  });
+  const parts = lines.map((line) => ({ line, from: Math.max(0, nearest(line.x, low) - 1), to: Math.min(line.x.length, nearest(line.x, high) + 2) }));
   const points = parts.reduce((sum, { from, to }) => Math.max(sum, to - from), 0);
   const width = (high - low) / bins || 1;
   const place = points <= bins ? (v) => v : (v) => low + (Math.floor((v - low) / width) + 0.5) * width;
@@ -128,18 +123,18 @@ function columns(lines, [low, high], bins) {
   return found;
 }
 
-// Low and high of the y axis. Without outliers: from the 1st to the 99th percentile, if all values need more than
-// half as much again.
+// Low and high of the y axis. Without outliers: from the 1st to the 99th percentile, if all values need three
+// times as much.
 function yRange(lines, [low, high], kind) {
-  let values = lines.flatMap(({ x, raw }) => raw.filter((_, i) => x[i] >= low && x[i] <= high));
-  if (kind === "log") values = values.filter((value) => value > 0);
-  if (!values.length) return kind === "log" ? [0.1, 1] : [0, 1];
-  values.sort((a, b) => a - b);
+  const found = [];
+  for (const { x, raw } of lines) for (let i = 0; i < x.length; i++) if (x[i] >= low && x[i] <= high && (kind !== "log" || raw[i] > 0)) found.push(raw[i]);
+  if (!found.length) return kind === "log" ? [0.1, 1] : [0, 1];
+  const values = Float64Array.from(found).sort(); // by number
   let least = values[0], most = values[values.length - 1];
   if (kind === "log") return least === most ? [least / 2, most * 2] : [least / 1.1, most * 1.1];
   if (kind === "robust" && values.length >= 20) {
     const from = values[Math.floor(values.length / 100)], to = values[Math.ceil((values.length - 1) * 0.99)];
-    if (from < to && most - least > 1.5 * (to - from)) [least, most] = [from, to];
+    if (from < to && most - least > 3 * (to - from)) [least, most] = [from, to];
   }
   if (least === most) return [least - (Math.abs(least) || 1) * 0.5, most + (Math.abs(most) || 1) * 0.5];
   const margin = (most - least) * 0.06;
@@ -183,7 +178,7 @@ class Panel {
     this.key = key;
     const axis = { stroke: paint("muted"), font: "11px system-ui, sans-serif", grid: { stroke: paint("grid"), width: 1 }, ticks: { show: false } };
     this.plot = new uPlot({
-      width, height: this.height(), series: [{}, ...series], bands, legend: { show: false }, padding: [8, 8, 0, 0],
+      width, height: this.height(), series: [{}, ...series], bands, legend: { show: false }, padding: [8, 16, 0, 0],
       scales: { x: { time: false, range: () => this.ranges.x }, y: { range: () => this.ranges.y, distr: kind === "log" ? 3 : 1 } },
       axes: [
         { ...axis, values: (_, splits) => splits.map(this.tick), size: 24, gap: 2 },
@@ -249,7 +244,8 @@ function curves(name, width) {
   const series = [], bands = [];
   for (const line of lines) {
     const colour = `colour-${line.index % COLOURS}`, dash = line.index >= COLOURS ? [5, 3] : undefined;
-    const faint = { stroke: paint(colour, 0.35), width: 1, spanGaps: true, points: { show: false } };
+    const binned = line.x.length > data[0].length; // then the band between least and largest is enough
+    const faint = { stroke: paint(colour, binned ? 0 : 0.35), width: 1, spanGaps: true, points: { show: false } };
     const few = line.x.length <= FEW_POINTS;
     bands.push({ series: [series.length + 2, series.length + 1], fill: paint(colour, 0.16) });
     series.push({ id: line.index, ...faint }, { id: line.index, ...faint });
