@@ -42,9 +42,15 @@ class Browser:
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         to_browser, self.writer = os.pipe()
         self.reader, from_browser = os.pipe()
-        command = [path, *FLAGS.split(), f"--user-data-dir={self.profile.name}", "--remote-debugging-pipe", "about:blank"]
+        command = [
+            path,
+            *FLAGS.split(),
+            f"--user-data-dir={self.profile.name}",
+            "--remote-debugging-pipe",
+            "about:blank",
+        ]
         # The browser reads from descriptor 3 and writes to 4.
-        shell = f"exec 103<&{to_browser} 104>&{from_browser}; exec 3<&103 4>&104; exec \"$@\""
+        shell = f'exec 103<&{to_browser} 104>&{from_browser}; exec 3<&103 4>&104; exec "$@"'
         self.process = subprocess.Popen(
             ["bash", "-c", shell, "browser", *command],
             pass_fds=(to_browser, from_browser),
@@ -141,7 +147,9 @@ class Browser:
 
     def mouse(self, kind: str, x: float, y: float, button: str = "none") -> None:
         """Move (``mouseMoved``), press or release (``mousePressed``, ``mouseReleased``) the mouse."""
-        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=int(button == "left"), clickCount=1)
+        self.call(
+            "Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=int(button == "left"), clickCount=1
+        )
 
     def screenshot(self, file: Path, whole: bool = False) -> None:
         """Write a PNG of the window, or of the whole page."""
