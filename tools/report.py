@@ -5,8 +5,8 @@
     python tools/report.py RUN_DIR [RUN_DIR ...] -o report.html [--rollouts N]
 
 RUN_DIR is the --save directory of a run. The page has what the run does now, what went wrong, curves of all logged
-metrics, the seconds of each phase, the device's time in the phases of a profile (--profile), completions of rollouts and
-of evaluations with the probabilities and the advantage of each token, arguments (differences between the runs are
+metrics, the seconds of each phase, the device's time in the phases of a profile (--profile), completions of rollouts
+and of evaluations with the probabilities and the advantage of each token, arguments (differences between the runs are
 marked), and the environment. --serve opens it on this machine only, under an address that holds a secret; from another
 machine: ssh -L PORT:localhost:PORT HOST. tools/report/ has the template and the scripts of the page.
 """
@@ -265,7 +265,7 @@ def page(records: list[Record], num_rollouts: int, live: bool = False) -> str:
 def server(records: list[Record], num_rollouts: int, port: int, token: str) -> ThreadingHTTPServer:
     """Return the server of a live page at http://127.0.0.1:``port``/``token``/; GrpoError if the port is in use.
 
-    ``/token/poll`` answers with what is new, ``/token/samples`` with completions. Whoever lacks the token, gets nothing.
+    ``/token/poll`` answers with what is new, ``/token/samples`` with completions. Others get nothing.
     """
     lock = threading.Lock()
 

@@ -92,7 +92,7 @@ class GrowingFile:
                 start, self.offset, self.lines = self.offset, self.offset + len(line), self.lines + 1
                 where = f"{self.file}:{self.lines}"
                 try:
-                    row = parsed(line.decode("utf-8", "replace"), where, self.file.name)
+                    row = parsed(line[:-1].decode("utf-8", "replace"), where, self.file.name)
                 except GrpoError as error:
                     self.damaged.append(str(error))
                     continue

@@ -44,6 +44,7 @@ from megatron_grpo.utils.errors import record_for_torchrun
 
 SIGNAL = signal.SIGRTMIN + 11  # glibc, Python, torch, NCCL, CUDA and vLLM leave the real-time signals alone
 LONGER = {"start": 6, "save": 6, "export": 6, "sync": 2}  # phases that make no sign of progress for long
+LONG_WAIT = 5.0  # seconds of a rank in a collective that status.json tells
 SILENT = 5  # intervals without a sign of a rank's watchdog, after which the rank does not answer
 
 
@@ -182,9 +183,9 @@ def in_words(hang: Hang, silent: Mapping[int, tuple[str, str]]) -> str:
 
 
 def waits_in_words(states: Sequence[State]) -> str:
-    """Return which ranks wait for which, and what these do; "" if none waits, or all do."""
+    """Return which ranks have waited LONG_WAIT seconds for which, and what these do; "" if none has, or all have."""
     running = [rank for rank, state in enumerate(states) if not state.ended]
-    waiting = [rank for rank in running if states[rank].waits]
+    waiting = [rank for rank in running if states[rank].waits and states[rank].seconds >= LONG_WAIT]
     working = [rank for rank in running if not states[rank].waits]
     if not waiting or not working:
         return ""

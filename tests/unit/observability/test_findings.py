@@ -1,4 +1,4 @@
-"""What went wrong, first: for each rule a run that breaks it, one that nearly does, and a healthy run, by definition."""
+"""What went wrong, first: for each rule a run that breaks it, one that nearly does, and a healthy run."""
 
 import math
 import random

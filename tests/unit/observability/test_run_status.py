@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -105,8 +106,9 @@ def test_a_run_without_the_file_is_judged_by_its_rows():
 
 
 def test_the_rank_that_the_others_wait_for_is_named():
-    waiting = State(position="update: gradients", waits=True, entered=9)
+    waiting = State(position="update: gradients", waits=True, entered=9, seconds=6.0)
     slow = State(position="rollout", entered=4)
     states = [waiting, waiting, slow, waiting, State(ended=True)]
     assert waits_in_words(states) == "rank 0-1, 3 in 'update: gradients' for rank 2 in 'rollout'"
+    assert waits_in_words([replace(waiting, seconds=4.0), slow]) == ""  # soon over
     assert waits_in_words([slow, slow]) == "" and waits_in_words([waiting, waiting]) == ""
