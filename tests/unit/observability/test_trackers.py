@@ -189,12 +189,12 @@ def test_mlflow_for_real(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # no database here
     mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    args = parsed(*"--mlflow-project demo --mlflow-exp-name one --log-completions --save".split(), tmp_path / "run")
+    args = parsed(*"--mlflow-project demo --mlflow-exp-name one --lr 0.5 --log-completions --save".split(), tmp_path / "run")
     train(args, 0, 2)
     train(args, 2, 3)
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("demo").experiment_id])
-    assert run.info.run_name == "one" and run.info.status == "FINISHED" and run.data.params["lr"] == str(args.lr)
+    assert run.info.run_name == "one" and run.info.status == "FINISHED" and run.data.params["lr"] == "0.5"
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(point.step, point.value) for point in history] == [(i, pytest.approx(i / 3)) for i in (1, 2, 3)]
     (file,) = tmp_path.glob("mlruns/*/*/artifacts/completions/update_000003.json")

@@ -1,4 +1,4 @@
-"""The page of tools/report.py in a real browser: hostile runs, a run that goes on, runs of different length, and times."""
+"""The page of tools/report.py in a browser: hostile runs, a run that goes on, runs of different length, and times."""
 
 import json
 import random
