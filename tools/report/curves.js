@@ -246,7 +246,8 @@ function curves(name, width) {
     const colour = `colour-${line.index % COLOURS}`, dash = line.index >= COLOURS ? [5, 3] : undefined;
     const binned = line.x.length > data[0].length; // then the band between least and largest is enough
     const faint = { stroke: paint(colour, binned ? 0 : 0.35), width: 1, spanGaps: true, points: { show: false } };
-    const few = line.x.length <= FEW_POINTS;
+    const pixels = ((line.x.at(-1) - line.x[0]) / (x[1] - x[0])) * width;
+    const few = line.x.length <= FEW_POINTS && pixels >= 9 * (line.x.length - 1); // or the marks touch
     bands.push({ series: [series.length + 2, series.length + 1], fill: paint(colour, 0.16) });
     series.push({ id: line.index, ...faint }, { id: line.index, ...faint });
     series.push({ id: `${line.index}${few}`, stroke: paint(colour), width: 2, dash, spanGaps: true, points: { show: few, size: 5, fill: paint(colour) } });

@@ -189,7 +189,9 @@ def test_mlflow_for_real(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # no database here
     mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
-    args = parsed(*"--mlflow-project demo --mlflow-exp-name one --lr 0.5 --log-completions --save".split(), tmp_path / "run")
+    args = parsed(
+        *"--mlflow-project demo --mlflow-exp-name one --lr 0.5 --log-completions --save".split(), tmp_path / "run"
+    )
     train(args, 0, 2)
     train(args, 2, 3)
     client = mlflow.MlflowClient()
