@@ -85,7 +85,7 @@ def part_of_rows(rows: Sequence[dict[str, Any]], begin: int) -> dict[str, Any]:
     """
     new = rows[begin:]
     found = dict.fromkeys(name for row in new for name in row if name != "iteration")
-    order = {name: place for place, name in enumerate(METRICS)}
+    order: dict[str | None, int] = {name: place for place, name in enumerate(METRICS)}
     names = sorted(found, key=lambda name: order.get(documented(name), len(order)))
     tokens, minutes, sums = 0.0, 0.0, []
     for row in rows:
@@ -294,7 +294,10 @@ def server(records: list[Record], num_rollouts: int, port: int, token: str) -> T
                 record.read()
             if name == "":
                 return "text/html", page(records, num_rollouts, live=True)
-            cursors = [tuple(map(int, text.split(","))) for text in query["cursors"].split(";")]
+            cursors = []
+            for text in query["cursors"].split(";"):
+                generation, rows, completions, held_out = map(int, text.split(","))
+                cursors.append((generation, rows, completions, held_out))
             return "application/json", json.dumps(
                 [part(record, cursor, num_rollouts) for record, cursor in zip(records, cursors, strict=True)],
                 allow_nan=False,
@@ -359,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
         type=int,
         default=30,
         metavar="N",
-        help="rollouts per run with completions in the page [30]; a served page reads the others when they are needed",
+        help="rollouts per run with completions in the page; a served page reads the others when they are needed [30]",
     )
     args = parser.parse_args(argv)
     try:

@@ -8,6 +8,8 @@ which on the rule was broken without a pause.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import lt
 from statistics import fmean, median, pvariance
 from typing import Any
 
@@ -137,7 +139,7 @@ def _levels(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
     for name, (limit, text) in ABOVE.items():
         series = _series(rows, name)
         if series and series.end() > limit:
-            yield Finding(series.since(lambda mean, limit=limit: mean > limit), name, text.format(series.end()))
+            yield Finding(series.since(partial(lt, limit)), name, text.format(series.end()))
     name = "mismatch/effective_sample_size"
     series = _series(rows, name)
     if series and series.end() < 0.9:
@@ -232,10 +234,14 @@ def _seconds(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
             text = f"{phase} takes {share:.0%} of the time"
             yield Finding(steps[0]["iteration"], f"time/{phase}", text)
     for name, (limit, text) in WAITS.items():
-        shares = [row | {"share": row[name] / row["time/step"]} for row in steps if row.get(name) is not None]
+        shares = [
+            {"iteration": row["iteration"], "share": row[name] / row["time/step"]}
+            for row in steps
+            if row.get(name) is not None
+        ]
         series = _series(shares, "share")
         if series and series.end() > limit:
-            since = series.since(lambda mean, limit=limit: mean > limit)
+            since = series.since(partial(lt, limit))
             yield Finding(since, name, text.format(series.end()))
     series = _series(rows, "perf/tokens_per_second")
     if series and len(series.values) >= 4 * FEW:
