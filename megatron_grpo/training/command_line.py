@@ -291,7 +291,7 @@ def _explain_unknown(unknown: Sequence[str], parser: Parser) -> str:
         return f"unknown flag {flag}: it is the default, leave it out; {switch} switches it off"
     if field in RENAMED:
         return f"megatron-core's {field} is {RENAMED[field]} here"
-    if field.removeprefix("no_") in SWITCHED_OFF_BY:
+    if field.removeprefix("no_") in SWITCHED_OFF_BY:  # of a field that is renamed, too
         return f"{flag} is {SWITCHED_OFF_BY[field.removeprefix('no_')][0]} here"
     there = answer(flag)
     if there:

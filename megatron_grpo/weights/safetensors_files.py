@@ -65,10 +65,14 @@ class Safetensors:
         else:
             raise GrpoError(f"{self.dir} holds neither {self.single} nor {self.index}")
 
-    def rename(self, published: Callable[[str], str]) -> None:
-        """Give the tensors other names; ``published`` returns that of a name in the files."""
-        self._stored = {published(name): name for name in self._where}
-        self._where = {published(name): path for name, path in self._where.items()}
+    def rename(self, published: Callable[[str], str | None]) -> None:
+        """Give the tensors other names: those that ``published`` returns, None to leave a tensor out."""
+        self._stored = {new: name for name in self._where if (new := published(name)) is not None}
+        self._where = {new: self._where[name] for new, name in self._stored.items()}
+        self._find_parts()
+
+    def _find_parts(self) -> None:
+        """Find the tensors that are stored in parts; called whenever the names have changed."""
 
     def names(self) -> Iterable[str]:
         return self._where.keys()

@@ -32,6 +32,7 @@ ABSENT: dict[str, Any] = {
     "rotary_base_local": None,
     "apply_layernorm_1p": False,
     "sandwich_norm": False,
+    "qk_layernorm_across_heads": False,
     "geglu": False,
     "scale_embeddings": False,
     "attn_logit_softcapping": None,
@@ -198,7 +199,7 @@ class Family:
     `read_rope`, `write_rope`: the same for the rotary embedding.
     `mtp_mappings`: parameters of a multi-token-prediction layer besides its decoder layer; empty in families without.
     `activation`: config.json key of the MLP's activation function, and its value.
-    `published(name)`: the published name of a tensor, where some writers of files have others.
+    `published(name)`: the name of a tensor in the table, where files have others; None for a tensor to leave out.
     `text_config(config)`: a config.json with the keys of the language model at its top; `hf_config`: the inverse.
     `defaults`: values of keys that a config.json leaves out, as transformers and the engine have them, where they are
     not those of `read` and `read_rope`.
@@ -214,7 +215,7 @@ class Family:
     write_rope: Callable[[Namespace], Config] = write_rope
     mtp_mappings: tuple[ParameterMapping, ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
-    published: Callable[[str], str] | None = None
+    published: Callable[[str], str | None] | None = None
     text_config: Callable[[Config], Config] = dict
     hf_config: Callable[[Config], Config] = dict
     defaults: Mapping[str, Any] = field(default_factory=dict)

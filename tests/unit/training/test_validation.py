@@ -95,6 +95,8 @@ def test_what_is_missing_is_named(dest):
 PP2 = "--pipeline-model-parallel-size 2"
 SHARED = "--share-prompts --max-tokens-per-microbatch 4096"
 HYBRID = "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 4096"
+MINIMAX = """--model-family minimax_m2 --num-experts 8 --moe-ffn-hidden-size 192 --qk-layernorm-across-heads
+ --moe-router-score-function sigmoid --moe-router-enable-expert-bias --untie-embeddings-and-output-weights"""
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
 
 SERVER = "--vllm-mode server --vllm-server-base-url"
@@ -350,6 +352,9 @@ REFUSED = {
     f"{MOE} --expert-model-parallel-size 8 {PP2}": "world_size (8) must be divisible by EP 8 x ETP 1 x PP 2 = 16",
     f"{MOE} --vllm-enable-expert-parallel": "--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes",
     f'{MOE} --vllm-engine-kwargs {{"enable_expert_parallel":true}}': "--vllm-enable-expert-parallel needs a GPU",
+    f"{MINIMAX} --tensor-model-parallel-size 8 --sequence-parallel": "8 and 4 key/value heads: ranks that share a head",
+    f"{MINIMAX} --no-qk-layernorm": "--qk-layernorm-across-heads needs --qk-layernorm",
+    "--qk-layernorm-across-heads": "model family qwen3 has qk_layernorm_across_heads = False",
     f"{MOE} --moe-router-topk 9": "--moe-router-topk (9) must be at most --num-experts (8)",
     f"{MOE} --tensor-model-parallel-size 2": "needs --sequence-parallel: each rank routes its own shard",
     f"{MOE} --moe-router-load-balancing-type sinkhorn": "--moe-router-load-balancing-type sinkhorn: choose from none",
