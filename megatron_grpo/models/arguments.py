@@ -106,8 +106,26 @@ def check_model(args: Namespace) -> None:
         if args.num_query_groups is None:
             raise GrpoError("--group-query-attention needs --num-query-groups, the number of key/value heads")
         divides(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
+    check_delta_net(args)
     if args.kv_channels is None:
         divides(args, "hidden_size", args.num_attention_heads, "--num-attention-heads, or --kv-channels be given")
+
+
+def check_delta_net(args: Namespace) -> None:
+    """Refuse a pattern of layers that does not fit, and heads of a gated delta net that do not divide."""
+    if not args.experimental_attention_variant:
+        return
+    pattern = args.linear_attention_freq
+    if pattern is None or (isinstance(pattern, list) and len(pattern) != args.num_layers):
+        raise GrpoError(
+            f"--experimental-attention-variant gated_delta_net with --linear-attention-freq {pattern}: give n for "
+            f"attention in every n-th layer, or a list with 1 (delta net) or 0 for each of the {args.num_layers} layers"
+        )
+    divides(args, "linear_num_value_heads", args.linear_num_key_heads, "--linear-num-key-heads")
+    if args.transformer_impl != "local":
+        raise GrpoError(
+            "--experimental-attention-variant gated_delta_net needs --transformer-impl local, which has its layer"
+        )
 
 
 def resolve_model_sizes(args: Namespace) -> dict[str, Any]:
@@ -145,6 +163,7 @@ _UNRECORDED_MODELS: Excluded = (
     ("vision_config", "the layers of a vision-language model have not been recorded yet: leave the flag out"),
     ("rotary_base_local", "two rotary embeddings in one model have not been recorded yet: leave the flag out"),
     ("attn_logit_softcapping", "the mask of soft-capped attention is made for each pack: leave the flag out"),
+    ("experimental_attention_variant", "the chunks of a delta net are made for each pack: leave the flag out"),
 )
 _UNRECORDED: Excluded = (
     ("recompute_granularity", "recomputation has not been recorded yet: leave one of them out"),

@@ -75,3 +75,16 @@ def moe_layers(args: Namespace) -> list[bool]:
     if isinstance(args.moe_layer_freq, int):
         return [layer % args.moe_layer_freq == 0 for layer in range(args.num_layers)]
     return [bool(layer) for layer in args.moe_layer_freq]
+
+
+def linear_layers(args: Namespace) -> list[bool]:
+    """Return for each decoder layer whether it has a gated delta net in the place of attention.
+
+    By --linear-attention-freq: an integer n stands for attention in every n-th layer; a list has 1 (delta net) or 0 for
+    each layer.
+    """
+    if not args.experimental_attention_variant:
+        return [False] * args.num_layers
+    if isinstance(args.linear_attention_freq, int):
+        return [layer % args.linear_attention_freq != 0 for layer in range(1, args.num_layers + 1)]
+    return [bool(layer) for layer in args.linear_attention_freq]
