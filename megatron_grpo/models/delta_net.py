@@ -28,6 +28,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 from megatron_grpo.data.pack import SharedPrompts
 from megatron_grpo.models.norm import rms_norm
@@ -58,15 +59,15 @@ def causal_convolution(
     """
     width, sequences = weight.shape[1], len(cu_seqlens) - 1
     slots, borders, last = _convolution_places(tuple(cu_seqlens), width, x.device)
-    padded = x.new_zeros(len(x) + sequences * (width - 1), x.shape[1]).index_copy(0, slots, x)
-    if before is not None:
-        padded = padded.index_copy(0, borders, before.flatten(0, 1).to(x.dtype))
     dtype = torch.promote_types(x.dtype, torch.float32)
-    y = x.new_zeros(max(len(padded) - width + 1, 0), x.shape[1], dtype=dtype)
+    padded = x.new_zeros(len(x) + sequences * (width - 1), x.shape[1], dtype=dtype).index_copy(0, slots, x.to(dtype))
+    if before is not None:
+        padded = padded.index_copy(0, borders, before.flatten(0, 1).to(dtype))
+    y = padded.new_zeros(max(len(padded) - width + 1, 0), x.shape[1])
     for place in range(width):
-        y = y + padded[place : place + len(y)].to(dtype) * weight[:, place].to(dtype)
+        y = y + padded[place : place + len(y)] * weight[:, place].to(dtype)
     y = y.index_select(0, slots - (width - 1)).to(x.dtype)
-    return y, padded.index_select(0, last).view(sequences, width - 1, x.shape[1])
+    return y, padded.index_select(0, last).view(sequences, width - 1, x.shape[1]).to(x.dtype)
 
 
 @lru_cache(maxsize=8)  # the layers of a micro-batch share the result, as below
@@ -284,6 +285,20 @@ def delta_net_of_pack(
     return out.new_zeros(len(qkv), *out.shape[1:]).index_copy(0, plan.first, out).index_copy(0, plan.then, more)
 
 
+def gated_norm(out: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return RMSNorm(``out``) silu(``gate``) ``[..., d]``, computed in at least float32; ``weight`` ``[d]``."""
+    exact = torch.promote_types(out.dtype, torch.float32)
+    return (rms_norm(out.to(exact), weight.to(exact), eps, False) * F.silu(gate.to(exact))).to(out.dtype)
+
+
+def _recomputed(function: Callable, *inputs: Any) -> Any:
+    """Return the result of a function whose backward pass computes it again from the inputs, and stores nothing else.
+
+    What the chunks store in float32 is several times the layer's input and output.
+    """
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
 class GatedDeltaNetSubmodules(NamedTuple):
     """Column-parallel input projection and row-parallel output projection."""
 
@@ -313,6 +328,8 @@ class GatedDeltaNet(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number = layer_number
+        # Takes the place of `delta_net_of_pack` in generation: (qkv, weight, log_decay, beta) -> outputs.
+        self.generation: Callable | None = None
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group, self.cp_group = groups.tp, groups.cp
         self.key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
@@ -350,6 +367,11 @@ class GatedDeltaNet(MegatronModule):
                 self.conv1d.weight.data.uniform_(-(width**-0.5), width**-0.5)
                 self.A_log.data.uniform_(0.01, 16).log_()
 
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a sequence's `State` on this rank: inputs, and memory."""
+        inputs = self.config.linear_conv_kernel_dim - 1, self.key_heads * self.parts[0]
+        return inputs, (self.key_heads, self.values_per_key, self.key_size, self.config.linear_value_head_dim)
+
     @staticmethod
     def _sharded(values: torch.Tensor) -> torch.nn.Parameter:
         """Return a parameter of this rank's heads, all of which the gradient norm counts."""
@@ -371,40 +393,45 @@ class GatedDeltaNet(MegatronModule):
         **unused: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (``[t, 1, hidden]``, None) for the tokens of a pack ``[t, 1, hidden]``, as self-attention does."""
-        assert packed_seq_params is not None, "every batch is packed"
         projected, _ = self.in_proj(hidden_states)
         qkv, gate, b, a = projected.view(len(projected), self.key_heads, -1).split(self.parts, -1)
-        out = self._mixed(qkv, b, a, packed_seq_params)  # [t, a, r, d_v]
+        if packed_seq_params is not None:
+            out = self._of_pack(qkv, b, a, packed_seq_params)  # [t, a, r, d_v]
+        else:
+            assert self.generation is not None, "every batch is packed, except for generation"
+            out = self.generation(qkv, *self._parameters_of(b, a, slice(None)))
         # Each tensor-parallel rank has other heads: the gradient of the norm's weight is the sum over them.
         weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
-        exact = torch.promote_types(out.dtype, torch.float32)
-        normed = rms_norm(out.to(exact), weight.to(exact), self.config.layernorm_epsilon, False)
-        out = (normed * F.silu(gate.reshape(out.shape).to(exact))).to(out.dtype)
+        out = _recomputed(gated_norm, out, gate.reshape(out.shape), weight, self.config.layernorm_epsilon)
         return self.out_proj(out.view(len(out), 1, -1))
 
-    def _mixed(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, pack: PackedSeqParams) -> torch.Tensor:
+    def _of_pack(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, pack: PackedSeqParams) -> torch.Tensor:
         """Return the outputs of this rank's tokens and heads before the norm, ``[t, a, r, d_v]``."""
         offsets = tuple(host_offsets(pack).tolist())
         degree, number = place_in_pack(len(qkv), offsets, self.cp_group)
         group = sharing_ranks(degree)
-        heads = slice(0, self.key_heads)
+        heads = slice(None)
         if group is not None:
             order = _pack_order(offsets, degree, qkv.device)
-            qkv, b, a = self._to_heads(torch.cat((qkv, b, a), -1), group, order).split(
-                (self.parts[0], *self.parts[2:]), -1
-            )
+            parts = self.parts[0], *self.parts[2:]
+            qkv, b, a = self._to_heads(torch.cat((qkv, b, a), -1), group, order).split(parts, -1)
             share = divide(self.key_heads, degree)
             heads = slice(number * share, (number + 1) * share)
-        weight = self.conv1d.weight.view(self.key_heads, self.parts[0], -1)[heads]
-        by_key = (self.key_heads, self.values_per_key)
-        dtype = torch.promote_types(qkv.dtype, torch.float32)
-        steps = F.softplus(a.to(dtype) + self.dt_bias.view(by_key)[heads].to(dtype))
-        log_decay = -self.A_log.view(by_key)[heads].to(dtype).exp() * steps
         shared = pack.shared if isinstance(pack, SharedPack) else None
-        out = delta_net_of_pack(qkv, weight, log_decay, b.to(dtype).sigmoid(), self.key_size, offsets, shared)
+        inputs = *self._parameters_of(b, a, heads), self.key_size, offsets, shared
+        out = _recomputed(delta_net_of_pack, qkv, *inputs)
         if group is None:
             return out
-        return self._to_tokens(out.flatten(2), group, order).view(-1, *by_key, out.shape[-1])
+        return self._to_tokens(out.flatten(2), group, order).unflatten(2, out.shape[2:])
+
+    def _parameters_of(
+        self, b: torch.Tensor, a: torch.Tensor, heads: slice
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return weight, log_decay and beta of `delta_net` for some of this rank's key heads."""
+        exact, by_key = torch.promote_types(a.dtype, torch.float32), (self.key_heads, self.values_per_key)
+        steps = F.softplus(a.to(exact) + self.dt_bias.view(by_key)[heads].to(exact))
+        log_decay = -self.A_log.view(by_key)[heads].to(exact).exp() * steps
+        return self.conv1d.weight.view(self.key_heads, self.parts[0], -1)[heads], log_decay, b.to(exact).sigmoid()
 
     @staticmethod
     def _to_heads(x: torch.Tensor, group: ProcessGroup, order: "_Order") -> torch.Tensor:

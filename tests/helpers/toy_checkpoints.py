@@ -182,7 +182,8 @@ def make(
             # gpt-oss clamps values beyond 7.
             deviation = 5.0 if name.endswith("gate_up_proj_bias") else 0.1
             parameter.copy_(centre + deviation * torch.randn(parameter.shape))
-            parameter.data = parameter.data.to(dtype)
+            if not name.endswith("A_log"):  # stays float32, as Qwen3.5's on the Hub
+                parameter.data = parameter.data.to(dtype)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # stays float32, as in transformers and on the Hub
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
