@@ -67,9 +67,12 @@ def open_weights(hf_dir: str | Path) -> Safetensors:
     """Return the reader of a directory's weights, in the format of its config.json; print a line if it dequantizes."""
     config = read_config(hf_dir)
     source = quantized.reader(hf_dir, config)
-    family = families.FAMILIES.get(str(config.get("model_type")))
-    if family is not None and family.published is not None:
-        source.rename(family.published)
+    try:
+        family = families.for_hf_config(config)
+    except GrpoError:  # the caller knows the model, and a draft may be of a family that only the engine has
+        family = None
+    if family is not None and family.published is not None and (unread := source.rename(family.published)):
+        print_rank_0(f"{hf_dir}: {len(unread)} tensors are not read, such as {unread[0]}: the model has no such part")
     if source.quantization:
         print_rank_0(
             f"{hf_dir}: weights in {source.quantization} are dequantized when they are read; config.json is written "

@@ -65,10 +65,15 @@ class Safetensors:
         else:
             raise GrpoError(f"{self.dir} holds neither {self.single} nor {self.index}")
 
-    def rename(self, published: Callable[[str], str]) -> None:
-        """Give the tensors other names; ``published`` returns that of a name in the files."""
-        self._stored = {published(name): name for name in self._where}
-        self._where = {published(name): path for name, path in self._where.items()}
+    def rename(self, published: Callable[[str], str | None]) -> list[str]:
+        """Give the tensors other names; return those that are left out.
+
+        ``published`` returns the other name of a tensor in the files; None leaves the tensor out.
+        """
+        names = {name: published(name) for name in self._where}
+        self._where = {new: self._where[name] for name, new in names.items() if new is not None}
+        self._stored = {new: name for name, new in names.items() if new is not None}
+        return sorted(name for name, new in names.items() if new is None)
 
     def names(self) -> Iterable[str]:
         return self._where.keys()

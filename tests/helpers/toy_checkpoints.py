@@ -187,7 +187,8 @@ def make(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # stays float32, as in transformers and on the Hub
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
-    model.save_pretrained(directory, max_shard_size="60KB")
+    # As published: transformers would write each expert of Qwen3.5 apart.
+    model.save_pretrained(directory, max_shard_size="60KB", save_original_format=family != "qwen3_5_moe_text")
     assert len(list(directory.glob("*.safetensors"))) > 1
     return model
 

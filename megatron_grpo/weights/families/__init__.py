@@ -79,7 +79,8 @@ def for_hf_config(config: Config) -> Family:
     """Return the family of a config.json by `architectures`, else by `model_type`; raise GrpoError if unknown."""
     names = config.get("architectures") or []
     for family in FAMILIES.values():
-        if family.architecture in names or (not names and config.get("model_type") == family.name):
+        own = {family.architecture, family.whole}
+        if own.intersection(names) or (not names and config.get("model_type") == family.name):
             return family
     found = ", ".join(names) or f"model_type {config.get('model_type')!r}"
     reason = next((REFUSED[name] for name in names if name in REFUSED), None)

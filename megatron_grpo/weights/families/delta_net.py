@@ -84,6 +84,24 @@ DEFAULTS = {
 }
 
 
+def text_part(name: str) -> str | None:
+    """Return a tensor's name in files of the language model alone; None for multi-token prediction and vision.
+
+    The names are those of text checkpoints and of vision-language ones.
+    """
+    if name.startswith(("mtp.", "model.visual.")):
+        return None
+    return name.replace("model.language_model.", "model.", 1)
+
+
+def text_config(config: Config) -> Config:
+    """Return config.json with the keys of the language model at its top; a vision-language one has them inside."""
+    if "text_config" not in config:
+        return config
+    tied = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
+    return {**config["text_config"], **tied}
+
+
 def read_hybrid(config: Config) -> dict[str, Any]:
     """Return the arguments of the layers' pattern and sizes: `layer_types`, or `full_attention_interval`."""
     refuse_bias(config, "attention_bias")

@@ -13,7 +13,15 @@ from megatron_grpo.weights.families.common import (
     read_partial_rope,
     write_partial_rope,
 )
-from megatron_grpo.weights.families.delta_net import DEFAULTS, HYBRID, hybrid_attention, read_hybrid, write_hybrid
+from megatron_grpo.weights.families.delta_net import (
+    DEFAULTS,
+    HYBRID,
+    hybrid_attention,
+    read_hybrid,
+    text_config,
+    text_part,
+    write_hybrid,
+)
 from megatron_grpo.weights.parameter_mapping import ParameterMapping, Slice
 
 
@@ -65,5 +73,8 @@ FAMILY = Family(
     write=write_hybrid,
     read_rope=read_text_rope,
     write_rope=write_partial_rope,
+    published=text_part,
+    whole="Qwen3_5ForConditionalGeneration",
+    text_config=text_config,
     defaults={**DEFAULTS, "num_key_value_heads": 4},
 )

@@ -14,7 +14,14 @@ from megatron_grpo.weights.families.common import (
     read_partial_rope,
     write_partial_rope,
 )
-from megatron_grpo.weights.families.delta_net import DEFAULTS, HYBRID, hybrid_attention, read_hybrid, write_hybrid
+from megatron_grpo.weights.families.delta_net import (
+    DEFAULTS,
+    HYBRID,
+    hybrid_attention,
+    read_hybrid,
+    text_part,
+    write_hybrid,
+)
 from megatron_grpo.weights.families.moe import MLP, SOFTMAX_ROUTER, with_gated_shared_expert
 from megatron_grpo.weights.parameter_mapping import ParameterMapping, by_key_heads
 
@@ -60,5 +67,6 @@ FAMILY = Family(
     write=lambda args: {**write_experts(args), **write_hybrid(args)},
     read_rope=read_partial_rope,
     write_rope=write_partial_rope,
+    published=text_part,
     defaults={**DEFAULTS, **EXPERT_DEFAULTS, "num_key_value_heads": 2},
 )
