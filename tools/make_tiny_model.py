@@ -37,7 +37,7 @@ from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.utils.errors import GrpoError
 
 EOS, PAD = "<eos>", "<pad>"
-SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3"]
+SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text"]
 VISION_SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"]
 POSITIVE = (
     "batch_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
@@ -86,6 +86,16 @@ def family_sizes(args: argparse.Namespace) -> dict:
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": max(1, args.ffn_hidden_size // 4)}
     if args.shape == "qwen3_moe":
         return {"head_dim": args.kv_channels, "num_experts": 8, "norm_topk_prob": True, **experts}
+    if args.shape in ("qwen3_next", "qwen3_5_text"):
+        hybrid = {
+            "head_dim": args.kv_channels,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,  # with 128 the only sizes of vLLM's CPU kernel
+            "linear_value_head_dim": 64,
+        }
+        own = {"num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": args.ffn_hidden_size // 4}
+        return {**hybrid, **own, **experts} if args.shape == "qwen3_next" else hybrid
     if args.shape == "deepseek_v3":
         return {
             "num_key_value_heads": args.num_attention_heads,

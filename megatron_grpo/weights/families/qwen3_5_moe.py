@@ -1,7 +1,10 @@
 """Qwen3.5 with experts, text only: the decoder of Qwen3.5, the experts of Qwen3-Next, all of a layer in one tensor."""
 
+from argparse import Namespace
 from dataclasses import replace
 from typing import Any
+
+from megatron_grpo.utils.errors import GrpoError
 
 from megatron_grpo.weights.families.common import COMMON, HF, Config, Family, decoder_mappings, write_partial_rope
 from megatron_grpo.weights.families.delta_net import (
@@ -38,13 +41,27 @@ def _with_width(config: Config) -> Config:
     return {"intermediate_size": config.get("moe_intermediate_size"), **config}
 
 
+def _read(config: Config) -> dict[str, Any]:
+    if config.get("mlp_only_layers") or not config["norm_topk_prob"]:
+        raise GrpoError(
+            f"config.json has mlp_only_layers {config.get('mlp_only_layers')} and norm_topk_prob "
+            f"{config['norm_topk_prob']}: every layer of Qwen3.5 has experts, whose weights are normalised"
+        )
+    return {**read_experts(config), **read_hybrid(config)}
+
+
+def _write(args: Namespace) -> Config:
+    written = {**write_experts(args), **write_hybrid(args)}
+    return {key: value for key, value in written.items() if key not in ("norm_topk_prob", "decoder_sparse_step")}
+
+
 FAMILY = Family(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     mappings=decoder_mappings(ATTENTION, _MLP),
-    fixed={**COMMON, **HYBRID, **EXPERTS},
-    read=lambda config: {**read_experts(config), **read_hybrid(config)},
-    write=lambda args: {**write_experts(args), **write_hybrid(args)},
+    fixed={**COMMON, **HYBRID, **EXPERTS, "moe_layer_freq": 1, "moe_router_pre_softmax": False},
+    read=_read,
+    write=_write,
     read_rope=read_text_rope,
     write_rope=write_partial_rope,
     published=text_part,

@@ -52,8 +52,10 @@ def read_experts(config: Config) -> dict[str, Any]:
 
 def write_experts(args: Namespace) -> Config:
     """Return the config.json keys that read_experts reads."""
+    written = qwen3_moe.FAMILY.write(args)
+    names = "moe_intermediate_size num_experts_per_tok num_experts norm_topk_prob decoder_sparse_step mlp_only_layers"
     return {
-        **qwen3_moe.FAMILY.write(args),
+        **{name: written[name] for name in names.split()},
         "shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
     }
 
