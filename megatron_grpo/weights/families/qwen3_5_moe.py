@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_grpo.utils.errors import GrpoError
-
 from megatron_grpo.weights.families.common import COMMON, HF, Config, Family, decoder_mappings, write_partial_rope
 from megatron_grpo.weights.families.delta_net import (
     DEFAULTS,

@@ -1,11 +1,14 @@
 """Models with gated delta nets against transformers: log-probabilities and all gradients of a pack of three lengths."""
 
+import json
+
 import pytest
-from toy_checkpoints import HYBRID, VOCAB, build, make, toy_args
+from toy_checkpoints import HYBRID, VOCAB, build, logits, make, tensors_of, toy_args
 
 # isort: split
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from megatron_grpo.models.delta_net import GatedDeltaNet
 from megatron_grpo.models.gpt import packed_seq_params
@@ -98,3 +101,29 @@ def test_a_log_stays_float32_in_a_model_of_16_bits(world, tmp_path):
     stored = source.read("model.layers.0.linear_attn.A_log")
     own = dict(model_weights.named_weights(chunks))["decoder.layers.0.self_attention.A_log"]
     assert torch.equal(own, stored) and not torch.equal(stored, stored.bfloat16().float())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_the_text_part_of_a_vision_language_checkpoint(world, tmp_path, capsys, family):
+    """Published names and config.json: the tower and multi-token prediction are not read, and one line says so."""
+    text, whole = tmp_path / "text", tmp_path / "whole"
+    theirs = make(text, family, tied=False)
+    whole.mkdir()
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors_of(text).items()}
+    extra = {"model.visual.pos_embed.weight": torch.ones(2, 3), "mtp.fc.weight": torch.ones(4, 8)}
+    save_file(tensors | extra, whole / "model.safetensors")
+    config = json.loads((text / "config.json").read_text())
+    architecture = config.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")
+    config["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    nested = {"architectures": [architecture], "model_type": family.removesuffix("_text"), "text_config": config}
+    nested |= {"vision_config": {"depth": 1}, "tie_word_embeddings": config.pop("tie_word_embeddings")}
+    (whole / "config.json").write_text(json.dumps(nested))
+    args = toy_args(whole)
+    assert args.model_family == family and args.vision_config is None
+    (model,) = chunks = build(args)
+    hf.load_hf(chunks, args, whole)
+    assert "2 tensors are not read, such as model.visual.pos_embed.weight" in capsys.readouterr().out
+    ids = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    assert (logits(model, ids)[:, :VOCAB] - expected).abs().max() < 1e-5 * expected.abs().max()
