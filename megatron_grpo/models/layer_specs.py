@@ -40,7 +40,6 @@ _FUSED_LATENT_NORMS = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-_FUSED_DELTA_NET_NORM = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 _FUSED_MLP_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
@@ -177,7 +176,7 @@ def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
     parts = replace(
         layer.submodules,
         self_attention=delta_net_spec(linears.linear_qkv, linears.linear_proj),
-        sharded_state_dict_keys_map=_FUSED_DELTA_NET_NORM | names,
+        sharded_state_dict_keys_map=names,
     )
     return replace(layer, submodules=parts)
 

@@ -397,7 +397,7 @@ REFUSED = {
     "--offload-modules core_attn": "--offload-modules has no effect without --fine-grained-activation-offloading",
     "--fine-grained-offloading-max-inflight-offloads 2": "has no effect without --fine-grained-activation-offloading",
     "--offload-modules fused_group_mlp": "--offload-modules fused_group_mlp: the program does not use Transformer",
-    "--recompute-granularity selective --recompute-modules gdn_norm_out": "gdn_norm_out: gated delta nets are not",
+    "--recompute-granularity selective --recompute-modules gdn_norm_out": "gdn_norm_out: only megatron-core's own",
     "--bf16 --hysteresis 1": "--hysteresis has no effect without --fp16: add that, or leave it out",
     "--optimizer sgd --adam-beta1 0.8": "--adam-beta1 has no effect without --optimizer adam",
     f"{PP2} --decoder-first-pipeline-num-layers 2 --account-for-loss-in-pipeline-split": "cannot both be given: each",
