@@ -178,7 +178,8 @@ def make(
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name else 0.0
+            ones = "linear_attn.norm" if family in HYBRID else "norm"  # the other norms multiply by 1 + weight
+            centre = 1.0 if ones in name else 0.0
             # gpt-oss clamps values beyond 7.
             deviation = 5.0 if name.endswith("gate_up_proj_bias") else 0.1
             parameter.copy_(centre + deviation * torch.randn(parameter.shape))

@@ -103,7 +103,7 @@ def test_delta_nets_by_hand():
     linear, full = "linear_attention", "full_attention"
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     config = Qwen3_5TextConfig(**SHAPE, **sizes, linear_value_head_dim=6, layer_types=[linear, full, linear])
-    args = arguments(config)
+    args = arguments(config, "--transformer-impl", "local")
     mlp, head = 3 * 32 * 40, 16
     attention = 32 * (2 * 4 + 2 + 2) * head + 4 * head * 32
     net = 32 * (2 * 2 * 8 + 2 * 4 * 6 + 2 * 4) + 4 * 6 * 32
