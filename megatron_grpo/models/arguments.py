@@ -116,7 +116,7 @@ def check_delta_net(args: Namespace) -> None:
     if not args.experimental_attention_variant:
         return
     pattern = args.linear_attention_freq
-    if pattern is None or (isinstance(pattern, list) and len(pattern) != args.num_layers):
+    if not pattern or (isinstance(pattern, list) and len(pattern) != args.num_layers):
         raise GrpoError(
             f"--experimental-attention-variant gated_delta_net with --linear-attention-freq {pattern}: give n for "
             f"attention in every n-th layer, or a list with 1 (delta net) or 0 for each of the {args.num_layers} layers"
