@@ -526,6 +526,14 @@ def _cpu_options(args) -> dict:
             "--router-replay-mode R3: vLLM on a CPU does not report its choice of experts (this needs its model "
             "runner V2 and so Triton): give R2, or use a GPU"
         )
+    nets = args.linear_key_head_dim, args.linear_value_head_dim
+    dtype = args.vllm_dtype or str(params_dtype(args)).removeprefix("torch.")
+    if args.experimental_attention_variant and (dtype != "bfloat16" or not {64, 128}.issuperset(nets)):
+        raise GrpoError(
+            f"vLLM on a CPU computes gated delta nets in bfloat16 and with heads of 64 or 128 channels only, and here "
+            f"they are {dtype}, {nets[0]} and {nets[1]}: give --vllm-dtype bfloat16 and such a model, "
+            "--rollout-engine megatron, or use a GPU"
+        )
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     flags = "--qk-head-dim + --qk-pos-emb-head-dim" if args.multi_latent_attention else "--kv-channels"
     channels = args.qk_head_dim + args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels

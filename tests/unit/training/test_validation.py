@@ -95,6 +95,9 @@ def test_what_is_missing_is_named(dest):
 PP2 = "--pipeline-model-parallel-size 2"
 SHARED = "--share-prompts --max-tokens-per-microbatch 4096"
 HYBRID = "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 4096"
+DELTA = """--model-family qwen3_5_text --apply-layernorm-1p --attention-output-gate --rotary-percent 0.25
+ --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4
+ --linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 16"""
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
 
 SERVER = "--vllm-mode server --vllm-server-base-url"
@@ -315,6 +318,17 @@ REFUSED = {
     "--cp-comm-type p2p": "--cp-comm-type needs --context-parallel-size 2 or more",
     "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local only all_gather exists",
     "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
+    "--linear-num-key-heads 8": "--linear-num-key-heads has no effect without --experimental-attention-variant gated",
+    f"{DELTA} --linear-attention-freq [1,1,0]": "with --linear-attention-freq [1, 1, 0]: give n for attention in every",
+    f"{DELTA} --linear-attention-freq 0": "with --linear-attention-freq 0: give n for attention in every n-th layer",
+    f"{DELTA} --linear-num-value-heads 6": "--linear-num-value-heads (6) must be divisible by --linear-num-key-heads (4)",
+    f"{DELTA} --linear-num-key-heads 2 --context-parallel-size 2 --tensor-model-parallel-size 2": (
+        "--linear-num-key-heads (2) must be divisible by TP x CP (2 x 2) (4)"
+    ),
+    f"{DELTA} --transformer-impl transformer_engine --dry-run": "gated_delta_net needs --transformer-impl local",
+    f"{DELTA} --cuda-graphs --max-tokens-per-microbatch 4096": "--cuda-graphs with --experimental-attention-variant",
+    DELTA.replace("qwen3_5_text", "qwen3"): "model family qwen3 has attention_output_gate = False",
+    DELTA.replace("--attention-output-gate", ""): "model family qwen3_5_text has attention_output_gate = True",
     "--share-prompts": "--share-prompts needs --max-tokens-per-microbatch",
     f"{SHARED} --transformer-impl transformer_engine --dry-run": "--share-prompts needs --transformer-impl local",
     f"{SHARED} --context-parallel-size 2 --hybrid-context-parallel": "--share-prompts with --hybrid-context-parallel",
