@@ -321,7 +321,7 @@ REFUSED = {
     "--linear-num-key-heads 8": "--linear-num-key-heads has no effect without --experimental-attention-variant gated",
     f"{DELTA} --linear-attention-freq [1,1,0]": "with --linear-attention-freq [1, 1, 0]: give n for attention in every",
     f"{DELTA} --linear-attention-freq 0": "with --linear-attention-freq 0: give n for attention in every n-th layer",
-    f"{DELTA} --linear-num-value-heads 6": "--linear-num-value-heads (6) must be divisible by --linear-num-key-heads (4)",
+    f"{DELTA} --linear-num-value-heads 6": "--linear-num-value-heads (6) must be divisible by --linear-num-key",
     f"{DELTA} --linear-num-key-heads 2 --context-parallel-size 2 --tensor-model-parallel-size 2": (
         "--linear-num-key-heads (2) must be divisible by TP x CP (2 x 2) (4)"
     ),
