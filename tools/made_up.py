@@ -179,7 +179,8 @@ def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] = we
     shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
 
     def read(name: str, index: tuple[int | slice, ...]) -> torch.Tensor:
-        return value(name, shapes[name])[index]
+        centred = args.apply_layernorm_1p and "norm" in name and "linear_attn." not in name  # multiplies by 1 + weight
+        return value(name, shapes[name])[index] - centred
 
     for weight, tensor in model_weights.local_weights(model, weights):
         weight.fill(tensor, *model_weights.tensor_parallel(weight), read)
