@@ -186,8 +186,8 @@ def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] | No
     def read(name: str, index: tuple[int | slice, ...]) -> torch.Tensor:
         return (value or made_up)(name, shapes[name])[index]
 
-    for weight, tensor in model_weights.local_weights(model, weights):
-        weight.fill(tensor, *model_weights.tensor_parallel(weight), read)
+    for own, tensor in model_weights.local_weights(model, weights):
+        own.fill(tensor, *model_weights.tensor_parallel(own), read)
 
 
 def trainer(args) -> SimpleNamespace:
