@@ -296,7 +296,7 @@ def check_truth(args, model, steps):
             name = COPIES.get(name, name)
             frozen = args.mtp_loss_scaling_factor == 0 and name.startswith("model.layers.4.")
             if (
-                frozen or args.lora_rank or name.endswith("bias")
+                frozen or args.lora_rank or name.endswith("correction_bias")
             ):  # the experts' biases are moved by the load, not by gradients
                 want = made_up(name, "weight", got.shape)
             else:
