@@ -10,7 +10,7 @@ whole key heads, as it cuts ``linear_qkv`` into query groups.
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class _Chunks(NamedTuple):
     """Sequences cut into chunks; the chunks of one step of the recurrence are neighbours."""
 
     size: int  # tokens of a chunk
-    count: int  # chunks
+    number: int  # of chunks
     slots: torch.Tensor  # int64 [t], row of each token among those of all chunks
     running: tuple[int, ...]  # chunks of each step: those of the sequences that have so many, the longest first
     order: torch.Tensor  # int64 [n], sequences from the longest to the shortest
@@ -143,14 +143,14 @@ def gated_delta_rule(
     dtype = torch.promote_types(v.dtype, torch.float32)
     sequences, (_, a, r, d_v), d_k = len(cu_seqlens) - 1, v.shape, k.shape[-1]
     state = v.new_zeros(sequences, a, r, d_k, d_v, dtype=dtype) if before is None else before.to(dtype)
-    if not chunks.count:  # no tokens: the result still depends on the inputs, so that they have a gradient
+    if not chunks.number:  # no tokens: the result still depends on the inputs, so that they have a gradient
         return v * (beta * log_decay)[..., None].to(v.dtype) + 0 * (q + k).sum().to(v.dtype), state
 
     def chunked(x: torch.Tensor) -> torch.Tensor:
         """Return ``[chunks, a, ..., size, d]`` of ``[t, a, ..., d]``; a token that no sequence has is zero."""
-        rows = x.new_zeros(chunks.count * chunks.size, *x.shape[1:], dtype=dtype)
+        rows = x.new_zeros(chunks.number * chunks.size, *x.shape[1:], dtype=dtype)
         rows = rows.index_copy(0, chunks.slots, x.to(dtype))
-        return rows.unflatten(0, (chunks.count, chunks.size)).movedim(1, -2)
+        return rows.unflatten(0, (chunks.number, chunks.size)).movedim(1, -2)
 
     q, k, value = chunked(q * d_k**-0.5)[:, :, None], chunked(k)[:, :, None], chunked(v)  # q, k: [chunks, a, 1, ...]
     log_decay, beta = chunked(log_decay[..., None]), chunked(beta[..., None])  # [chunks, a, r, size, 1]
@@ -277,8 +277,8 @@ def delta_net_of_pack(
     plan = _sharing(cu_seqlens, shared, qkv.device)
 
     def part(tokens: torch.Tensor, offsets: tuple[int, ...], before: State | None) -> tuple[torch.Tensor, State]:
-        own = (x.index_select(0, tokens) for x in (log_decay, beta))
-        return delta_net(qkv.index_select(0, tokens), weight, *own, key_size, offsets, before)
+        own_qkv, own_decay, own_beta = (x.index_select(0, tokens) for x in (qkv, log_decay, beta))
+        return delta_net(own_qkv, weight, own_decay, own_beta, key_size, offsets, before)
 
     out, state = part(plan.first, plan.first_offsets, None)
     more, _ = part(plan.then, plan.then_offsets, State(*(x.index_select(0, plan.prompts) for x in state)))
@@ -431,7 +431,8 @@ class GatedDeltaNet(MegatronModule):
         exact, by_key = torch.promote_types(a.dtype, torch.float32), (self.key_heads, self.values_per_key)
         steps = F.softplus(a.to(exact) + self.dt_bias.view(by_key)[heads].to(exact))
         log_decay = -self.A_log.view(by_key)[heads].to(exact).exp() * steps
-        return self.conv1d.weight.view(self.key_heads, self.parts[0], -1)[heads], log_decay, b.to(exact).sigmoid()
+        weight = cast(torch.Tensor, self.conv1d.weight).view(self.key_heads, self.parts[0], -1)
+        return weight[heads], log_decay, b.to(exact).sigmoid()
 
     @staticmethod
     def _to_heads(x: torch.Tensor, group: ProcessGroup, order: "_Order") -> torch.Tensor:

@@ -69,11 +69,10 @@ class KVCache:
         """Allocate the memory, if it is not allocated."""
         if not self.layers:
             # Zeros, because masked values must not be nan: 0 times nan is nan.
-            options = [
-                [{"size": shape, "dtype": dtype or self._dtype, "device": self._device} for shape, dtype in shapes]
-                for shapes in self._shapes
-            ]
-            self.layers = [(torch.zeros(**first), torch.zeros(**second)) for first, second in options]
+            self.layers = [(self._zeros(*first), self._zeros(*second)) for first, second in self._shapes]
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype or self._dtype, device=self._device)
 
     def free(self) -> None:
         """Free the memory."""

@@ -66,7 +66,7 @@ class PackedSelfAttention(SelfAttention):
             Norm(norm.weight, norm.eps, norm.zero_centered) if isinstance(norm, RMSNorm) else None
             for norm in (self.q_layernorm, self.k_layernorm)
         ]
-        gate = ()
+        gate: tuple[torch.Tensor, ...] = ()
         if self.config.attention_output_gate:  # of each group: queries, their gates, a key and a value
             queries, gates, rest = heads.split([(heads.shape[2] - 2) // 2, (heads.shape[2] - 2) // 2, 2], 2)
             heads, gate = torch.cat((queries, rest), 2), (gates.flatten(1, 2)[:, None],)
