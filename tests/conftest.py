@@ -1,5 +1,6 @@
 """Order of the tests, and the fixtures that they share."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return starts_processes, long.get(item.path.stem, len(long)) if starts_processes else 0
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the imported objects from garbage collections, as entry_point.py does for a run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def document() -> str:
     layouts, memory, flags, commands = [], [], [], []
     for row in ROWS:
         args, ranks = plan(row)
-        whole = [ranks.memory(stage) for stage in range(len(ranks.stages))]
+        whole = ranks.memories
         most = max(whole, key=lambda stage: stage.total)
         pp, virtual = args.pipeline_model_parallel_size, max(len(chunks) for chunks in ranks.stages)
         cells = [row.model, f"{ranks.whole_model() / 1e9:.2f}", f"{row.gpus:,}", args.tensor_model_parallel_size]

@@ -50,6 +50,9 @@ DATA_ARGS=(
     --train-data-path "$DATA/train.parquet"
     --valid-data-path "$DATA/test.parquet"
     --system-prompt 'Reason step by step. Put the final answer within \boxed{}.'
+    # Qwen3 thinks for some thousand tokens before it answers: --max-completion-length would cut most answers off. To
+    # train it while it thinks, add --chat-template-kwargs '{}' --max-completion-length 8192.
+    --chat-template-kwargs '{"enable_thinking": false}'
     --max-prompt-length 512
     --truncation-strategy delete
 )

@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_grpo.checkpointing import checkpoint_directory, data_files, optimizer_state
 from megatron_grpo.checkpointing.background import BackgroundSaves, StagingWriter
-from megatron_grpo.checkpointing.checkpoint_directory import find, latest_iteration, read_checkpoint_args
+from megatron_grpo.checkpointing.checkpoint_directory import find, latest_iteration, pinned, read_checkpoint_args
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.parallel.agreement import gathered, on_all_ranks, on_rank_0, raise_on_all_ranks
 from megatron_grpo.parallel.initialize import host_group, set_random_seed
@@ -55,7 +55,8 @@ from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.log import print_rank_0
 
-__all__ = ["find", "latest_iteration", "load_checkpoint", "load_weights", "read_checkpoint_args", "updated_reference"]
+__all__ = ["find", "latest_iteration", "load_checkpoint", "load_weights", "pinned", "read_checkpoint_args"]
+__all__ += ["updated_reference"]
 __all__ += ["read_weights", "save_checkpoint", "save_weights", "subfolder"]
 __all__ += ["start_background_saves", "wait_for_background", "write_state"]
 

@@ -110,6 +110,15 @@ def find(root: str | Path) -> tuple[int, Path]:
     )
 
 
+def pinned(root: str | Path) -> str:
+    """Return the newest checkpoint under ``root`` as a path: while its run goes on, the newest one changes.
+
+    Without metadata.json, as in "release" of Megatron-LM's converters, it is ``root``. Raises GrpoError as `find`.
+    """
+    directory = find(root)[1]
+    return str(directory if is_single(directory) else root)
+
+
 def is_single(path: str | Path) -> bool:
     """Return whether a path is the directory of one checkpoint, ``{root}/iter_0000020``."""
     return _number(Path(path)) is not None and Path(path, "metadata.json").exists()

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_grpo.data.blend import read_blend
-from megatron_grpo.data.held_out_files import valid_files
+from megatron_grpo.data.blend import check_row_file, read_blend
+from megatron_grpo.data.held_out_files import valid_paths
 from megatron_grpo.parallel.zigzag import padded_lengths
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
@@ -80,7 +80,7 @@ CURRICULUM: tuple[FlagRow, ...] = (
 
 def check_data(args: Namespace) -> None:
     """Refuse contradictory flags of prompts and tokenizers."""
-    weights = read_blend(args.train_data_path or [])[1]
+    paths, weights = read_blend(args.train_data_path or [])
     if weights and args.num_epochs is not None:
         raise GrpoError(
             "--num-epochs and weights in --train-data-path cannot both be given: with weights each file has epochs of "
@@ -88,7 +88,8 @@ def check_data(args: Namespace) -> None:
         )
     if read_blend(args.valid_data_path or [])[1]:
         raise GrpoError("--valid-data-path has weights, but every held-out prompt counts the same: leave them out")
-    valid_files(args.valid_data_path)
+    for path in [*paths, *valid_paths(args.valid_data_path)]:
+        check_row_file(path)
     for dest in ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"):
         if dest in args.explicit and args.tokenizer_type != "TikTokenizer":
             raise GrpoError(f"{flag(dest)} needs --tokenizer-type TikTokenizer")

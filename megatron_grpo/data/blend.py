@@ -7,6 +7,9 @@ from pathlib import Path
 from megatron_grpo.data.saved_datasets import PREFIX
 from megatron_grpo.utils.errors import GrpoError
 
+ROW_FILES = (".jsonl", ".json", ".parquet", ".arrow")
+TABLES = (".csv", ".tsv")  # tools/data/own_rows.py converts them
+
 
 def read_blend(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
     """Split the words of --train-data-path into paths and weights; the weights are None if there are none.
@@ -35,6 +38,20 @@ def _parse_number(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
+
+
+def check_row_file(path: str | Path) -> None:
+    """Raise GrpoError for a file whose name has no suffix of `ROW_FILES`; directories and the cache have any name."""
+    suffix = Path(path).suffix
+    if suffix in ROW_FILES or str(path).startswith(PREFIX) or Path(path).is_dir():
+        return
+    if suffix.lower() in TABLES:
+        raise GrpoError(
+            f"{path}: a run reads no {suffix}: python tools/data/own_rows.py --input {path} --prompt-column NAME "
+            "--answer-column NAME --output train.parquet makes a file of prompts"
+        )
+    if Path(path).exists():
+        raise GrpoError(f"{path}: prompts are read from .jsonl, .parquet or .arrow files, not from {suffix or 'this'}")
 
 
 def absent_files(words: Sequence[str]) -> list[str]:

@@ -38,6 +38,11 @@ def valid_files(words: Sequence[str] | None) -> dict[str, str]:
     return dict(zip(names, paths, strict=True))
 
 
+def valid_paths(words: Sequence[str] | None) -> list[str]:
+    """Return the paths of `valid_files`, in their order."""
+    return list(valid_files(words).values())
+
+
 def _repeated(words: Sequence[str]) -> list[str]:
     return [word for word, count in Counter(words).items() if count > 1]
 
@@ -53,7 +58,7 @@ def _with_parent(name: str, path: str) -> str:
 
 
 def _proposal(name: str, paths: Sequence[str], taken: Sequence[str]) -> str:
-    """Return words for files of one name that have different names, none of which is taken."""
+    """Return words ``NAME_1=PATH NAME_2=PATH ...`` that give files of one name different names, none in ``taken``."""
     start = re.sub(r"[/=:]", "_", name)
     free = (found for number in itertools.count(1) if (found := f"{start}_{number}") not in taken)
     return " ".join(shlex.quote(f"{new}={path}") for new, path in zip(free, paths, strict=False))

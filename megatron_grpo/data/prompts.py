@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds and which the data to
 
 CHECKED_BYTES = 64 * 2**20  # files of up to this size have all rows checked at the start
 _PROGRESS_FROM = 10_000  # rows from which a progress bar is shown
-_MAX_REPORTED = 10  # bad rows in a message
+_MAX_REPORTED = 3  # bad rows in a message, which a screen of 24 lines holds
 _SHORT_TEXT = 100_000  # characters; shorter texts are encoded in any case, for a message with their tokens
 _TOO_LONG = "raise it, or give --truncation-strategy left (keep the last tokens) or delete (skip such rows)"
 
@@ -306,7 +306,7 @@ class PromptDataset:
 
     def _bad_rows(self) -> GrpoError:
         more = self._counts["bad"] - len(self._bad)
-        rows = "\n".join(self._bad) + (f"\nand {more:,} more" if more else "")
+        rows = "\n".join(self._bad) + (f"\nand {more:,} more, which tools/data/check.py lists" if more else "")
         return GrpoError(f"{rows} (give --bad-rows skip to skip such rows)")
 
     def read(self, number: int, decode: bool = False) -> Prompt:

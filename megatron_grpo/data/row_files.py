@@ -26,6 +26,7 @@ import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
+from megatron_grpo.data.blend import check_row_file
 from megatron_grpo.data.json_column import kind
 from megatron_grpo.data.saved_datasets import PREFIX, cached_files, saved_files
 from megatron_grpo.utils import progress
@@ -413,10 +414,7 @@ def open_rows(path: Path, index: Index | None = None) -> AnyRows:
         return ArrowRows(path, cached_files(str(path)))
     if path.is_dir():
         return ArrowRows(path, saved_files(path))
-    if path.suffix not in (".jsonl", ".json", ".parquet", ".arrow"):
-        raise GrpoError(
-            f"{path}: prompts are read from .jsonl, .parquet or .arrow files, not from {path.suffix or 'this'}"
-        )
+    check_row_file(path)
     if not path.is_file():
         there = "not a file of a disk, in which rows are read in any order" if path.exists() else "no such file"
         link = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""

@@ -51,7 +51,10 @@ def parse_prompt(
     if system is None:
         return messages
     if messages[0]["role"] == "system":
-        raise GrpoError(f'"{column}" has a system message, and --system-prompt is given: leave one of them out')
+        raise GrpoError(
+            f'"{column}" has a system message, and --system-prompt is given: leave one of them out (--system-prompt "" '
+            "takes back that of a launch script)"
+        )
     return [{"role": "system", "content": system}, *messages]
 
 

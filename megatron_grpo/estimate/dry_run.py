@@ -101,6 +101,11 @@ def fit_line(changed: Callable[[dict[str, Any]], Namespace], gpu: float) -> str:
     args = changed({})
     room = ROOM if args.rollout_ranks or not has_colocated_vllm(args) else ROOM_BESIDE_ENGINE
     needed = gpu_bytes(Plan(args)) / GIB
+    if gpu <= room:
+        return (
+            f"a GPU of {gpu:.0f} has no room for a model: {room} should stay for what is not counted (libraries, and "
+            "buffers of an engine on the same GPU). Give a larger GPU, or engines on other GPUs (--rollout-ranks)"
+        )
     if needed + room <= gpu:
         return f"it fits a GPU of {gpu:.0f}, with {gpu - needed:.1f} for what is not counted"
     flags, less = fitting(changed, (gpu - room) * GIB)
@@ -248,7 +253,7 @@ def _offload_lines(plan: Plan, peak: float) -> list[str]:
         lines.append("nothing is moved with --sleep-level 0: the engine keeps its memory; the columns show the most")
     elif share is not None and share + 2 * MARGIN < 1 and args.offload_model | args.offload_optimizer:
         nothing = Plan(replaced(args, offload_model=False, offload_optimizer=False))
-        stays = max(nothing.memory(stage).stays for stage in range(len(plan.stages))) / GIB
+        stays = max(memory.stays for memory in nothing.memories) / GIB
         lines.append(
             f"copied to the host: what does not fit beside the engine and {2 * MARGIN:g} of the GPU; the columns show "
             f"the most. Nothing is copied on a GPU of {stays / (1 - share - 2 * MARGIN):.1f} and its libraries' memory"
@@ -286,8 +291,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         "host": "host",
     }
     lines = [f"{'PP':>6} {'10^6 params':>12} " + " ".join(f"{name:>10}" for name in columns)]
-    memories = [plan.memory(stage) for stage in range(len(plan.stages))]
-    for stage, memory in enumerate(memories):
+    for stage, memory in enumerate(plan.memories):
         cells = " ".join(f"{getattr(memory, name) / GIB:>10.2f}" for name in columns.values())
         lines.append(f"{stage:>6} {plan.parameters(stage).total / 1e6:>12.1f} {cells}")
     recomputing = {"full": ", every layer recomputed", "selective": ", some parts recomputed"}
@@ -298,7 +302,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     ]
     if copies := max(plan.fp8_copies(stage) for stage in range(len(plan.stages))):
         lines.append(f"params: {copies / GIB:.2f} are 8-bit copies for --fp8-format, freed while the engine generates")
-    lines += _offload_lines(plan, max(memory.total for memory in memories) / GIB)
+    lines += _offload_lines(plan, max(memory.total for memory in plan.memories) / GIB)
     if note := recompute_note(args):
         lines.append(note)
     lines += _engine_lines(plan)

@@ -38,7 +38,7 @@ def check_host_memory(args: Namespace, ranks: int) -> None:
 def needed(args: Namespace, ranks: int) -> float:
     """Return the bytes that ``ranks`` ranks keep in host memory, at most."""
     plan = Plan(args)
-    most = max(plan.memory(stage).host for stage in range(len(plan.stages)))
+    most = max(memory.host for memory in plan.memories)
     if args.rollout_engine == "vllm" and args.sleep_level == 1 and not has_servers(args):
         most += plan.engine() * params_dtype(args).itemsize
     staged = max(plan.staged(stage, ranks) for stage in range(len(plan.stages))) if args.async_save else 0

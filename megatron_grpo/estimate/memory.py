@@ -204,10 +204,14 @@ class Plan:
             weights + gradients + share * on_device - leaves + activations * args.cuda_graphs,
         )
 
+    @cached_property
+    def memories(self) -> list[Memory]:
+        """`memory` of every pipeline stage."""
+        return [self.memory(stage) for stage in range(len(self.stages))]
+
     def peak(self) -> float:
         """Return the bytes on a rank of the stage that needs most, without the engine's."""
-        memories = [self.memory(stage) for stage in range(len(self.stages))]
-        return max(max(memory.total, memory.stays) for memory in memories)
+        return max(max(memory.total, memory.stays) for memory in self.memories)
 
     @cached_property
     def references(self) -> float:
@@ -464,7 +468,7 @@ def gpu_bytes(plan: Plan) -> float:
     counted: communication buffers, libraries, fragmentation.
     """
     args, most = plan.args, plan.peak()
-    stays = [plan.memory(stage).stays for stage in range(len(plan.stages))]
+    stays = [memory.stays for memory in plan.memories]
     if args.rollout_engine == "megatron":
         return max(most, *(kept + plan.cache(stage) for stage, kept in enumerate(stays)))
     if not has_colocated_vllm(args):

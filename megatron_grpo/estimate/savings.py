@@ -57,11 +57,11 @@ def fitting(changed: Callable[[dict[str, Any]], Namespace], most: float) -> tupl
                 break
         else:
             break
-    for step in list(steps):  # what a later flag made needless
+    for step in list(steps):  # leave out flags that a later one made needless
         rest = [other for other in steps if other is not step]
         try:
             _, less = with_steps(rest)
-        except GrpoError:  # a later flag needs it
+        except GrpoError:  # a later flag needs this one
             continue
         if less <= most:
             steps, now = rest, less
@@ -97,10 +97,10 @@ def _of_training(args: Namespace) -> Iterator[Change]:
         half = max(args.max_tokens_per_microbatch // 2, smallest_budget(args))
         if half < args.max_tokens_per_microbatch:
             yield {"--max-tokens-per-microbatch": str(half)}, {"max_tokens_per_microbatch": half}, {}
-    elif args.micro_batch_size > 1 and args.loss_type != "bnpo":  # whose weights are those of micro-batches
+    elif args.micro_batch_size > 1 and args.loss_type != "bnpo":  # bnpo averages over micro-batches
         half = args.micro_batch_size // 2
         yield {"--micro-batch-size": str(half)}, {"micro_batch_size": half}, {}
-    if args.recompute_granularity != "full" and not args.recompute_modules:  # which full recomputation refuses
+    if args.recompute_granularity != "full" and not args.recompute_modules:  # full recomputation refuses modules
         flags = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "1"}
         changes = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         yield flags, changes, {}
@@ -111,13 +111,13 @@ def _of_training(args: Namespace) -> Iterator[Change]:
             follows = {"data_parallel_size": args.data_parallel_size // 2}
             flags = {"--tensor-model-parallel-size": str(width), "--sequence-parallel": ""}
             changes = {"tensor_model_parallel_size": width, "sequence_parallel": True}
-            if args.num_experts:  # by default the experts would be divided along
+            if args.num_experts:  # by default their tensor parallelism would grow, too
                 size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
                 flags["--expert-tensor-parallel-size"], changes["expert_tensor_parallel_size"] = str(size), size
             yield flags, changes, follows
     if not args.optimizer_cpu_offload and args.optimizer == "adam":
         flags, changes = {"--optimizer-cpu-offload": ""}, {"optimizer_cpu_offload": True}
-        if args.transformer_impl == "transformer_engine":  # whose Adam it is; otherwise a copy stays on the GPU
-            for name in "use-precision-aware-optimizer", "use-distributed-optimizer":  # the one needs the other
+        if args.transformer_impl == "transformer_engine":  # without its Adam a copy stays on the GPU
+            for name in "use-precision-aware-optimizer", "use-distributed-optimizer":  # the first needs the second
                 flags[f"--{name}"], changes[name.replace("-", "_")] = "", True
         yield flags, changes, {"optimizer_offload_fraction": 1.0}

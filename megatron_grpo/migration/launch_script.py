@@ -32,6 +32,12 @@ VARIABLES = {
     "--valid-data-path": ("VALID_DATA", ""),
     "--save": ("SAVE", "runs/translated"),
 }
+
+
+class Words(str):
+    """A variable that bash divides at spaces."""
+
+
 EVALUATION = ("--eval-interval", "--val-before-train", "--eval-num-generations", "--eval-max-prompts")
 REQUIRED = ("--load-hf", "--train-data-path", "--save")
 
@@ -64,6 +70,10 @@ def launch_script(
             default_of = f"?give {variable}" if runs_a_command(value) else f"-{value}"
             lines.append(f"{variable}=${{{variable}:{default_of}}}" + (f"  # {comment}" if comment else ""))
             given[flag] = Given(flag, [f"${variable}"], "")
+        elif flag in given and not any(re.search(r"[\s'\"\\`]|\$\(", value) for value in given[flag].values):
+            comment = given[flag].comment or "several, with spaces between them"
+            lines.append(f"{variable}=${{{variable}:-{' '.join(given[flag].values)}}}  # {comment}")
+            given[flag] = Given(flag, [Words(f"${variable}")], "")
         elif flag in required and flag not in given:
             what = f"${{{variable}:-{default}}}" if default else f"${{{variable}:?give {variable}}}"
             lines.append(f"{variable}={what}")
@@ -130,7 +140,8 @@ def _array_of(flag: str, groups: Mapping[str, str]) -> str:
 
 
 def _line(given: Given) -> str:
-    text = " ".join(["    " + given.flag, *map(quoted, given.values)])
+    words = [value if isinstance(value, Words) else quoted(value) for value in given.values]
+    text = " ".join(["    " + given.flag, *words])
     return f"{text:<44}  # {given.comment}" if given.comment else text
 
 

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, POSITIVE, POSITIVE_SHARE, FlagRow, count_to
 from megatron_grpo.utils.rules import divides, flag, needs
@@ -31,6 +32,12 @@ MODEL: tuple[FlagRow, ...] = (
     ("--vision-config", dict, None, "vision part of the model: vision_config and the image token of config.json"),
     ("--geglu", bool, False, "a gated MLP with GELU's tanh approximation, instead of --swiglu"),
     ("--sandwich-norm", bool, False, "add norms after attention and MLP, before the residual connection"),
+    (
+        "--qk-layernorm-across-heads",
+        bool,
+        False,
+        "norm the queries of all heads of a layer together, and the keys, with --qk-layernorm",
+    ),
     ("--scale-embeddings", bool, False, "multiply embeddings by the square root of --hidden-size"),
     ("--attn-logit-softcapping", POSITIVE, None, "cap of attention scores: cap * tanh(score / cap)"),
     ("--final-logit-softcapping", POSITIVE, None, "cap of logits: cap * tanh(logit / cap)"),
@@ -107,6 +114,16 @@ def check_model(args: Namespace) -> None:
             raise GrpoError("--group-query-attention needs --num-query-groups, the number of key/value heads")
         divides(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
     check_delta_net(args)
+    if args.qk_layernorm_across_heads:
+        needs(args, "qk_layernorm_across_heads", "qk_layernorm", "it says what that norms")
+        if args.multi_latent_attention:
+            raise GrpoError("--qk-layernorm-across-heads with --multi-latent-attention: leave one of them out")
+        if query_groups(args) < args.tensor_model_parallel_size:
+            raise GrpoError(
+                f"--qk-layernorm-across-heads with --tensor-model-parallel-size {args.tensor_model_parallel_size} and "
+                f"{query_groups(args)} key/value heads: ranks that share a head would count its keys several times; "
+                "lower the tensor-parallel size"
+            )
     if args.kv_channels is None:
         divides(args, "hidden_size", args.num_attention_heads, "--num-attention-heads, or --kv-channels be given")
 

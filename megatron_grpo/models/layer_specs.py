@@ -25,12 +25,12 @@ from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.models.config import linear_layers
 from megatron_grpo.models.delta_net import delta_net_spec
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
-from megatron_grpo.models.norm import BranchNorm, RMSNorm, take_residual, with_post_layernorm
+from megatron_grpo.models.norm import AllHeadsNorm, BranchNorm, RMSNorm, take_residual, with_post_layernorm
 from megatron_grpo.models.rope import rotate_pack
 from megatron_grpo.models.router import Router
 from megatron_grpo.models.self_attention import PackedSelfAttention
 from megatron_grpo.models.two_ropes import with_two_ropes
-from megatron_grpo.parallel.arguments import has_packed_attention, uses_flash_attention_4
+from megatron_grpo.parallel.arguments import has_packed_attention, query_groups, uses_flash_attention_4
 from megatron_grpo.patches import megatron_core as core
 
 # Names in a layer of the local spec -> Transformer Engine's names. Transformer Engine fuses a norm into the next linear
@@ -195,6 +195,9 @@ def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:
         norm = _norm(args.transformer_impl)
         attention.submodules.linear_proj = with_post_layernorm(attention.submodules.linear_proj, norm)
         mlp.linear_fc2 = with_post_layernorm(mlp.linear_fc2, norm)
+    if args.qk_layernorm_across_heads:
+        attention.submodules.q_layernorm = partial(AllHeadsNorm, heads=args.num_attention_heads)
+        attention.submodules.k_layernorm = partial(AllHeadsNorm, heads=query_groups(args))
     if args.rotary_base_local:
         attention.module = with_two_ropes(attention.module)
     if args.attn_logit_softcapping:

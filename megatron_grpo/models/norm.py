@@ -4,6 +4,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -43,6 +48,27 @@ class BranchNorm(RMSNorm):
     """
 
     before_branch = True
+
+
+class AllHeadsNorm(RMSNorm):
+    """The norm of all ``heads`` of a layer together, also of those on other tensor-parallel ranks (MiniMax-M2).
+
+    Every rank holds the weights of all heads, and uses those of its own heads: megatron-core adds the gradients of
+    ``q_layernorm`` and ``k_layernorm`` over tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int):
+        super().__init__(config, heads * hidden_size, eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return queries or keys ``[..., heads of this rank, d]``, divided by their root mean square, times weights."""
+        wide = x.float()
+        squares = reduce_from_tensor_model_parallel_region(wide.square().sum((-2, -1), keepdim=True))
+        # Each rank's loss depends on the sum, so the gradient of the sum is added over ranks, too.
+        mean = copy_to_tensor_model_parallel_region(squares) / self.weight.numel()
+        heads = self.weight.view(-1, x.shape[-1])
+        first = parallel_state.get_tensor_model_parallel_rank() * x.shape[-2]
+        return (wide * torch.rsqrt(mean + self.eps)).type_as(x) * heads[first : first + x.shape[-2]]
 
 
 def take_residual(x: torch.Tensor) -> torch.Tensor:

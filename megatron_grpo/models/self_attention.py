@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_grpo.models.norm import RMSNorm, rms_norm
+from megatron_grpo.models.norm import AllHeadsNorm, RMSNorm, rms_norm
 from megatron_grpo.models.rope import cosines_and_sines, host_offsets, rotate, rows_of_pack
 
 
@@ -60,10 +60,13 @@ class PackedSelfAttention(SelfAttention):
         heads = projected.view(
             len(projected), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
         )
+        if isinstance(self.q_layernorm, AllHeadsNorm):
+            queries, keys = self.q_layernorm(heads[:, :, :-2].flatten(1, 2)), self.k_layernorm(heads[:, :, -2])
+            heads = torch.cat([queries.view_as(heads[:, :, :-2]), keys[:, :, None], heads[:, :, -1:]], 2)
         cos, sin = rotation_of_pack(projected, packed, freqs, self.config, self.pg_collection.cp)
         interleaved = self.config.rotary_interleaved
         norms = [
-            Norm(norm.weight, norm.eps, norm.zero_centered) if isinstance(norm, RMSNorm) else None
+            Norm(norm.weight, norm.eps, norm.zero_centered) if type(norm) is RMSNorm else None
             for norm in (self.q_layernorm, self.k_layernorm)
         ]
         gate: tuple[torch.Tensor, ...] = ()

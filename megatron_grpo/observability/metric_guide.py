@@ -65,18 +65,20 @@ METRICS = {
     "mismatch/effective_sample_size": "(sum r)^2 / (n sum r^2) over tokens, r = p(trainer) / p(engine): at most 1",
     "mismatch/clipped": "fraction of tokens in the loss truncated or masked by --rollout-importance-sampling-mode",
     "eval/greedy_reward": "mean reward of greedy completions of the held-out prompts",
-    "eval/greedy_accuracy": "fraction of held-out prompts with a correct greedy completion: one whose first reward "
-    "function returns at least --eval-correct-reward",
+    "eval/greedy_accuracy": "fraction of held-out prompts with a correct greedy completion. A completion is correct if "
+    "its first reward function returns at least --eval-correct-reward",
     "eval/greedy_length": "mean length of greedy completions of the held-out prompts, sampled tokens",
-    "eval/greedy_truncated": "fraction of them truncated at --max-completion-length",
-    "eval/greedy_unscored": "fraction of them without the reward that judges them: they are in no accuracy",
+    "eval/greedy_truncated": "fraction of greedy completions truncated at --max-completion-length",
+    "eval/greedy_unscored": "fraction of greedy completions that their first reward function did not score; "
+    "eval/greedy_accuracy leaves them out",
     "eval/sampled_reward": "mean reward of sampled completions of the held-out prompts",
     "eval/sampled_accuracy": "fraction of sampled completions of the held-out prompts that are correct",
     "eval/sampled_length": "mean length of sampled completions of the held-out prompts, sampled tokens",
-    "eval/sampled_truncated": "fraction of them truncated at --max-completion-length",
-    "eval/sampled_unscored": "fraction of them without the reward that judges them: they are in no accuracy",
-    "eval/pass_at_<k>": "fraction of held-out prompts with a correct one among k sampled completions, k = 1, 2, 4 ...",
-    "eval/<file>/<metric>": "the metric eval/<metric> over the prompts of one file, if --valid-data-path has several",
+    "eval/sampled_truncated": "fraction of sampled completions truncated at --max-completion-length",
+    "eval/sampled_unscored": "fraction of sampled completions that their first reward function did not score; "
+    "eval/sampled_accuracy leaves them out",
+    "eval/pass_at_<k>": "fraction of held-out prompts with a correct completion among k samples, k = 1, 2, 4 ...",
+    "eval/<file>/<metric>": "eval/<metric> over the prompts of one file; only if --valid-data-path has several files",
     "tokens/update": "prompt and completion tokens that this update trained on",
     "tokens/rollout": "sampled tokens of the rollout, in the row of its first update",
     "flops/update": "TFLOP of the model's forward and backward passes in this update, all devices, no recomputation; "

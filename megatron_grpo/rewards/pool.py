@@ -449,10 +449,13 @@ class RewardPool:
     def _stop(self, function: int, what: str) -> NoReturn:
         first = min(self._failures_by_function[function], key=lambda failure: self._samples.get(failure.key, -1))
         self.close()
-        raise GrpoError(
+        error = GrpoError(
             f'reward "{first.reward}" {what}; the first, {first.source or f"sample {first.key}"}: {first.reason}; '
-            f"completion {first.completion!r}\n{first.traceback}".rstrip()
+            f"completion {first.completion!r}. Correct the function; it may return None for what it cannot "
+            "score"
         )
+        error.details = first.traceback
+        raise error
 
     def _replace(self, worker: _Worker, kind: str, reason: str) -> None:
         """Replace a dead or stuck process.

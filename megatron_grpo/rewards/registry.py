@@ -129,10 +129,14 @@ def load_plugins(paths: Sequence[str | Path]) -> None:
 
 
 def run_file(path: Path, flag: str) -> ModuleType:
-    """Run a user's Python file, and return it as a module; GrpoError, which names ``flag``, if that fails."""
+    """Run a user's Python file, and return it as a module; GrpoError, which names ``flag``, if that fails.
+
+    The module is in a package of the file's folder: ``from .helpers import f`` imports helpers.py there.
+    """
     if not path.is_file():
         raise GrpoError(f"{flag} {path}: no such file")
-    spec = importlib.util.spec_from_file_location(f"plugin:{path}", path)
+    name = f"{_package(path.parent)}.{path.stem.replace('.', '_')}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise GrpoError(f"{flag} {path}: not a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
@@ -145,8 +149,21 @@ def run_file(path: Path, flag: str) -> ModuleType:
     return module
 
 
+def _package(folder: Path) -> str:
+    """Return the name of the package of a folder with users' files."""
+    folder = folder.resolve()
+    name = "plugin:" + str(folder).replace(".", "_")
+    while name in sys.modules and sys.modules[name].__path__ != [str(folder)]:
+        name += "_"
+    package = sys.modules.setdefault(name, ModuleType(name))
+    package.__path__ = [str(folder)]
+    return name
+
+
 def _error_location(error: BaseException, path: Path) -> str:
     """Return the error with the line of the plug-in that caused it, even if it was raised elsewhere."""
+    if isinstance(error, ModuleNotFoundError) and error.name and path.with_name(f"{error.name}.py").is_file():
+        return f"{error}: write from .{error.name} import NAME, because the file lies in the same folder"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     number, text = (frames[-1].lineno, frames[-1].line) if frames else (None, None)
     if isinstance(error, SyntaxError) and error.filename == str(path):

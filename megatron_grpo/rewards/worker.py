@@ -123,7 +123,8 @@ def failure(error: BaseException) -> list[Any]:
         return ["fatal", _printable(str(error)[:2000])]
     frames = error.__traceback__ and error.__traceback__.tb_next
     tail = "".join(traceback.format_exception(type(error), error, frames))[-1500:]
-    return ["failed", _printable(f"raised {type(error).__name__}: {error}"[:300]), _printable(tail)]
+    where = "".join(f", {frame.filename}, line {frame.lineno}" for frame in traceback.extract_tb(frames)[-1:])
+    return ["failed", _printable(f"raised {type(error).__name__}: {error}"[:300] + where), _printable(tail)]
 
 
 def _printable(text: str) -> str:

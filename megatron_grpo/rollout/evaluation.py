@@ -39,7 +39,10 @@ class HeldOut:
 
 
 def held_out_prompts(args: Namespace, data: PromptDataset | None) -> HeldOut:
-    """Return the first --eval-max-prompts prompts of each file of --valid-data-path, whose data set is ``data``."""
+    """Return the first --eval-max-prompts prompts of each file of ``data``, the data set of --valid-data-path.
+
+    Without a data set there are none. Raises GrpoError for a file that has no prompts left.
+    """
     if data is None:
         return HeldOut()
     prompts: list[Prompt] = []

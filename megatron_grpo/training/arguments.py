@@ -177,7 +177,8 @@ EVALUATION: tuple[FlagRow, ...] = (
         "--eval-completions-to-log",
         COUNT_OR_0,
         8,
-        "held-out prompts of each file whose completions are written to {save}/eval_completions.jsonl",
+        "number of prompts, the first of each held-out file; every evaluation writes their completions to "
+        "{save}/eval_completions.jsonl",
     ),
 )
 

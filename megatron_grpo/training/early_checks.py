@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from megatron_grpo.data.blend import absent_files
-from megatron_grpo.data.held_out_files import valid_files
+from megatron_grpo.data.held_out_files import valid_paths
 from megatron_grpo.models.arguments import check_model, check_settings
 from megatron_grpo.patches import vllm
 from megatron_grpo.patches.replacement import check_all
@@ -33,6 +33,13 @@ def check_reward_names(args: Namespace) -> None:
         check_reward(name)
 
 
+def absent_data(args: Namespace) -> list[str]:
+    """Return the flags, with their values, that name data files of the run which this machine does not have."""
+    train = [] if args.eval_only else args.train_data_path or []
+    files = {"train_data_path": train, "valid_data_path": valid_paths(args.valid_data_path)}
+    return [f"{flag(dest)} {path}" for dest, words in files.items() for path in absent_files(words)]
+
+
 def check_early(args: Namespace, world_size: int) -> None:
     """Raise GrpoError for what ``setup`` would refuse after the imports, as far as the flags alone tell it."""
     args = resolve_run(args, world_size)
@@ -45,9 +52,6 @@ def check_early(args: Namespace, world_size: int) -> None:
     if args.dry_run:
         return
     check_packages(args)
-    train = [] if args.eval_only else absent_files(args.train_data_path or [])
-    valid = absent_files(list(valid_files(args.valid_data_path).values()))
-    for dest, absent in ("train_data_path", train), ("valid_data_path", valid):
-        for path in absent:
-            raise GrpoError(f"{flag(dest)} {path}: no such file")
+    for absent in absent_data(args):
+        raise GrpoError(f"{absent}: no such file")
     check_reward_names(args)

@@ -51,7 +51,9 @@ def run(main) -> None:
         if not _prints_error(after_rank_0=message is not None):
             _let_cause_end_first()
         elif message is not None:
-            print(f"\n{_program_name()}: {_rank_prefix()}error: {message}", file=sys.stderr, flush=True)
+            details = getattr(error, "details", "")
+            above = f"\n{details.rstrip()}" if details else ""
+            print(f"{above}\n{_program_name()}: {_rank_prefix()}error: {message}", file=sys.stderr, flush=True)
             record_for_torchrun(message, seconds=raised)
         else:
             what = "another rank has ended: see torchrun's report of that rank" if gone else "unexpected error"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.checkpointing.checkpoint_directory import find, is_single, latest_iteration
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, pinned
 from megatron_grpo.observability.metrics import without_nan
 from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.rollout.evaluation import HeldOut
@@ -49,7 +49,7 @@ COLUMNS = {  # heading: (field of a row, format)
 
 
 def resolve_checkpoint(args: Namespace) -> dict[str, str]:
-    """Return --load as the directory of the one checkpoint to evaluate: while a run goes on, its newest one changes.
+    """Return --load as the directory of the one checkpoint to evaluate (`pinned`).
 
     Raises GrpoError if --load holds no checkpoint.
     """
@@ -59,8 +59,7 @@ def resolve_checkpoint(args: Namespace) -> dict[str, str]:
         raise GrpoError(
             f"--eval-only: {args.load} (--load) holds no checkpoint; to evaluate --load-hf, leave --load out"
         )
-    directory = find(args.load)[1]
-    return {"load": str(directory)} if is_single(directory) else {}
+    return {"load": pinned(args.load)}
 
 
 def evaluated(args: Namespace) -> str:
@@ -69,7 +68,7 @@ def evaluated(args: Namespace) -> str:
         return f"checkpoint {args.load}"  # of `resolve_checkpoint`; its run may have deleted it meanwhile
     origin = f"Hugging Face directory {args.load_hf}"
     if args.pretrained_checkpoint:
-        origin = f"checkpoint {find(args.pretrained_checkpoint)[1]}"
+        origin = f"checkpoint {args.pretrained_checkpoint}"
     return f"adapter {args.load_adapter} of the {origin}" if args.load_adapter else origin
 
 
@@ -131,6 +130,12 @@ def report_evaluation(save: str | None, trainer: Trainer, metrics: Mapping[str, 
         on_rank_0(append_entry, Path(save), entry)
         print_rank_0(f"written to {Path(save, FILE)}")
     trainer.close()
+
+
+def check_file(directory: Path) -> None:
+    """Raise GrpoError if evaluation.json is damaged; `append_entry` would find it after the evaluation."""
+    if (file := directory / FILE).exists():
+        read_json_object(file)
 
 
 def append_entry(directory: Path, entry: Mapping[str, Any]) -> None:

@@ -127,6 +127,7 @@ def check_warmup(args: Namespace) -> None:
     if not 0 <= args.lr_warmup_iters < decay:
         raise GrpoError(
             f"--lr-warmup-iters ({args.lr_warmup_iters}) must be at least 0 and less than the updates in all ({decay})"
+            ": a shorter run needs a smaller one, or 0"
         )
 
 

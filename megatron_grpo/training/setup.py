@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.run_lock import RunLock
-from megatron_grpo.data.blend import absent_files
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
-from megatron_grpo.data.held_out_files import valid_files
+from megatron_grpo.data.held_out_files import valid_paths
 from megatron_grpo.data.prompts import PromptDataset, Reading
 from megatron_grpo.data.routing import reward_routes
 from megatron_grpo.data.tokenizer import (
@@ -94,11 +93,11 @@ from megatron_grpo.training.arguments import print_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.best_checkpoint import choose_again
 from megatron_grpo.training.device_memory import DeviceMemory
-from megatron_grpo.training.early_checks import check_packages, check_reward_names
+from megatron_grpo.training.early_checks import absent_data, check_packages, check_reward_names
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
-from megatron_grpo.training.eval_only import WITHOUT_TRAINING, resolve_checkpoint
+from megatron_grpo.training.eval_only import WITHOUT_TRAINING, check_file, resolve_checkpoint
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
 from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
@@ -156,7 +155,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if not args.watchdog_timeout:
         wait_with_time_out()
     args = resolved(args, partial(resolve_data, inputs=inputs), check_warmup)
-    _check_destinations(args)
+    _check_destinations(replaced(args, save=flags.save))
     if torch.cuda.is_available() and (trainers := _trainers_here(world_size)):
         check_host_memory(args, trainers)
 
@@ -328,7 +327,10 @@ def _read_origin(args) -> tuple[Any, int | None]:
     def read() -> tuple[int | None, dict[str, Any], dict[str, Any]]:
         own = replaced(args, **(resolve_checkpoint if args.eval_only else _resume_own_launch)(args))
         found = checkpoint.latest_iteration(own.load) if own.load and not own.finetune else None
+        own = replaced(own, **_start_checkpoints(own, found is not None))
         own = resolve_origin(own, found is not None)
+        if own.eval_only and own.save:
+            check_file(Path(own.save))
         if not own.eval_only:
             _check_save_directory(own, found is not None)
         changed = {dest: value for dest, value in vars(own).items() if value is not getattr(args, dest)}
@@ -340,6 +342,28 @@ def _read_origin(args) -> tuple[Any, int | None]:
         if roles is None or roles.role.replica is None or name == "--tokenizer-model":  # engines need no weights
             checkpoint.check_seen(name, directory)
     return replaced(args, **changed), found
+
+
+def _start_checkpoints(args, resume: bool) -> dict[str, str]:
+    """Return the checkpoints from which a run starts as paths, because the run that saves them may go on (`pinned`).
+
+    A resume takes those of the first start, for a reference model and for the base of an adapter.
+    """
+    found: dict[str, str] = {}
+    if args.dry_run:  # it reads no weights, and needs no checkpoint
+        return found
+    if args.finetune and args.load:
+        found["load"] = checkpoint.pinned(args.load)
+    dests = [dest for dest in ("pretrained_checkpoint", "ref_load") if getattr(args, dest)]
+    if not dests or (resume and not (args.beta > 0 or args.lora_rank)):
+        return found
+    stored = checkpoint.read_checkpoint_args(args.load) if resume else {}
+    for dest in dests:
+        root = Path(getattr(args, dest))
+        before = [stored[key] for key in (dest, "load") if stored.get(key)]
+        same = [path for path in before if Path(path).parent.resolve() == root.resolve()]
+        found[dest] = same[0] if same else checkpoint.pinned(root)
+    return found
 
 
 def _directories(args, resume: bool) -> dict[str, Any]:
@@ -355,9 +379,7 @@ def _directories(args, resume: bool) -> dict[str, Any]:
 
 def _not_here(args) -> list[str]:
     """Return the flags, with their values, that name data files or a tokenizer which this machine does not have."""
-    files = {"train_data_path": args.train_data_path or []}
-    files["valid_data_path"] = list(valid_files(args.valid_data_path).values())
-    found = [f"{flag(dest)} {path}" for dest, words in files.items() for path in absent_files(words)]
+    found = absent_data(args)
     if args.tokenizer_model and not Path(args.tokenizer_model).exists():
         found.append(f"--tokenizer-model {args.tokenizer_model}")
     return found
@@ -395,7 +417,7 @@ def _read_inputs(args, teach_args) -> Inputs:
     parts = {"tools": tools, "images": images, "check_gold": gold_check(names, vars(args))}
     valid = None
     if args.valid_data_path:
-        valid = _read_data(list(valid_files(args.valid_data_path).values()), tokenizer, args, training=False, **parts)
+        valid = _read_data(valid_paths(args.valid_data_path), tokenizer, args, training=False, **parts)
     # An evaluation alone needs prompts of training only to probe the engine.
     train = valid if args.eval_only and valid else _read_data(args.train_data_path, tokenizer, args, **parts)
     return Inputs(tokenizer, images, train, valid, models, isolation, ends)

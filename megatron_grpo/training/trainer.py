@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.arguments import may_need_scores, needs_old_log_probs
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
 from megatron_grpo.data.batch import Bool, RolloutBatch
@@ -44,6 +45,8 @@ from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
 from megatron_grpo.utils.log import log, print_rank_0
 from megatron_grpo.vision.images import ImageStore
 
+WITHOUT_SIGNAL = 3  # rollouts without a difference of rewards after which a line says so
+
 Divide = Callable[[int], list[np.ndarray]]  # from their number to the completions of each update
 
 
@@ -73,6 +76,7 @@ class Trainer:
     images: ImageStore | None = None  # of a vision-language model
     iteration: int = 0
     tokens: int = 0
+    without_signal: int = 0  # rollouts in a row in which all completions of each prompt have the same reward
     held_out_rows: list[dict[str, Any]] = field(default_factory=list)  # logged completions of --eval-only
     started: float = field(default_factory=time.monotonic)
 
@@ -166,8 +170,21 @@ class Trainer:
     # ---- metrics and logs
 
     def rollout_metrics(self, rollout: Rollout, rewards: np.ndarray) -> dict[str, float]:
-        """Return the metrics of a rollout, with the names of METRICS; ``rewards``: weighted sums ``[n]``."""
-        return rollout_metrics(self.args, rollout, rewards) | self.lifecycle.memory
+        """Return the metrics of a rollout, with the names of METRICS; ``rewards``: weighted sums ``[n]``.
+
+        Print a line after `WITHOUT_SIGNAL` rollouts in a row in which no prompt teaches anything.
+        """
+        metrics = rollout_metrics(self.args, rollout, rewards) | self.lifecycle.memory
+        estimator = ADVANTAGES.get(self.args.advantage_estimator)
+        others = {"function_rewards", "turn_rewards"} & estimator.parameters.keys()  # may differ where the sums do not
+        none = estimator.compares_group and not others and metrics["reward/zero_std_groups"] == 1
+        self.without_signal = self.without_signal + 1 if none else 0
+        if self.without_signal == WITHOUT_SIGNAL:
+            print_rank_0(
+                f"note: in {WITHOUT_SIGNAL} rollouts all completions of each prompt had the same reward (mean "
+                f'{metrics["reward/mean"]:g}): rewards teach nothing. See docs/troubleshooting.md, "The reward stays 0"'
+            )
+        return metrics
 
     def advance(self, metrics: dict[str, float]) -> None:
         """Count one finished update and its tokens; after the last one of a rollout, do what --on-bad-update says."""

@@ -145,7 +145,7 @@ def core_flags() -> dict[str, CoreFlag]:
             if field.name in EXCLUDED:
                 continue
             option = RENAMED.get(field.name, "--" + field.name.replace("_", "-"))
-            off = SWITCHED_OFF_BY.get(field.name, ("--no-" + option[2:],))
+            off = (*SWITCHED_OFF_BY.get(field.name, ()), "--no-" + option[2:])
             flag = CoreFlag(option, off, annotations[field.name], _default(field), *notes[field.name], [])
             flags.setdefault(flag.dest, flag).feeds.append((config, field.name))
     return flags

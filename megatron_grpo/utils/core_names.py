@@ -24,7 +24,7 @@ RENAMED = {
     "nccl_ub": "--use-nccl-ub",
 }
 
-# Flags that switch a field off, where Megatron-LM does not call them --no-<flag>.
+# Megatron-LM's names of flags that switch a field off, in addition to --no-<flag>.
 SWITCHED_OFF_BY = {
     "add_bias_linear": ("--disable-bias-linear",),
     "perform_initialization": ("--no-initialization",),

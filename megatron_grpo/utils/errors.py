@@ -9,6 +9,8 @@ from pathlib import Path
 class GrpoError(Exception):
     """An error that the user can correct: the message has the cause and the cure; the run ends with exit code 1."""
 
+    details = ""  # lines to print above the message, such as the traceback of a function of the user's
+
 
 class InputError(GrpoError):
     """An error of a file that is read. What is written meanwhile is not at fault, and is not named in the message."""

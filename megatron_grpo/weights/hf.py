@@ -66,11 +66,10 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def open_weights(hf_dir: str | Path) -> Safetensors:
     """Return the reader of a directory's weights, in the format of its config.json; print a line if it dequantizes."""
     config = read_config(hf_dir)
-    source = quantized.reader(hf_dir, config)
-    try:
-        family = families.for_hf_config(config)
-    except GrpoError:  # the caller knows the model, and a draft may be of a family that only the engine has
-        family = None
+    by_name = {**families.FAMILIES, **{family.architecture: family for family in families.READ_AS}}
+    names = [str(config.get("model_type")), *(config.get("architectures") or [])]
+    family = next((by_name[name] for name in names if name in by_name), None)
+    source = quantized.reader(hf_dir, family.text_config(config) if family in families.READ_AS else config)
     if family is not None and family.published is not None and (unread := source.rename(family.published)):
         print_rank_0(f"{hf_dir}: {len(unread)} tensors are not read, such as {unread[0]}: the model has no such part")
     if source.quantization:

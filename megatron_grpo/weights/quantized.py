@@ -5,6 +5,7 @@
   blocks of 128 x 128; other checkpoints have one scale per output channel or per matrix.
 - MXFP4 (OCP Microscaling Formats, version 1.0): blocks of 32 e2m1 values with one e8m0 scale, the power of two
   2^(byte - 127). gpt-oss packs two values into a byte, the first one in the low 4 bits.
+- INT4 (compressed-tensors' format pack-quantized): integers from -8 to 7 in groups of a row with one scale (Kimi-K2.5).
 
 The product is computed in float32, so a weight is rounded once, to the dtype of the parameter that it is copied to. A
 read of a slice reads the bytes of the blocks that contain the slice, and the matrix's scales.
@@ -27,9 +28,10 @@ from megatron_grpo.weights.safetensors_files import Safetensors
 # Keys of config.json that describe quantized weights; compression_config is of older versions of compressed-tensors.
 CONFIG_KEYS = {"quantization_config", "compression_config"}
 _CURE = "give the model's checkpoint in bf16, fp16 or fp32"
-_SUPPORTED = "fp8 (e4m3), mxfp4, and compressed-tensors with 8-bit float weights"
+_SUPPORTED = "fp8 (e4m3), mxfp4, and compressed-tensors with 8-bit float or packed 4-bit integer weights"
 _FLOATS = ("F32", "BF16", "F16")
 _MX_BLOCK = 32
+_PER_INT32 = 8  # 4-bit integers
 _SUFFIXES = ("_blocks", "_scales")
 # The 16 values of e2m1 by their bits: sign, 2 of exponent, 1 of mantissa.
 _E2M1 = torch.tensor([sign * value for sign in (1.0, -1.0) for value in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
@@ -62,9 +64,11 @@ def _format(config: Mapping[str, Any]) -> Callable[[str | Path], Safetensors] | 
     if method == "mxfp4":
         return Mxfp4Safetensors
     if method == "fp8":
-        if settings.get("fmt", "e4m3") != "e4m3":
+        if settings.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise GrpoError(f"config.json has a {key} of fp8 with fmt {settings['fmt']!r}: only e4m3 is read; {_CURE}")
         return partial(Fp8Safetensors, block=_block(settings.get("weight_block_size"), key))
+    if method == "compressed-tensors" and settings.get("format") == "pack-quantized":
+        return partial(Int4Safetensors, group=_int4_group(settings, key))
     if method == "compressed-tensors":
         return partial(Fp8Safetensors, block=_compressed_tensors_block(settings, key))
     raise GrpoError(f"config.json has a {key} of quant_method {method!r}; supported are {_SUPPORTED}: {_CURE}")
@@ -96,6 +100,23 @@ def _compressed_tensors_block(settings: Mapping[str, Any], key: str) -> tuple[in
     return blocks.pop()
 
 
+def _int4_group(settings: Mapping[str, Any], key: str) -> int:
+    """Return the number of weights that share a scale in compressed-tensors' packed 4-bit integers."""
+    wanted = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True}
+    groups = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    for weights in groups:
+        found = {setting: weights.get(setting) for setting in wanted}
+        if found != wanted or weights.get("actorder"):
+            raise GrpoError(
+                f"config.json has a {key} of format 'pack-quantized' with weights {weights}; supported are {wanted} "
+                f"without actorder: {_CURE}"
+            )
+    sizes = {weights.get("group_size") for weights in groups}
+    if len(sizes) != 1 or type(size := sizes.pop()) is not int or size <= 0 or size % _PER_INT32:
+        raise GrpoError(f"config.json has a {key} without one group_size, a multiple of {_PER_INT32}: {_CURE}")
+    return size
+
+
 class Fp8Safetensors(Safetensors):
     """Reader of a directory in which some matrices are stored as e4m3, with their scales in tensors of their own.
 
@@ -108,6 +129,9 @@ class Fp8Safetensors(Safetensors):
         super().__init__(hf_dir)
         self._block = block
         self.quantization = "fp8" + (f" in blocks of {block[0]} x {block[1]}" if block else "")
+        self._find_parts()
+
+    def _find_parts(self) -> None:
         self._scales: dict[str, str] = {}
         for suffix in ("_scale_inv", "_scale"):
             for name in self._where:
@@ -197,6 +221,9 @@ class Mxfp4Safetensors(Safetensors):
 
     def __init__(self, hf_dir: str | Path):
         super().__init__(hf_dir)
+        self._find_parts()
+
+    def _find_parts(self) -> None:
         parts = [name for name in self._where if name.endswith(_SUFFIXES)]
         self._packed = {name.rpartition("_")[0]: name for name in parts}  # tensor -> one of its parts
 
@@ -267,6 +294,69 @@ class Mxfp4Safetensors(Safetensors):
                 f"(experts, out, in / {_MX_BLOCK}, {_MX_BLOCK // 2})"
             )
         return shape
+
+
+class Int4Safetensors(Safetensors):
+    """Reader of a directory in which some matrices are stored as compressed-tensors' packed 4-bit integers.
+
+    T is stored as T_packed, int32 [out, in / 8] with the value q + 8 of column 8 i + j in bits 4 j to 4 j + 3, and
+    T_scale [out, in / group]; T_shape has (out, in). The weight is q times the scale of its group.
+    """
+
+    def __init__(self, hf_dir: str | Path, group: int):
+        super().__init__(hf_dir)
+        self._group = group
+        self.quantization = f"int4 in groups of {group}"
+        self._find_parts()
+
+    def _find_parts(self) -> None:
+        packed = "_packed"
+        self._packed = {name.removesuffix(packed) for name in self._where if name.endswith(packed)}
+        self._parts = {name + part for name in self._packed for part in (packed, "_scale", "_shape")}
+
+    def names(self) -> Iterable[str]:
+        return [*(name for name in self._where if name not in self._parts), *self._packed]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._packed:
+            return super().shape(name)
+        rows, columns = super().shape(f"{name}_packed")
+        return rows, columns * _PER_INT32
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that `read` returns; raise GrpoError when a quantized tensor and its scales do not match."""
+        if name not in self._packed:
+            return super().dtype(name)
+        packed, scale = f"{name}_packed", f"{name}_scale"
+        if scale not in self._where:
+            raise GrpoError(
+                f"{self._where[packed]} holds the tensor {packed}, but no file holds {scale}: a part of the checkpoint "
+                "is missing"
+            )
+        if (stored := self._slice(packed).get_dtype()) != "I32":
+            raise GrpoError(f"{self._where[packed]}: tensor {packed} is stored as {stored}, but 4-bit integers as I32")
+        rows, columns = self.shape(name)
+        if super().shape(scale) != (rows, columns // self._group) or columns % self._group:
+            raise GrpoError(
+                f"{self._where[scale]}: tensor {scale} has shape {super().shape(scale)}, but {name} of shape "
+                f"{(rows, columns)} has groups of {self._group}"
+            )
+        return torch.float32
+
+    def read(self, name: str, index: tuple[int | slice, ...] = (slice(None),)) -> Tensor:
+        """Return tensor[index] of one tensor, on the CPU; float32 if it is quantized. Slices have step 1."""
+        if name not in self._packed:
+            return super().read(name, index)
+        (top, bottom), (left, right) = _ranges(self.shape(name), index)
+        first, last = left // self._group, -(-right // self._group)  # groups that contain the slice
+        per_group = self._group // _PER_INT32
+        rows = slice(top, bottom)
+        words = super().read(f"{name}_packed", (rows, slice(first * per_group, last * per_group)))
+        scales = super().read(f"{name}_scale", (rows, slice(first, last))).float()
+        _check_finite(self._where[f"{name}_scale"], f"{name}_scale", scales)
+        values = (words[:, :, None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+        whole = (values - 8).view(len(words), last - first, self._group) * scales[:, :, None]
+        return whole.flatten(1)[:, left - first * self._group : right - first * self._group]
 
 
 def _check_finite(file: Path, name: str, values: Tensor) -> None:

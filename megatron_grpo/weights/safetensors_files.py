@@ -66,14 +66,15 @@ class Safetensors:
             raise GrpoError(f"{self.dir} holds neither {self.single} nor {self.index}")
 
     def rename(self, published: Callable[[str], str | None]) -> list[str]:
-        """Give the tensors other names; return those that are left out.
+        """Give the tensors other names, those that ``published`` returns; return those that it leaves out (None)."""
+        unread = sorted(name for name in self._where if published(name) is None)
+        self._stored = {new: name for name in self._where if (new := published(name)) is not None}
+        self._where = {new: self._where[name] for new, name in self._stored.items()}
+        self._find_parts()
+        return unread
 
-        ``published`` returns the other name of a tensor in the files; None leaves the tensor out.
-        """
-        names = {name: published(name) for name in self._where}
-        self._where = {new: self._where[name] for name, new in names.items() if new is not None}
-        self._stored = {new: name for name, new in names.items() if new is not None}
-        return sorted(name for name, new in names.items() if new is None)
+    def _find_parts(self) -> None:
+        """Find the tensors that are stored in parts; called whenever the names have changed."""
 
     def names(self) -> Iterable[str]:
         return self._where.keys()

@@ -1,6 +1,6 @@
 """The training model as the engine, in one layout after the other, on toy checkpoints; test_megatron_engine_layouts.py.
 
-torchrun --nproc-per-node 2 tests/distributed/megatron_engine_worker.py CHECKPOINTS OUT_DIR
+torchrun --nproc-per-node 2 tests/distributed/megatron_engine_worker.py CHECKPOINTS OUT_DIR LAYOUT...
 
 Each lead rank writes its completions as OUT_DIR/LAYOUT.REPLICA.json.
 """
@@ -104,10 +104,11 @@ def complete(engine, requests: list[Request], seed: int = 0) -> dict[int, tuple[
     return done
 
 
-def main(root: Path, out: Path) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
-        del sys.modules[name]  # warm_rank.py has imported it
-    for name, (family, tied, more) in LAYOUTS.items():
+def main(root: Path, out: Path, names: list[str]) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[module]  # warm_rank.py has imported it
+    for name in names:
+        family, tied, more = LAYOUTS[name]
         _, engine = make_engine(root / f"{family}-{tied}", **more)
         mine = range(engine.replica, len(LENGTHS), engine.num_replicas)
         # One replica makes nothing when there is a single prompt.
@@ -122,4 +123,4 @@ def main(root: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(lambda: main(Path(sys.argv[1]), Path(sys.argv[2])))
+    run(lambda: main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

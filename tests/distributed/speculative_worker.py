@@ -37,6 +37,7 @@ GREEDY = Sampling(max_tokens=20, temperature=0.0, log_probs=True)
 SAMPLES, SAMPLED_TOKENS = 4000, 3  # of the first prompt
 DISTURBED = 1024  # of them in `disturbed`, each way
 TOP_K = 4
+AT_ONCE = 256  # a step of few sequences costs hardly less
 
 
 def ask(engine, requests: list[Request]) -> dict:
@@ -57,8 +58,8 @@ def disturbed(engine, sampling: Sampling, load) -> dict:
     """
     results: dict[str, list] = {"interrupted": [], "kept": []}
     seams: list[list[int]] = []  # of the kept ones: their tokens at the new weights, and with the old version
-    for number in range(0, DISTURBED, 64):
-        requests = [Request(i, PROMPTS[0], sampling) for i in range(number, number + 64)]
+    for number in range(0, DISTURBED, AT_ONCE):
+        requests = [Request(i, PROMPTS[0], sampling) for i in range(number, number + AT_ONCE)]
         with engine.rollout(number):
             engine.submit(requests)
             done = engine.poll()
@@ -70,7 +71,7 @@ def disturbed(engine, sampling: Sampling, load) -> dict:
             engine.submit(requests)
             done = engine.poll()
             tokens = {completion.id: len(completion.token_ids) for completion in engine.unfinished()}
-            old = 2 + number // 64
+            old = 2 + number // AT_ONCE
             load(old + 1)
             done += rest(engine, len(tokens))
         seams += [[tokens[c.id], list(c.weight_versions).count(old)] for c in done if c.id in tokens]
@@ -133,7 +134,8 @@ def main() -> None:
     model, out, *flags = sys.argv[1:]
     wrong, only_greedy = "--wrong-acceptance" in flags, "--greedy" in flags
     flags = [flag for flag in flags if flag not in ("--wrong-acceptance", "--greedy")]
-    sizes = "--max-prompt-length 12 --max-completion-length 20 --vllm-max-num-seqs 64".split()
+    sizes = "--max-prompt-length 12 --max-completion-length 20".split()
+    sizes += ["--vllm-max-num-seqs", str(AT_ONCE)]
     args = made_up.parse(["--load-hf", model, *sizes, "--make-vocab-size-divisible-by", "1", *flags], 1)
     initialize_distributed(args)
     engine = VllmColocate(args, hf.read_config(model))

@@ -67,7 +67,7 @@ def check_echo(output, metrics, completions):
     assert all(abs(row["reward/mean"]) > 0 for row in metrics)
 
 
-@pytest.mark.parametrize("engine", ["megatron", "vllm"])
+@pytest.mark.parametrize("engine", slow_except(["vllm"], ["megatron", "vllm"]))
 def test_a_run(engine, tiny_models, tmp_path):
     layout = ["--tensor-model-parallel-size", 2, "--sequence-parallel"] if engine == "megatron" else []
     if engine == "vllm":  # The failed episode of the probe is none of the batch's.
@@ -115,7 +115,8 @@ def test_servers(kind, tiny_models, tmp_path):
     assert len(continued) > 16
 
 
-@pytest.mark.parametrize("ranks", slow_except([2], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_drafts_from_earlier_turns(ranks, tmp_path):
     """Every turn says the same, so n-gram drafts of later turns are accepted; on two ranks one is an engine."""
     tokenizer, model = make_tokenizer("bytes"), tmp_path / "model"
@@ -233,7 +234,8 @@ PLACED = """--rollout-ranks 1 --max-staleness 2 --rollout-importance-sampling-mo
     --eval-max-prompts 4"""
 
 
-@pytest.mark.parametrize("servers", slow_except([False], [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("servers", [False, True])
 def test_engines_of_their_own(servers, tiny_models, tmp_path):
     """Episodes are generated while the trainer updates; a resume and a replay go on from what was finished."""
     model, save, flags = tiny_models["qwen3"], tmp_path / "run", PLACED.format(data=tmp_path / "train.jsonl").split()

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ranks import REPO, run_torchrun
 from run_files import json_lines
 from safetensors.torch import load_file
+from slow import slow_except
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(REPO / "tools"))
@@ -56,6 +57,9 @@ DELTA = f"""{MOE} --model-family qwen3_next --apply-layernorm-1p --attention-out
  --moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate --experimental-attention-variant gated_delta_net
  --linear-attention-freq 3 --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 16
  --linear-value-head-dim 12 --norm-epsilon 1e-6"""
+ACROSS_HEADS = f"""{ATTENTION} --model-family minimax_m2 --group-query-attention {EXPERTS} --num-query-groups 2
+ --kv-channels 32 --ffn-hidden-size 32 --qk-layernorm-across-heads --rotary-percent 0.5
+ --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3"""
 # Adapters of every kind of layer: with alpha = rank the model is about as sharp as without them.
 LORA = """--lora-rank 4 --lora-alpha 4 --lora-target-modules all-linear all-router
  --lora-modules-to-save lm_head embed_tokens input_layernorm"""
@@ -67,10 +71,11 @@ OVERLAP = check_parallel.OVERLAP
 FUSED = "--gradient-accumulation-fusion"
 LAYOUTS = {
     "dense": [
+        f"TP1 LOSSES: {BUDGET}",
         "TP1 LOSSES: --micro-batch-size 1",
+        "TP1: --micro-batch-size 1",
         "TP1: --micro-batch-size 2",
         "TP1: --micro-batch-size 4",
-        f"TP1: {BUDGET}",
         "TP1: --micro-batch-size 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         f"DP2: --micro-batch-size 2 --use-distributed-optimizer {FUSED}",
         f"DP2: --micro-batch-size 2 {OVERLAP}",
@@ -160,6 +165,17 @@ LAYOUTS = {
         f"PP2: {BUDGET} --overlap-grad-reduce",
         f"PP2 VPP2: {BUDGET} {OVERLAP}",
     ],
+    "across_heads": [
+        f"TP1: {BUDGET}",
+        f"TP2 SP EP2: {BUDGET}",
+        f"TP2 SP: {BUDGET} --moe-grouped-gemm --use-distributed-optimizer",
+        f"EP2: {BUDGET}",
+        f"PP2 VPP2: {BUDGET}",
+        f"CP2: {BUDGET}",
+        f"TP2 SP CP2 EP2 ETP2: {BUDGET}",
+        f"TP2 SP PP2: {BUDGET} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        f"CP4 EP2: {HYBRID[4]}",
+    ],
     "adapters": [
         f"TP1: {BUDGET}",
         f"TP2 SP: {BUDGET} --moe-grouped-gemm",
@@ -215,7 +231,7 @@ LAYOUTS["delta"] = [
 PAIRWISE = {
     "dense": [
         LAYOUTS["dense"][0],
-        f"TP1: {BUDGET}",
+        "TP1: --micro-batch-size 1",
         f"DP2: --micro-batch-size 2 --use-distributed-optimizer {FUSED}",
         f"PP2 VPP2: {BUDGET} {OVERLAP} {FUSED}",
         f"CP2 LOSSES: {BUDGET}",
@@ -238,14 +254,15 @@ PAIRWISE = {
     ],
     "balanced": ["TP1", "CP2 EP2", "PP2 VPP2"],
     "balanced_packs": [LAYOUTS["balanced_packs"][number] for number in (0, 5, 9, 11)],
-    "latent": [LAYOUTS["latent"][number] for number in (0, 3, 5, 7)],
+    "latent": [LAYOUTS["latent"][number] for number in (0, 5)],
+    "across_heads": LAYOUTS["across_heads"][:2],
     "adapters": [LAYOUTS["adapters"][number] for number in (0, 1, 4)],
     "dora": LAYOUTS["dora"][:2],
     "fp8_base": LAYOUTS["fp8_base"][:2],
     "gpt_oss": [LAYOUTS["gpt_oss"][number] for number in (0, 1, 3, 6)],
-    "delta": [LAYOUTS["delta"][number] for number in (0, 2, 3, 4, 6)],
+    "delta": [LAYOUTS["delta"][number] for number in (0, 2, 3)],
 }
-SLOW = [pytest.param(model, marks=pytest.mark.slow) for model in ("balanced", "balanced_packs", "dora", "fp8_base")]
+FEW = ("moe", "latent", "adapters", "delta")
 SHARES = ["pairwise", pytest.param("the others", marks=pytest.mark.slow)]
 TOLERANCE = 1e-5
 
@@ -314,14 +331,15 @@ def test_the_other_dense_layouts_agree(tmp_path, tiny_models):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("model", ["moe", "latent", "adapters", "gpt_oss", "delta", *SLOW])
+@pytest.mark.parametrize("model", slow_except(FEW, [name for name in LAYOUTS if name != "dense"]))
 def test_layouts_of_experts_agree(model, share, tmp_path):
     """Mixture of experts; with the load-balancing loss, on equal micro-batches, and with those that are equal for all
     packs; latent attention with shared experts, balanced by a bias and by losses, and multi-token prediction; adapters
-    of all its layers, on a base in 8 bits, too; biases, windows and sinks; gated delta nets.
+    of all its layers, on a base in 8 bits, too; biases, windows and sinks; norms of all heads together;
+    gated delta nets.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": f"{LATENT} {BALANCING}", "gpt_oss": GPT_OSS}
-    flags["delta"] = DELTA
+    flags |= {"across_heads": ACROSS_HEADS, "delta": DELTA}
     flags["balanced_packs"] = f"{MOE} {BALANCING}"
     flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora", "fp8_base": FP8_BASE}
     status, printed = check(flags[model], "--out", tmp_path, "--layouts", *share_of(model, share))

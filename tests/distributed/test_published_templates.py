@@ -14,9 +14,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.distributed, pytest.mark.slow]
 PLUGIN = Path(__file__).resolve().parents[1] / "data" / "answered_calls.py"
 ENDS = {  # of turns, in the template and in the model's generation_config.json
     "GLM-4.5-Air": "<|observation|>",
+    "GLM-4.7-Flash": "<|observation|>",
     "Kimi-K2-Instruct": "<|im_end|>",
+    "Kimi-K2.5": "<|im_end|>",
     "Llama-3.1-8B-Instruct": "<|eot_id|>",
     "Llama-3.2-3B-Instruct": "<|eot_id|>",
+    "MiniMax-M2.5": "[e~[",
     "Mistral-Nemo-Instruct-2407": "</s>",
     "Qwen2.5-7B-Instruct": "<|im_end|>",
     "Qwen3-30B-A3B-Instruct-2507": "<|im_end|>",

@@ -7,12 +7,15 @@ import pytest
 import torch
 from ranks import run_torchrun
 from slow import FEW, slow_except
-from toy_checkpoints import FAMILIES, SHAPES, make
+from toy_checkpoints import FAMILIES as ALL
+from toy_checkpoints import SHAPES, make
 from transformers import AutoModelForCausalLM
 
 # Those of stream_worker.py.
 PROMPTS = [[5, 9, 33, 7, 21, 90, 14], [44], [3 + 7 * i % 100 for i in range(40)]]
 pytestmark = pytest.mark.vllm
+# vLLM's CPU build has no sigmoid routers without groups of experts.
+FAMILIES = [family for family in ALL if family != "minimax_m2"]
 # vLLM's kernels on a CPU want heads of 32 channels and experts of multiples of 32.
 MULTI_LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "hidden_size": 128}
 LONGROPE = {"short_factor": [1.0 + i / 4 for i in range(12)], "long_factor": [9.0] * 12}
@@ -21,6 +24,7 @@ SIZES = {
     "qwen2": {"hidden_size": 256},
     "phi3": {"hidden_size": 256, "rope_scaling": {**SHAPES["phi3"]["rope_scaling"], **LONGROPE}},
     "deepseek_v2": {**MULTI_LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": {**MULTI_LATENT, "v_head_dim": 32},
     "deepseek_v3": {**MULTI_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
 

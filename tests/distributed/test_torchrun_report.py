@@ -25,15 +25,9 @@ def root_cause(*command):
     return int(found[1]), int(found[2]), found[3].strip()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "kind, rank",
-    [
-        ("rank 1", 1),
-        pytest.param("before", 0, marks=pytest.mark.slow),
-        pytest.param("everywhere", 0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind, rank", [("rank 1", 1), ("before", 0), ("everywhere", 0)])
 def test_message_of_the_rank_that_failed(kind, rank):
     assert root_cause(WORKER, kind) == (rank, 1, "--lr is wrong: the cure")
 
@@ -79,13 +73,16 @@ def test_the_parent_of_a_rank_is_killed(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="without fork_rank a signal has no message")
 @pytest.mark.parametrize(
     "name, times",
     [
         ("SIGINT", 2),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("SIGKILL", 1), ("SIGTERM", 1), ("SIGTERM", 2))),
+        ("SIGKILL", 1),
+        ("SIGTERM", 1),
+        ("SIGTERM", 2),
     ],
 )
 def test_a_signal_to_torchrun(name, times, tmp_path):

@@ -44,9 +44,8 @@ def run(data, ranks, save, *flags, shape="qwen2_5_vl", agent=None, environment="
     return metrics_of(save)
 
 
-@pytest.mark.parametrize(
-    "shape", slow_except(["qwen2_5_vl"], ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
 def test_a_run_and_its_replay(data, tmp_path, shape):
     """The ledger holds the screenshots: a replay calls no environment and has the same numbers, bit for bit."""
     flags = ["--micro-batch-size", "4", "--no-save-hf"]
@@ -181,6 +180,7 @@ if sys.argv[0].endswith("pretrain_grpo.py"):  # not in the processes of rewards 
 """
 
 
+@pytest.mark.slow  # tests/unit/rollout/test_agent_images.py has it without an engine
 def test_each_picture_of_an_agent_is_decoded_and_processed_once(data, tmp_path):
     """Under one load of the weights: every call of an episode shows all earlier pictures."""
     (tmp_path / "count.py").write_text(COUNT)
@@ -249,9 +249,8 @@ def test_split_episodes(data, tmp_path, shape):
         check_equal(run(data, 2, tmp_path / layout, *flags[:-2], *AGENT_LAYOUTS[layout].split(), shape=shape), rows)
 
 
-@pytest.mark.parametrize(
-    "shape", slow_except(["qwen2_5_vl"], ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
 def test_odd_pictures(data, tmp_path, shape):
     """In rows, environments and agents: vLLM and the trainer see the same ones; refused ones do not end the run."""
     odd = {name: picture for name, (picture, _) in odd_pictures().items()}

@@ -66,8 +66,10 @@ print("said", flush=True)
 
 @pytest.mark.parametrize(
     ("ending", "timeout", "expected"),
-    [("if os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)", 300.0, 3), ("time.sleep(600)", 10.0, None)],
-    ids=["one fails", "too long"],
+    [
+        pytest.param("if os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)", 300.0, 3, id="one fails"),
+        pytest.param("time.sleep(600)", 10.0, None, id="too long", marks=pytest.mark.slow),
+    ],
 )
 def test_none_is_left(tmp_path, ending, timeout, expected):
     launch(tmp_path, "")  # so that importing is not in the time below

@@ -41,7 +41,7 @@ VPP2 = {**PP2, "num_virtual_stages_per_pipeline_rank": 2}
 GROUPED = {"moe_grouped_gemm": True}
 UNTIED = tuple(family for family, tied in MEMBERS if not tied)
 TIED = tuple(f"{family}, tied" for family in ("qwen3", "llama", "gemma2"))
-MTP = tuple(f"{family}, mtp" for family in ("deepseek_v3", "glm4_moe"))
+MTP = tuple(f"{family}, mtp" for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"))
 CASES = {
     2: [
         *((name, layout) for name in (*UNTIED, *TIED) for layout in (TP2, PP2, VPP2)),

@@ -5,14 +5,26 @@ import torch
 from megatron_engine_worker import EOS, LENGTHS, MAX_TOKENS, prompts
 from toy_checkpoints import FAMILIES, make
 
-MODELS = [(family, family not in ("gpt_oss",) and "gemma" in family) for family in FAMILIES]
+TIED = {family: "gemma" in family for family in FAMILIES}
+
+
+class Toys(dict):
+    """{family: model of transformers}; made, with its checkpoint in ``root``, at its first use."""
+
+    def __init__(self, root):
+        super().__init__()
+        self.root = root
+
+    def __missing__(self, family):
+        self[family] = make(self.root / f"{family}-{TIED[family]}", family, TIED[family]).eval()
+        return self[family]
 
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory):
-    """Return (directory of all checkpoints, {family: model of transformers})."""
+    """Return (directory of the checkpoints, `Toys`)."""
     root = tmp_path_factory.mktemp("toys")
-    yield root, {family: make(root / f"{family}-{tied}", family, tied).eval() for family, tied in MODELS}
+    yield root, Toys(root)
     if torch.distributed.is_initialized():  # not initialized if only the test with torchrun has used this fixture
         torch.distributed.destroy_process_group()
 

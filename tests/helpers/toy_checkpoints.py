@@ -21,12 +21,12 @@ from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.stream import stream_hf
 
 DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
-MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+MOE = ("qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "gpt_oss")
 SANDWICHED = ("gemma2", "gemma3_text", "glm4")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 FAMILIES = DENSE + MOE + SANDWICHED + HYBRID
 # (family, tied embeddings)
-_OTHERS = ("gpt_oss", True), ("gemma2", False)  # variants that these families do not have
+_OTHERS = ("gpt_oss", True), ("minimax_m2", True), ("gemma2", False)  # variants that these families do not have
 MEMBERS = [member for family in FAMILIES for tied in (False, True) if (member := (family, tied)) not in _OTHERS]
 VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
@@ -100,6 +100,46 @@ SHAPES = {
         "moe_intermediate_size": 32,
         "routed_scaling_factor": 2.5,
         "num_mtp_layers": 0,
+    },
+    "minimax_m2": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "rotary_dim": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        # Keys of the published config.json that transformers does not know; vLLM reads the first two.
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "shared_intermediate_size": 0,
+        "use_mtp": True,
+        "mtp_transformer_layers": 1,
+        "num_mtp_modules": 3,
+        "attn_type_list": [1, 1, 1, 1],
+    },
+    "glm4_moe_lite": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 1.0,
+        "first_k_dense_replace": 1,  # this and the next are vLLM's keys, and transformers ignores them
+        "topk_method": "noaux_tc",
+        "n_group": 1,
+        "topk_group": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 20,  # as in GLM-4.7-Flash more than a key's part without positions
+        "num_nextn_predict_layers": 0,
+        "num_mtp_layers": 0,
+        "mtp_mlp_layer_types": ["sparse"],
     },
     "qwen3_moe": {
         "num_hidden_layers": 4,

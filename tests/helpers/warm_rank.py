@@ -49,6 +49,7 @@ from megatron_grpo.training.arguments import parse_args
 
 getattr(vllm, "LLM")  # noqa: B009  vllm imports LLM at first use
 parse_args([])  # caches the data that it reads from megatron-core
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"  # vLLM sets 1: torch.cuda.is_available then looks for a library
 gc.collect()
 gc.freeze()  # excludes the imported objects from the ranks' garbage collections
 gc.unfreeze = lambda: None  # vLLM calls it at its end: a collection of these objects would also copy their pages

@@ -554,7 +554,7 @@ def numbers_of(model: str, ranks: int, options: Namespace) -> Numbers | None:
     batch, row = rollout(args, args.global_batch_size, options.replayed_layers)
     numbers = Numbers(model, ranks, batch.num_completions)
     plan = Plan(args)
-    numbers.device_gib = max(plan.memory(stage).total for stage in range(len(plan.stages))) / GIB
+    numbers.device_gib = max(memory.total for memory in plan.memories) / GIB
     numbers.host_gib = host_memory.needed(args, min(HOST, ranks)) / GIB
     for rank in {0, ranks - 1}:
         with made_up_rank(args, rank, ranks) as groups:

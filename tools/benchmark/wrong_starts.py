@@ -41,6 +41,8 @@ OUR_FRAME = re.compile(r'File "[^"]*(/megatron_grpo/|pretrain_grpo\.py)')
 GOOD = """--transformer-impl local --micro-batch-size 8 --num-generations 4 --train-iters 2 --lr 1e-3 --beta 0
  --max-prompt-length 8 --max-completion-length 4 --reward-funcs exact_match"""
 
+RIGHT = '{"prompt": "1", "answer": "1"}'  # a row
+
 
 @dataclass
 class Inputs:
@@ -156,10 +158,10 @@ CASES: dict[str, Make] = {
     "no tokenizer": lambda inputs: inputs.copy("tokenizer*"),
     # data
     "a data file that does not exist": flags("--train-data-path gone.jsonl"),
-    "a line that is not JSON": rows('{"prompt": "1"}', '{"prompt": "1'),
-    "a row without a prompt": rows('{"prompt": "1", "answer": "1"}', '{"text": "2"}'),
-    "a row with images": rows('{"prompt": "1", "images": ["a.png"]}'),
-    "a prompt that is too long": rows('{"prompt": "1"}', '{"prompt": "1 + 1 + 1 + 1 ="}'),
+    "a line that is not JSON": rows(RIGHT, '{"prompt": "1'),
+    "a row without a prompt": rows(RIGHT, '{"text": "2", "answer": "2"}'),
+    "a row with images": rows('{"prompt": "1", "answer": "1", "images": ["a.png"]}'),
+    "a prompt that is too long": rows(RIGHT, '{"prompt": "1 + 1 + 1 + 1 =", "answer": "4"}'),
     "rows without answers": rows(*['{"prompt": "1+1="}'] * 8),
     # rewards and plug-ins
     "a misspelt reward": flags("--reward-funcs exact_macth"),

@@ -1,15 +1,17 @@
-"""Check every row of prompt files as training does; print each bad row, the counts and the lengths of prompts.
+"""Check every row of prompt files as training does; print bad rows, the counts and the lengths of prompts.
 
     python tools/data/check.py --train-data-path a.parquet b.jsonl --tokenizer-model DIR --max-prompt-length 1024
 
 The flags are those of pretrain_grpo.py: --load-hf gives tokenizer and processor of images, --environment the tools of
 prompts, and --reward-funcs the built-in rewards whose gold answers every row must have. Without
---tokenizer-model and --load-hf lengths are in bytes. Files may have any size. The exit code is 1 if there are bad rows.
+--tokenizer-model and --load-hf lengths are in bytes. Files may have any size. Three rows
+with the same error are printed, and how many more there are. The exit code is 1 if there are bad rows.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 
-from megatron_grpo.data.prompts import LeftOut, PromptDataset
+from megatron_grpo.data.prompts import LeftOut, Prompt, PromptDataset
 from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.environments.registry import tools_of
 from megatron_grpo.models.arguments import padded_vocab_size
@@ -32,7 +34,22 @@ from megatron_grpo.training.resolve import resolve_origin
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader
-from tools.data.common import Bytes
+from tools.data.common import Bytes, without_repeats
+
+
+def bad_rows(data: PromptDataset, counts: dict[str, int], lengths: list[int], examples: list[Prompt]) -> Iterator[str]:
+    """Read all rows; yield the bad ones, count those left out, and collect the good ones' lengths and the first."""
+    for number in range(len(data)):
+        try:
+            prompt = data.read(number)
+        except LeftOut as left:
+            counts[left.reason] += 1
+            if left.reason == "bad":
+                yield str(left)
+            continue
+        lengths.append(len(prompt.ids))
+        if not examples:
+            examples.append(prompt)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,23 +77,16 @@ def main(argv: list[str] | None = None) -> int:
         data = PromptDataset(
             args.train_data_path, tokenizer, args, streamed=True, tools=tools, images=images, check_gold=check_gold
         )
-        lengths, example = [], None
-        for number in range(len(data)):
-            try:
-                prompt = data.read(number)
-            except LeftOut as left:
-                counts[left.reason] += 1
-                if left.reason == "bad":
-                    print(left, file=sys.stderr)
-                continue
-            lengths.append(len(prompt.ids))
-            example = example or prompt
+        lengths: list[int] = []
+        examples: list[Prompt] = []
+        for line in without_repeats(bad_rows(data, counts, lengths, examples)):
+            print(line, file=sys.stderr)
     except GrpoError as error:
         print(f"check.py: {error}", file=sys.stderr)
         return 1
     bad, long, rate = counts.values()
     print(f"{len(lengths):,} good rows, {bad:,} bad, {long:,} too long, {rate:,} outside the pass rates")
-    if example:
+    for example in examples:
         low, middle, high = np.quantile(lengths, [0, 0.5, 1])
         print(f"{unit} of a prompt: {low:.0f} to {high:.0f}, median {middle:.0f}")
         print(f"{example.source}: {json.dumps(example.row, ensure_ascii=False, default=str)[:2000]}")

@@ -6,7 +6,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,9 +22,11 @@ from megatron_grpo.utils.errors import GrpoError
 
 Row = dict[str, Any]
 Convert = Callable[[Row, argparse.Namespace], Row]
+Originals = Iterator[tuple[str, Callable[[], Row]]]  # (place, function that reads the row)
 Key = Callable[[Row], str]  # the text that decides about the file of a row: rows with equal texts are in one file
 BOXED = "Put the final answer in \\boxed{}."
-_MAX_REPORTED = 20  # bad rows that are printed
+_MAX_REPORTED = 20  # lines about bad rows that are printed
+_SAME = 3  # bad rows with the same error that are printed
 
 
 class Bytes:
@@ -120,11 +123,14 @@ def convert_files(
     parser: argparse.ArgumentParser,
     argv: list[str] | None = None,
     key: Key = prompt_text,
+    read: Callable[[Path], Originals] | None = None,
+    keep: Callable[[Row], bool] = lambda row: True,
 ) -> int:
     """Run the command line of a tool: convert the rows of --input, write every output, return the exit code.
 
     ``convert(row, args)`` raises GrpoError with the expected format for a bad row. ``parser`` may already have flags of
-    the tool. ``key`` is that of `write_outputs`.
+    the tool. ``key`` is that of `write_outputs`. ``read`` yields the rows of a path [`read_originals`]. ``keep(row)``
+    returns whether a converted row is written, and raises GrpoError for a bad one.
     """
     parser.description, parser.formatter_class = doc, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -145,16 +151,19 @@ def convert_files(
     args = parser.parse_args(argv)
     rows, bad = [], []
     try:
-        originals = [item for path in args.input for item in read_originals(path)]
-        for where, read in tqdm(originals, "converting", disable=len(originals) < 2000 or not sys.stderr.isatty()):
+        originals = [item for path in args.input for item in (read or read_originals)(path)]
+        for where, row in tqdm(originals, "converting", disable=len(originals) < 2000 or not sys.stderr.isatty()):
             try:
-                rows.append(convert(read(), args))
+                converted = convert(row(), args)
+                if keep(converted):
+                    rows.append(converted)
             except GrpoError as error:
                 bad.append(f"{where}: {error}")
-        for line in bad[:_MAX_REPORTED]:
+        lines = list(without_repeats(bad))
+        for line in lines[:_MAX_REPORTED]:
             print(line, file=sys.stderr)
-        if len(bad) > _MAX_REPORTED:
-            print(f"and {len(bad) - _MAX_REPORTED:,} more", file=sys.stderr)
+        if len(lines) > _MAX_REPORTED:
+            print(f"{len(bad):,} bad rows in all", file=sys.stderr)
         if bad and args.bad_rows == "raise":
             return 1
         write_outputs(rows, args, key)
@@ -166,7 +175,20 @@ def convert_files(
     return 0
 
 
-def read_originals(path: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def without_repeats(bad: Iterable[str]) -> Iterator[str]:
+    """Yield the lines "PLACE: ERROR" of bad rows; of an error that many rows have, the first lines and the number."""
+    counts: Counter[str] = Counter()
+    for line in bad:
+        error = line.partition(": ")[2]
+        counts[error] += 1
+        if counts[error] <= _SAME:
+            yield line
+    for error, count in counts.items():
+        if count > _SAME:
+            yield f"{count - _SAME:,} more rows: {error}"
+
+
+def read_originals(path: Path) -> Originals:
     """Yield (place, function that reads the row) for the rows of ``path``.
 
     ``path`` is a file of JSON lines or Parquet, a .json file with one list, or a folder of .json files with one object
@@ -249,7 +271,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
         finally:
             unfinished.unlink(missing_ok=True)
     except pyarrow.ArrowException as error:
-        raise GrpoError(f"{path}: a Parquet column needs one type in all rows: {error}") from error
+        raise GrpoError(f"{path}: a Parquet column needs one type in all rows, unlike .jsonl: {error}") from error
     except OSError as error:
         raise GrpoError(f"{path}: cannot be written: {error}") from error
 

@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import sys
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,7 +37,13 @@ def program(name: str) -> Any:
 
 
 def _file(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"agent {path}", path)
+    package = types.ModuleType(
+        "folder of --agent"
+    )  # "from .helpers import f" imports helpers.py in the folder of the file
+    package.__path__ = [os.path.dirname(os.path.abspath(path))]
+    sys.modules[package.__name__] = package
+    name = os.path.basename(path).removesuffix(".py").replace(".", "_")
+    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{name}", path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
         raise ImportError(f"{path} is no Python file")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)

@@ -26,6 +26,11 @@ def gold_text(sample: Sample) -> str:
     for name, gold in find_answers(sample.row).items():
         if isinstance(gold, list) and len(gold) == 1:
             gold = gold[0]
+        if isinstance(gold, list) and len(gold) > 1:
+            raise GrpoError(
+                f'the row\'s answer, in "{name}", has several values, {gold!r:.200}: give one, or compare with all of '
+                "them in a reward of your own (docs/rewards.md)"
+            )
         if isinstance(gold, bool) or not isinstance(gold, str | int | float) or not str(gold).strip():
             raise GrpoError(
                 f'the row\'s answer, in "{name}", must be a non-empty string or a number, found {gold!r:.200}: correct '

@@ -11,10 +11,13 @@ from megatron_grpo.weights.families import (
     glm,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     internvl,
+    kimi_k25,
     llama,
     llava_onevision,
+    minimax_m2,
     mistral,
     mixtral,
     phi3,
@@ -46,9 +49,11 @@ FAMILIES: dict[str, Family] = {
         qwen3_vl,
         qwen3_vl_moe,
         mixtral,
+        minimax_m2,
         glm,
         glm4,
         glm4_moe,
+        glm4_moe_lite,
         deepseek_v2,
         deepseek_v3,
         gemma2,
@@ -74,19 +79,21 @@ REFUSED = {
     "BailingMoeV2_5ForCausalLM": _LIGHTNING,
 }
 
+# Directories that are read as one of these families, and exported as one.
+READ_AS = (kimi_k25.FAMILY, qwen3_5.WITH_VISION, qwen3_5_moe.WITH_VISION)
+
 
 def for_hf_config(config: Config) -> Family:
     """Return the family of a config.json by `architectures`, else by `model_type`; raise GrpoError if unknown."""
     names = config.get("architectures") or []
-    for family in FAMILIES.values():
-        own = {family.architecture, family.whole}
-        if own.intersection(names) or (not names and config.get("model_type") == family.name):
+    for family in (*FAMILIES.values(), *READ_AS):
+        if family.architecture in names or (not names and config.get("model_type") == family.name):
             return family
     found = ", ".join(names) or f"model_type {config.get('model_type')!r}"
     reason = next((REFUSED[name] for name in names if name in REFUSED), None)
     if reason:
         raise GrpoError(f"config.json names the architecture {found}, which is not supported: {reason}")
-    supported = ", ".join(family.architecture for family in FAMILIES.values())
+    supported = ", ".join(family.architecture for family in (*FAMILIES.values(), *READ_AS))
     raise GrpoError(f"config.json names the architecture {found}, which is not supported; supported are: {supported}")
 
 

@@ -32,6 +32,7 @@ ABSENT: dict[str, Any] = {
     "rotary_base_local": None,
     "apply_layernorm_1p": False,
     "sandwich_norm": False,
+    "qk_layernorm_across_heads": False,
     "geglu": False,
     "scale_embeddings": False,
     "attn_logit_softcapping": None,
@@ -207,8 +208,7 @@ class Family:
     `read_rope`, `write_rope`: the same for the rotary embedding.
     `mtp_mappings`: parameters of a multi-token-prediction layer besides its decoder layer; empty in families without.
     `activation`: config.json key of the MLP's activation function, and its value.
-    `published(name)`: the published name of a tensor, where some writers of files have others; None: it is not read.
-    `whole`: architecture of vision-language checkpoints whose language model is of the family, which reads it alone.
+    `published(name)`: the name of a tensor in the table, where files have others; None for a tensor to leave out.
     `text_config(config)`: a config.json with the keys of the language model at its top; `hf_config`: the inverse.
     `defaults`: values of keys that a config.json leaves out, as transformers and the engine have them, where they are
     not those of `read` and `read_rope`.
@@ -225,7 +225,6 @@ class Family:
     mtp_mappings: tuple[ParameterMapping, ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     published: Callable[[str], str | None] | None = None
-    whole: str | None = None
     text_config: Callable[[Config], Config] = dict
     hf_config: Callable[[Config], Config] = dict
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import torch
 
 from megatron_grpo.models.config import linear_layers
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import quantized
 from megatron_grpo.weights.families.common import HF, MCORE, Config, need, refuse_bias
 from megatron_grpo.weights.families.qwen3 import HEAD_NORMS
 from megatron_grpo.weights.parameter_mapping import ParameterMapping, by_key_heads, fused, gated_qkv
@@ -95,11 +96,9 @@ def text_part(name: str) -> str | None:
 
 
 def text_config(config: Config) -> Config:
-    """Return config.json with the keys of the language model at its top; a vision-language one has them inside."""
-    if "text_config" not in config:
-        return config
-    tied = {key: config[key] for key in ("tie_word_embeddings", "quantization_config") if key in config}
-    return {**config["text_config"], **tied}
+    """Return the config.json of the language model in a vision-language one."""
+    outside = {key: config[key] for key in quantized.CONFIG_KEYS | {"tie_word_embeddings"} if key in config}
+    return {**need(config, "text_config"), **outside}
 
 
 def read_hybrid(config: Config) -> dict[str, Any]:

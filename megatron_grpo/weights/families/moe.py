@@ -115,3 +115,23 @@ def read_moe(config: Config, sparse: Sequence[bool]) -> dict[str, Any]:
 def write_moe(args: Namespace) -> Config:
     """Return the config.json keys that read_moe reads, except those of the layers."""
     return {"moe_intermediate_size": args.moe_ffn_hidden_size, "num_experts_per_tok": args.moe_router_topk}
+
+
+def read_uniform_moe(config: Config) -> dict[str, Any]:
+    """Return the arguments of experts in every layer, of the size that config.json calls that of the MLP."""
+    return {
+        "num_experts": need(config, "num_local_experts"),
+        "moe_router_topk": need(config, "num_experts_per_tok"),
+        "moe_ffn_hidden_size": need(config, "intermediate_size"),
+    }
+
+
+def write_uniform_moe(args: Namespace) -> Config:
+    """Return the config.json keys that read_uniform_moe reads, except that of the size."""
+    if not all(moe_layers(args)) or args.ffn_hidden_size != args.moe_ffn_hidden_size:
+        raise GrpoError(
+            f"model family {args.model_family} needs experts in every layer and one inner size, but has moe_layer_freq "
+            f"{args.moe_layer_freq}, ffn_hidden_size {args.ffn_hidden_size}, moe_ffn_hidden_size "
+            f"{args.moe_ffn_hidden_size}"
+        )
+    return {"num_local_experts": args.num_experts, "num_experts_per_tok": args.moe_router_topk}

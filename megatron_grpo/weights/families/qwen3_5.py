@@ -1,6 +1,7 @@
 """Qwen3.5 (dense), text only: gated delta nets, gated attention in every fourth layer."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megatron_grpo.weights.families.common import (
     DENSE,
@@ -74,7 +75,7 @@ FAMILY = Family(
     read_rope=read_text_rope,
     write_rope=write_partial_rope,
     published=text_part,
-    whole="Qwen3_5ForConditionalGeneration",
-    text_config=text_config,
     defaults={**DEFAULTS, "num_key_value_heads": 4},
 )
+# The language model of a published checkpoint.
+WITH_VISION = replace(FAMILY, architecture="Qwen3_5ForConditionalGeneration", text_config=text_config)

@@ -36,7 +36,6 @@ _MLP = [
 
 def _with_width(config: Config) -> Config:
     """Return config.json with the width of dense layers, which it leaves out: there are none."""
-    config = text_config(config)
     return {"intermediate_size": config.get("moe_intermediate_size"), **config}
 
 
@@ -64,7 +63,12 @@ FAMILY = Family(
     read_rope=read_text_rope,
     write_rope=write_partial_rope,
     published=text_part,
-    whole="Qwen3_5MoeForConditionalGeneration",
     text_config=_with_width,
     defaults={**DEFAULTS, **EXPERT_DEFAULTS, "num_key_value_heads": 2},
+)
+# The language model of a published checkpoint.
+WITH_VISION = replace(
+    FAMILY,
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    text_config=lambda config: _with_width(text_config(config)),
 )

@@ -27,6 +27,12 @@ VARIABLES = {"Llama-3.1-8B-Instruct": DATE, "Llama-3.2-3B-Instruct": DATE}
 THINKING = {  # the model's switch: (variables, end of the prompt without it, and with it)
     "Qwen3-8B": ({"enable_thinking": False}, "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"),
     "GLM-4.5-Air": ({"enable_thinking": False}, "<|assistant|>", "Two?/nothink<|assistant|>\n<think></think>"),
+    "GLM-4.7-Flash": ({"enable_thinking": False}, "Two?<|assistant|><think>", "Two?<|assistant|></think>"),
+    "Kimi-K2.5": (
+        {"thinking": False},
+        "Two?<|im_end|><|im_assistant|>assistant<|im_middle|><think>",
+        "Two?<|im_end|><|im_assistant|>assistant<|im_middle|><think></think>",
+    ),
     "gpt-oss-20b": ({"reasoning_effort": "low"}, "Reasoning: medium", "Reasoning: low"),
 }
 
@@ -102,7 +108,7 @@ def test_thinking_is_switched_for_all_rows_or_for_one(name, directory, tmp_path)
     # A row's own wins.
     own = {
         "prompt": messages,
-        "chat_template_kwargs": {next(iter(variables)): True if "enable" in str(variables) else "medium"},
+        "chat_template_kwargs": {next(iter(variables)): True if "think" in str(variables) else "medium"},
     }
     (back,) = prompts(tmp_path, switched, own)
     assert back.ids == default.ids

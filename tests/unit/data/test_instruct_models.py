@@ -50,9 +50,16 @@ TEXTS = {
     "GLM-4.5-Air": (
         "[gMASK]<sop><|system|>\nBe brief.<|user|>\nOne?<|assistant|>\n<think></think>\n1<|user|>\nTwo?<|assistant|>"
     ),
+    "GLM-4.7-Flash": (
+        "[gMASK]<sop><|system|>Be brief.<|user|>One?<|assistant|></think>1<|user|>Two?<|assistant|><think>"
+    ),
     "Kimi-K2-Instruct": KIMI,
+    "Kimi-K2.5": KIMI.replace("<|im_middle|>1", "<|im_middle|><think></think>1") + "<think>",
     "Llama-3.1-8B-Instruct": LLAMA,
     "Llama-3.2-3B-Instruct": LLAMA,
+    "MiniMax-M2.5": (
+        "]~!b[]~b]system\nBe brief.[e~[\n]~b]user\nOne?[e~[\n]~b]ai\n1[e~[\n]~b]user\nTwo?[e~[\n]~b]ai\n<think>\n"
+    ),
     "Mistral-Nemo-Instruct-2407": "<s>[INST]One?[/INST]1</s>[INST]Be brief.\n\nTwo?[/INST]",
     "Mixtral-8x7B-Instruct-v0.1": "<s> [INST] Be brief.\n\nOne? [/INST] 1</s> [INST] Two? [/INST]",
     "Moonlight-16B-A3B-Instruct": KIMI,
@@ -78,6 +85,7 @@ ENDS = {
     "GLM": ["<|endoftext|>", "<|observation|>", "<|user|>"],
     "Kimi": ["<|im_end|>"],
     "Llama": ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+    "MiniMax": ["[e~["],
     "Mistral": ["</s>"],
     "Mixtral": ["</s>"],
     "Moonlight": ["<|im_end|>"],
@@ -199,6 +207,8 @@ def test_eight_published_tokenizers_begin_a_text():
     [
         ("Qwen3-8B", {"enable_thinking": False}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
         ("GLM-4.5-Air", {"enable_thinking": False}, "<|user|>\nTwo?/nothink<|assistant|>\n<think></think>"),
+        ("GLM-4.7-Flash", {"enable_thinking": False}, "<|user|>Two?<|assistant|></think>"),
+        ("Kimi-K2.5", {"thinking": False}, "Two?<|im_end|><|im_assistant|>assistant<|im_middle|><think></think>"),
         ("gpt-oss-20b", {"reasoning_effort": "high"}, "\n\nReasoning: high\n\n"),
     ],
 )

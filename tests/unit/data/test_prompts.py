@@ -276,8 +276,11 @@ def test_bad_files(tmp_path):
     (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
     with pytest.raises(GrpoError, match=r"link.jsonl \(a link to gone.jsonl\): no such file"):
         PromptDataset([tmp_path / "link.jsonl"], Characters(), flags())
-    with pytest.raises(GrpoError, match=r"not from \.csv"):
+    with pytest.raises(GrpoError, match=r"reads no \.csv: python tools/data/own_rows.py --input \S+a\.csv "):
         PromptDataset([tmp_path / "a.csv"], Characters(), flags())
+    (tmp_path / "a.txt").write_text("1")
+    with pytest.raises(GrpoError, match=r"not from \.txt"):
+        PromptDataset([tmp_path / "a.txt"], Characters(), flags())
     with pytest.raises(GrpoError, match="has no rows"):
         dataset(tmp_path / "a.jsonl")
     (tmp_path / "a.parquet").write_text("not Parquet")

@@ -78,7 +78,7 @@ def test_an_answer_in_a_list_of_one(tmp_path, suffix):
     row = verl_gsm8k() | {"reward_model": {"style": "rule", "ground_truth": ["72"]}}
     assert exact_match(Sample("", "72", write(tmp_path / f"a.{suffix}", [row])[0].row)) == 1
     row["reward_model"]["ground_truth"] = ["72", "seventy-two"]
-    with pytest.raises(GrpoError, match=r"must be a non-empty string or a number, found \['72', 'seventy-two'\]"):
+    with pytest.raises(GrpoError, match=r"has several values, \['72', 'seventy-two'\]: give one, or compare"):
         exact_match(Sample("", "72", row))
 
 

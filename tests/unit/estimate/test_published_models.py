@@ -26,9 +26,12 @@ CARDS = {  # 10^9 parameters, as the model cards say
     "DeepSeek-V3-0324": 671,
     "GLM-4-9B-0414": 9,
     "GLM-4.5-Air": 106,
+    "GLM-4.7-Flash": 30,
     "Kimi-K2-Instruct": 1000,
+    "Kimi-K2.5": 1000,
     "Llama-3.1-8B-Instruct": 8,
     "Llama-3.2-3B-Instruct": 3.21,
+    "MiniMax-M2.5": 228.7,
     "Mistral-Nemo-Instruct-2407": 12.2,
     "Mixtral-8x7B-Instruct-v0.1": 46.7,
     "Moonlight-16B-A3B-Instruct": 16,
@@ -45,6 +48,12 @@ CARDS = {  # 10^9 parameters, as the model cards say
 FEW = ("Moonlight-16B-A3B-Instruct", "gemma-3-1b-it", "gpt-oss-20b", "phi-4")
 FLAGS = """--lr 1e-3 --train-iters 1 --global-batch-size 64 --transformer-impl local --dry-run --load-hf unused
     --max-prompt-length 128 --max-completion-length 128"""
+
+
+def text_part(name: str) -> dict:
+    """Return the published keys of the language model."""
+    config = published(name, "config.json")
+    return config.get("text_config", config)
 
 
 def transformers_count(config: dict) -> int:
@@ -82,7 +91,7 @@ def test_the_language_models_of_hybrid_ones(name, billions):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_family_reads_the_whole_config(name):
-    config, args = published(name, "config.json"), arguments(name)
+    config, args = text_part(name), arguments(name)
     shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
     read = (args.num_layers, args.hidden_size, args.num_attention_heads, args.vocab_size, args.max_position_embeddings)
     assert read == tuple(config[key] for key in shape)
@@ -91,7 +100,7 @@ def test_a_family_reads_the_whole_config(name):
 
 @pytest.mark.parametrize("name", slow_except(FEW, NAMES))
 def test_the_dry_run_counts_the_parameters_of_a_published_config(name):
-    config = published(name, "config.json")
+    config = text_part(name)
     args = arguments(name)
     args = resolve_args(args, 1)
     count = Plan(args).whole_model()

@@ -110,6 +110,7 @@ def test_the_report_ends_with_them():
     assert last.startswith("it does not fit a GPU of 24, where 10 should stay for what is not counted: add --")
     words = last.partition(": add ")[2].rpartition(" (")[0]
     assert fit_line(run_of(f"{flags} {words}", 1), 24.0).startswith("it fits a GPU of 24, with ")
+    assert fit_line(run_of(flags, 1), 8.0).startswith("a GPU of 8 has no room for a model: 10 should stay for what")
     assert "--lora-rank" in fit_line(run_of(f"{LLAMA_8B} --bf16 --dry-run", 1), 24.0)
 
 

@@ -138,7 +138,7 @@ CASES = {
         # 128 prompts x 5 = 640, 32 x 5 = 160: 4 updates a rollout; 1000 tokens x 2 ranks; 10 rollouts = 40 updates
         "--generation-batch-size 640 --global-batch-size 160 --max-tokens-per-microbatch 2000 "
         "--context-parallel-size 2 --beta 0.002 --kl-estimator k3 --loss-type gmpo --train-iters 40 --save-interval 20 "
-        "--train-data-path /d/a.parquet /d/b.parquet",
+        "--train-data-path t.jsonl",
         "--dual-clip",
         ["trainer.new_setting", "FSDP shards the weights"],
     ),
@@ -281,14 +281,27 @@ def test_a_script_of_each_system(name, tmp_path, monkeypatch, groups):
     assert args.load_hf == "/m/tiny" and args.save == args.load
 
 
-def printed_flags(script, folder):
+def printed_flags(script, folder, **own):
     """Return the words after pretrain_grpo.py, by running our own script with a torchrun that prints them."""
     stub = folder / "torchrun"
     stub.write_text('#!/bin/bash\nwhile [[ $1 != pretrain_grpo.py ]]; do shift; done\nshift\nprintf "%s\\n" "$@"\n')
     stub.chmod(0o755)
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "TRAIN_DATA": "t.jsonl", "VALID_DATA": "v.jsonl", "OUT_DIR": "o"}
+    environment |= own
     run = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
     return run.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("own", "files"), [("", ["/d/a.parquet", "/d/b.parquet"]), ("x.jsonl 2/y.jsonl", ["x.jsonl", "2/y.jsonl"])]
+)
+def test_train_data_takes_the_place_of_several_files(tmp_path, monkeypatch, groups, own, files):
+    monkeypatch.setattr(translate_flags, "groups", lambda: groups)
+    path = tmp_path / "run.sh"
+    path.write_text(VERL)
+    words = printed_flags(translate_flags.translated(path, None, None, None), tmp_path, TRAIN_DATA=own)
+    place = words.index("--train-data-path") + 1
+    assert words[place : place + 2] == files and words[place + 2].startswith("--")
 
 
 def test_flags_of_the_command_line_name_the_gpus(tmp_path, monkeypatch, groups):

@@ -238,3 +238,36 @@ def test_they_run_in_the_worker_processes(reward):
     register_adapters(words)
     register_adapters(words)  # a second run in one process
     assert [is_group_wise(name) for name in names] == [False, False, True]
+
+
+HELPED = """
+from .helpers import right
+from . import helpers
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return helpers.FACTOR * right(solution_str, ground_truth)
+"""
+
+
+def test_a_file_imports_files_of_its_folder(tmp_path, monkeypatch):
+    """Folders with dots in their names, and two files of the same name in folders whose names differ by a dot."""
+    monkeypatch.setattr(registry, "_registry", {})
+    monkeypatch.setattr(adapters, "_registered", set())
+    words = []
+    for factor, folder in enumerate(["v1.0", "v1_0"], start=1):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my.score.py").write_text(HELPED)
+        text = f"FACTOR = {factor}\ndef right(a, b):\n    return a == b\n"
+        (tmp_path / folder / "helpers.py").write_text(text)
+        words.append(f"score{factor}={tmp_path}/{folder}/my.score.py:compute_score")
+    register_adapters(words)
+    sample = Sample("", "7", {"answer": "7"}, messages=[])
+    assert [function(sample) for function in get_rewards(["score1", "score2"])] == [1, 2]
+
+
+def test_an_import_of_its_folder_without_the_dot_is_named(tmp_path):
+    (tmp_path / "helpers_of_mine.py").write_text("right = 1\n")
+    (tmp_path / "score.py").write_text("from helpers_of_mine import right\n")
+    with pytest.raises(GrpoError, match=r"score\.py: No module named 'helpers_of_mine': write from \.helpers"):
+        register_adapters([f"score={tmp_path}/score.py:compute_score"])

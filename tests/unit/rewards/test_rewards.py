@@ -3,6 +3,7 @@
 import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -399,7 +400,9 @@ def test_a_fault_costs_its_own_sample_only(make_pool):
     values, failures = make_pool("act", "later", timeout=LIMIT).score(samples(*completions))
     expected = [math.nan if c in FAULTS else float(c.split()[1]) for c in completions]
     np.testing.assert_array_equal(values, [[value, 2] for value in expected])
-    assert {failure.completion: failure.reason for failure in failures} == FAULTS
+    found = {failure.completion: failure.reason for failure in failures}
+    assert {what: re.sub(r", \S+plugin\.py, line \d+$", "", reason) for what, reason in found.items()} == FAULTS
+    assert re.search(r", \S+plugin\.py, line \d+$", found["raise"])
     assert [failure.key for failure in failures] == [i for i, c in enumerate(completions) if c in FAULTS]
     assert all(failure.reward == "act" for failure in failures)
     raised = failures[0]
@@ -423,7 +426,7 @@ def test_a_second_try(make_pool, tmp_path):
     values, failures = make_pool().score(samples(f"once {tmp_path / 'a'}"))
     assert values.tolist() == [[1.0]] and failures == []
     values, failures = make_pool(retries=0).score(samples("value 0", f"once {tmp_path / 'b'}"))
-    assert np.isnan(values[1, 0]) and failures[0].reason == "raised OSError: not yet"
+    assert np.isnan(values[1, 0]) and failures[0].reason.startswith("raised OSError: not yet, ")
 
 
 def test_the_limit_is_for_a_call_and_not_for_a_chunk(make_pool):
@@ -619,8 +622,11 @@ def test_wrong_data_ends_the_run(make_pool):
 
 
 def test_a_function_that_always_fails_ends_the_run(make_pool):
-    with pytest.raises(GrpoError, match=r'(?s)"never" failed on all 2 samples; .*never works.*plugin\.py'):
+    with pytest.raises(
+        GrpoError, match=r'"never" failed on all 2 samples; .*never works, .*plugin\.py, line \d+;'
+    ) as raised:
         make_pool("act", "never").score(samples("value 1", "value 2"))
+    assert "\n" not in str(raised.value) and raised.value.details.startswith("Traceback")
 
 
 def test_a_function_that_always_hangs_is_not_waited_for(make_pool):

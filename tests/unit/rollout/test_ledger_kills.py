@@ -20,7 +20,7 @@ from megatron_grpo.rollout.ledger import content
 from megatron_grpo.rollout.ledger.ledger import load, recorded_prompt
 
 MODES = pytest.mark.parametrize("partial", [False, True], ids=["synchronous", "partial"])
-# The kill before each fsync is a case of both by default.
+# Both modes write and read the ledger with the same functions; partial rollouts also have groups of several rollouts.
 FEW_MODES = pytest.mark.parametrize(
     "partial", [pytest.param(False, marks=pytest.mark.slow, id="synchronous"), pytest.param(True, id="partial")]
 )
@@ -92,7 +92,7 @@ def kills_and_check(start, root, partial, kills):
     return count
 
 
-@MODES
+@FEW_MODES
 def test_killed_before_each_fsync(start, tmp_path, partial):
     """One run for each fsync; what a kill after it leaves is what the kill before the next one leaves."""
     for at in range(1, 200):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megatron_engine_reference import MODELS, by_transformers, check, toys  # noqa: F401 (a fixture)
+from megatron_engine_reference import TIED, by_transformers, check, toys  # noqa: F401 (a fixture)
 from megatron_engine_worker import EOS, GREEDY, MAX_TOKENS, complete, decode, make_engine, prompts
 from slow import FEW, slow_except
 from toy_checkpoints import FAMILIES, logits
@@ -30,11 +30,12 @@ def state(model) -> list:
 @pytest.mark.parametrize("family", slow_except(FEW, FAMILIES))
 def test_families(toys, family):
     root, models = toys
-    model, engine = make_engine(root / f"{family}-{dict(MODELS)[family]}")
+    theirs = models[family]
+    model, engine = make_engine(root / f"{family}-{TIED[family]}")
     try:
         before, random_state = state(model), torch.get_rng_state()
         done = complete(engine, [Request(i, prompt, GREEDY) for i, prompt in enumerate(prompts())])
-        check(done, by_transformers(models[family]))
+        check(done, by_transformers(theirs))
         assert len({tuple(ids) for ids, _, _ in done.values()}) > 4
         assert state(model) == before and torch.equal(torch.get_rng_state(), random_state)
         # ... and the trainer's own forward, over packs, gives the same log-probabilities.
@@ -50,8 +51,9 @@ def test_families(toys, family):
 def engine(toys):
     """(model, engine, transformers' model) of a small Qwen3."""
     root, models = toys
+    theirs = models["qwen3"]
     model, engine = make_engine(root / "qwen3-False")
-    yield model, engine, models["qwen3"]
+    yield model, engine, theirs
     destroy_rank_groups()
 
 

@@ -168,6 +168,20 @@ def test_eval_only_of_nothing(bench, seeded, tmp_path, capfd):
     assert f"{tmp_path} (--load) holds no checkpoint; to evaluate --load-hf, leave --load out" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("what", ["a file", "a damaged table"])
+def test_eval_only_finds_before_the_engine_starts_that_it_cannot_write(bench, monkeypatch, tmp_path, capfd, what):
+    save = tmp_path / "save"
+    if what == "a file":
+        save.write_text("")
+    else:
+        save.mkdir()
+        (save / "evaluation.json").write_text("{")
+    monkeypatch.setattr(bad_input_runs, "StubEngine", None)
+    assert launch(TRAIN, [*bench.words, "--eval-only", "--load", str(bench.save), "--save", str(save)]) == 1
+    expected = f"--save {save} cannot be created: File exists" if what == "a file" else f"{save}/evaluation.json"
+    assert f"error: {expected}" in capfd.readouterr().err
+
+
 def test_eval_only_evaluates_one_checkpoint_while_its_run_goes_on(bench, seeded, monkeypatch, tmp_path, capfd):
     """The run of --load saves another checkpoint, and deletes the first one, while the engine starts."""
     save = tmp_path / "save"

@@ -98,6 +98,8 @@ HYBRID = "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-m
 DELTA = """--model-family qwen3_5_text --apply-layernorm-1p --attention-output-gate --rotary-percent 0.25
  --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4
  --linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 16"""
+MINIMAX = """--model-family minimax_m2 --num-experts 8 --moe-ffn-hidden-size 192 --qk-layernorm-across-heads
+ --moe-router-score-function sigmoid --moe-router-enable-expert-bias --untie-embeddings-and-output-weights"""
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
 
 SERVER = "--vllm-mode server --vllm-server-base-url"
@@ -364,6 +366,10 @@ REFUSED = {
     f"{MOE} --expert-model-parallel-size 8 {PP2}": "world_size (8) must be divisible by EP 8 x ETP 1 x PP 2 = 16",
     f"{MOE} --vllm-enable-expert-parallel": "--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes",
     f'{MOE} --vllm-engine-kwargs {{"enable_expert_parallel":true}}': "--vllm-enable-expert-parallel needs a GPU",
+    MINIMAX: "--model-family minimax_m2 with --rollout-engine vllm needs a GPU",
+    f"{MINIMAX} --tensor-model-parallel-size 8 --sequence-parallel": "8 and 4 key/value heads: ranks that share a head",
+    f"{MINIMAX} --no-qk-layernorm": "--qk-layernorm-across-heads needs --qk-layernorm",
+    "--qk-layernorm-across-heads": "model family qwen3 has qk_layernorm_across_heads = False, but the arguments say True",
     f"{MOE} --moe-router-topk 9": "--moe-router-topk (9) must be at most --num-experts (8)",
     f"{MOE} --tensor-model-parallel-size 2": "needs --sequence-parallel: each rank routes its own shard",
     f"{MOE} --moe-router-load-balancing-type sinkhorn": "--moe-router-load-balancing-type sinkhorn: choose from none",

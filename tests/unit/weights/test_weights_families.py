@@ -15,9 +15,11 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Phi3Config,
@@ -188,16 +190,29 @@ PHI4_MINI = {
     "tie_word_embeddings": True,
     "vocab_size": 200064,
 }
-DEEPSEEK_V3, GEMMA2_2B, GEMMA3_1B, GLM45_AIR, GLM4_9B_0414, GPT_OSS_20B, LLAMA31_8B, MIXTRAL_8X7B = (
+(
+    DEEPSEEK_V3,
+    GEMMA2_2B,
+    GEMMA3_1B,
+    GLM45_AIR,
+    GLM47_FLASH,
+    GLM4_9B_0414,
+    GPT_OSS_20B,
+    LLAMA31_8B,
+    MINIMAX_M25,
+    MIXTRAL_8X7B,
+) = (
     published(name, "config.json")
     for name in (
         "DeepSeek-V3-0324",
         "gemma-2-2b-it",
         "gemma-3-1b-it",
         "GLM-4.5-Air",
+        "GLM-4.7-Flash",
         "GLM-4-9B-0414",
         "gpt-oss-20b",
         "Llama-3.1-8B-Instruct",
+        "MiniMax-M2.5",
         "Mixtral-8x7B-Instruct-v0.1",
     )
 )
@@ -262,9 +277,11 @@ CONFIGS = {
     "glm4": GLM4_9B_0414,
     "glm": GLM4_9B_CHAT,
     "mistral": MISTRAL_7B,
+    "minimax_m2": MINIMAX_M25,
     "mixtral": MIXTRAL_8X7B,
     "phi3": PHI4_MINI,
     "glm4_moe": GLM45_AIR,
+    "glm4_moe_lite": GLM47_FLASH,
     "qwen3": QWEN3_06B,
     "qwen2": QWEN25_05B,
     "llama": LLAMA31_8B,
@@ -282,9 +299,11 @@ CLASSES = {
     "glm4": Glm4Config,
     "glm": GlmConfig,
     "mistral": MistralConfig,
+    "minimax_m2": MiniMaxM2Config,
     "mixtral": MixtralConfig,
     "phi3": Phi3Config,
     "glm4_moe": Glm4MoeConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
     "qwen3": Qwen3Config,
     "qwen2": Qwen2Config,
     "llama": LlamaConfig,
@@ -414,6 +433,7 @@ def test_published_mixtures_of_experts_become_megatron_arguments():
         ("qwen3_moe", {"mlp_only_layers": [0, 3]}),
         ("deepseek_v3", {"first_k_dense_replace": 2}),
         ("deepseek_v2", {"first_k_dense_replace": 0}),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3}),
     ],
 )
 def test_layers_with_experts_are_those_of_transformers(name, change):
@@ -493,7 +513,8 @@ def test_both_spellings_of_rope_give_the_same_arguments(name):
 
 # Not the model's arguments, or written in another way.
 NOT_ARGUMENTS = """bos_token_id eos_token_id pad_token_id dtype max_window_layers cache_implementation auto_map ep_size
-    sliding_window_pattern quantization_config experts_per_token initial_context_length router_aux_loss_coef
+    sliding_window_pattern use_mtp num_mtp_modules mtp_transformer_layers
+    quantization_config experts_per_token initial_context_length router_aux_loss_coef
     attn_output_gate full_attention_interval mamba_ssm_dtype mtp_num_hidden_layers
     mtp_use_dedicated_embeddings""".split()
 
@@ -518,6 +539,8 @@ def test_arguments_become_the_configuration_again(name):
     if name == "phi3":  # switches that transformers does not know, and the old name of a key
         assert not any(theirs.pop(key) for key in ("attention_bias", "mlp_bias", "lm_head_bias"))
         assert theirs["rope_parameters"].pop("type") == "longrope"
+    if name == "glm4_moe_lite":  # says that whole heads are rotated
+        assert theirs.pop("partial_rotary_factor") == theirs["rope_parameters"].pop("partial_rotary_factor") == 1.0
     assert ours == theirs
     # What knows only one of the two spellings finds it.
     rope = written["rope_parameters"]
@@ -565,10 +588,24 @@ def test_unknown_architectures_are_refused_by_name(config, message):
             "4096 and layer_types with full_attention",
         ),
         ("mistral", {"attention_bias": True}, "attention_bias true"),
+        ("minimax_m2", {"num_experts_per_tok": 1}, "num_experts_per_tok 1: Megatron-Core does not normalise"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax': only 'sigmoid'"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False: only True"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head': only 'per_layer'"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "only full attention"),
+        ("minimax_m2", {"tie_word_embeddings": True}, "tie_word_embeddings True: only False"),
+        ("minimax_m2", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt 'e5m2': only e4m3"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1: the expert's weight is always 1"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias true"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only type 'longrope' is supported for Phi-3"),
         ("phi3", {"rope_scaling": {**PHI4_MINI["rope_scaling"], "short_mscale": 1.1}}, "has 'short_mscale'"),
+        ("glm4_moe_lite", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
+        (
+            "glm4_moe_lite",
+            {"first_k_dense_replace": 2},
+            "first_k_dense_replace 2, which vLLM reads, and mlp_layer_types",
+        ),
+        ("glm4_moe_lite", {"rope_interleave": False}, "rope_interleave False"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks 'original_max_position_emb"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),

@@ -80,6 +80,15 @@ def test_logits_equal_transformers(world, tmp_path, family, tied):
             "glm4_moe",
             {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "rope_scaling": {"type": "yarn", **YARN}},
         ),
+        (
+            "glm4_moe_lite",
+            {
+                "q_lora_rank": None,
+                "first_k_dense_replace": 2,
+                "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+                "rope_scaling": {"type": "yarn", **YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
+            },
+        ),
         ("llama", {"rope_scaling": {"rope_type": "longrope", **LONGROPE}, "max_position_embeddings": 256}),
     ],
 )
@@ -95,7 +104,7 @@ def test_logits_of_other_members_of_the_families(world, tmp_path, family, config
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
 def test_multi_token_prediction_equals_transformers(world, tmp_path, family):
     theirs = make(tmp_path, family, tied=False)
     extra = add_mtp(tmp_path, theirs)

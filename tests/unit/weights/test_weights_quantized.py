@@ -288,8 +288,8 @@ def test_damaged_scales(world, toys, tmp_path, family, name, change, message):
         ({**FP8, "fmt": "e5m2"}, "fmt 'e5m2': only e4m3"),
         ({**FP8, "weight_block_size": [128, 0]}, r"a block of \[128, 0\]"),
         (
-            compressed_tensors({"type": "int", "num_bits": 4, "strategy": "group"}, format="pack-quantized"),
-            r"'compressed-tensors' \(pack-quantized\), whose group_0 has weights .* \('int', 4, 'group'\)",
+            compressed_tensors({"type": "int", "num_bits": 8, "strategy": "group"}, format="pack-quantized"),
+            r"format 'pack-quantized' with weights .*'num_bits': 8.*; supported are .*'num_bits': 4",
         ),
         (
             compressed_tensors(CHANNEL, {**CHANNEL, "strategy": "block", "block_structure": [128, 128]}),

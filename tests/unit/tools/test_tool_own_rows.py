@@ -1,0 +1,117 @@
+"""tools/data/own_rows.py on tables as users have them, written for this test."""
+
+import csv
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from run_files import json_lines
+
+from tools.data import own_rows
+
+COLUMNS = ["--prompt-column", "q", "--answer-column", "a"]
+
+
+def converted(tmp_path, source, *words):
+    code = own_rows.main(["--input", str(source), "--output", str(tmp_path / "out.jsonl"), *words])
+    return code, json_lines(tmp_path / "out.jsonl") if (tmp_path / "out.jsonl").exists() else None
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "json", "parquet"])
+def test_every_form_of_a_table(tmp_path, suffix):
+    """A spreadsheet's byte-order mark, line breaks in cells, other scripts: the same rows from each form."""
+    rows = [
+        {"q": "Was ist 3 + 4?\nNur die Zahl – 😀", "a": "7", "level": "1"},
+        {"q": 'Say "2, 3"', "a": "2, 3", "level": "2"},
+        {"q": "5 と 6 の合計は？", "a": "11", "level": "1"},
+    ]
+    source = tmp_path / f"in.{suffix}"
+    if suffix in ("csv", "tsv"):
+        with source.open("w", encoding="utf-8-sig", newline="") as file:
+            writer = csv.DictWriter(file, rows[0], delimiter="\t" if suffix == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    else:
+        text = json.dumps(rows) if suffix == "json" else "\n".join(map(json.dumps, rows))
+        source.write_text(text)
+    code, found = converted(tmp_path, source, *COLUMNS, "--instruction", "Short.")
+    assert code == 0
+    assert found == [
+        {"prompt": [{"role": "user", "content": f"{row['q']}\n\nShort."}], "answer": row["a"], "level": row["level"]}
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (7, "7"),
+        (7.0, "7"),
+        (0.5, "0.5"),
+        ([7], "7"),
+        (" 7 ", "7"),
+        ("[7]", "7"),
+        ("[0, 1]", "[0, 1]"),
+        ("x = 2", "x = 2"),
+    ],
+)
+def test_an_answer_is_text(tmp_path, answer, text):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"q": "1?", "a": answer}))
+    code, found = converted(tmp_path, tmp_path / "in.jsonl", *COLUMNS)
+    assert (code, found[0]["answer"]) == (0, text)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"q": "", "a": "1"}, '"q" is empty'),
+        ({"q": "  ", "a": "1"}, '"q" is empty'),
+        ({"q": None, "a": "1"}, '"q" must be a text, found null'),
+        ({"q": 3, "a": "1"}, '"q" must be a text, found a number'),
+        ({"q": "1?", "a": None}, 'no answer in "a"'),
+        ({"q": "1?", "a": ""}, 'no answer in "a"'),
+        ({"q": "1?", "a": [1, 2]}, "has several values, [1, 2]: give one, or compare with all of them in a reward"),
+        ({"q": "1?", "a": True}, "must be a non-empty string or a number"),
+        ({"question": "1?", "a": "1"}, 'no column "q" (--prompt-column), found question, a'),
+        ({"q": "first?", "a": "2"}, "the answer is '2', and '1' in an earlier row with the same prompt"),
+    ],
+)
+def test_a_bad_row_is_named_or_left_out(tmp_path, capsys, row, message):
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, [{"q": "first?", "a": "1"}, row])))
+    assert converted(tmp_path, tmp_path / "in.jsonl", *COLUMNS) == (1, None)
+    error = capsys.readouterr().err
+    assert "in.jsonl:2: " in error and message in error
+    code, found = converted(tmp_path, tmp_path / "in.jsonl", *COLUMNS, "--bad-rows", "skip")
+    assert (code, [row["answer"] for row in found]) == (0, ["1"])
+
+
+def test_repeated_rows_are_left_out_and_columns_are_kept(tmp_path, capsys):
+    rows = [{"q": "1?", "n": 1}, {"q": "1?", "n": 2}, {"q": "1?", "n": 1}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, found = converted(tmp_path, tmp_path / "in.jsonl", "--prompt-column", "q", "--prompt-style", "plain")
+    assert (code, found) == (0, [{"prompt": "1?", "n": 1}, {"prompt": "1?", "n": 2}])
+    assert "left out 1 repeated rows" in capsys.readouterr().out
+
+
+def test_many_rows_with_one_error_are_three_lines_and_a_number(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"text": "1"}\n' * 300)
+    assert converted(tmp_path, tmp_path / "in.jsonl", *COLUMNS)[0] == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and lines[3].startswith('297 more rows: no column "q"')
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("q,a\n1,2,3\n", "more or fewer"),
+        ("q,a\n1\n", "more or fewer"),
+        (b"q,a\n\xff,1\n", "cannot be read as UTF-8"),
+    ],
+)
+def test_a_broken_table(tmp_path, capsys, content, message):
+    (tmp_path / "in.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert converted(tmp_path, tmp_path / "in.csv", *COLUMNS) == (1, None)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""One update of each family on a pack of three sequences: logits, gradients and weights of transformers in float32."""
+
+import pytest
+from slow import FEW, slow_except
+from toy_checkpoints import FAMILIES, VOCAB, build, make, tensors_of, toy_args
+
+# toy_checkpoints installs the CPU layer, which comes before megatron.core.
+# isort: split
+import torch
+import torch.nn.functional as F
+
+from megatron_grpo.models.gpt import packed_seq_params
+from megatron_grpo.training import train_step
+from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.weights import hf, model_weights
+from megatron_grpo.weights.stream import stream_hf
+
+LENGTHS = (17, 5, 23)
+# Adam divides by the size of each gradient; with a smaller epsilon it magnifies differences of those near zero.
+UPDATE = {"lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0, "train_iters": 1, "adam_eps": 1e-2}
+QUICK = (*FEW, "glm4_moe_lite")
+
+
+def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item() if expected.any() else found.abs().max().item()
+
+
+def gradients(args, chunk) -> dict[str, torch.Tensor]:
+    """Return the gradients of a model's chunk by the names in the files."""
+    table = {weight.name: weight for weight in reversed(model_weights.table(args))}
+    found = {}
+    for name, parameter in chunk.module.named_parameters():
+        for canonical, gradient in model_weights.canonical(chunk.module, name, parameter.main_grad):
+            weight = table[canonical]
+            for key, part in zip(weight.hf, weight.split([gradient]), strict=True):
+                if weight.all_experts:
+                    found.setdefault(key, {})[weight.expert] = part
+                else:
+                    found[key] = part
+    experts = {k: torch.stack([v[i] for i in sorted(v)]) for k, v in found.items() if isinstance(v, dict)}
+    return found | experts
+
+
+@pytest.mark.parametrize("family", slow_except(QUICK, FAMILIES))
+def test_an_update_equals_transformers(world, tmp_path, family):
+    theirs = make(tmp_path / "model", family, tied="gemma" in family)
+    args = replaced(toy_args(tmp_path / "model", **UPDATE), explicit=frozenset())
+    chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path / "model")
+    (model,), optimizer, _ = train_step.setup_optimizer(args, chunks)
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
+    ids = torch.cat(sequences)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    pack = packed_seq_params(ends, max(LENGTHS), "local")
+    found = model(ids[None], positions[None], attention_mask=None, packed_seq_params=pack)[0][:, :VOCAB]
+    expected = torch.cat([theirs(sequence[None]).logits[0] for sequence in sequences])
+    assert expected.std() > 0.5
+    assert (found - expected).abs().max() < 1e-4 and gap(found, expected) < 1e-5
+
+    def loss(logits):
+        parts = logits.split(LENGTHS)
+        return sum(F.cross_entropy(part[:-1], one[1:]) for part, one in zip(parts, sequences, strict=True))
+
+    model.zero_grad_buffer()
+    loss(found).backward()
+    loss(expected).backward()
+    ours = gradients(args, model)
+    decayed = {
+        n for n, p in theirs.named_parameters() if p.dim() > 1 and "bias" not in n
+    }  # not vectors, of experts too
+    groups = [
+        {"params": [p for n, p in theirs.named_parameters() if n in decayed], "weight_decay": UPDATE["weight_decay"]},
+        {"params": [p for n, p in theirs.named_parameters() if n not in decayed], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, lr=UPDATE["lr"], eps=UPDATE["adam_eps"])
+    adam.step()
+    theirs.save_pretrained(tmp_path / "updated")
+    for parameter in theirs.parameters():
+        parameter.data = parameter.grad
+    theirs.save_pretrained(tmp_path / "gradients")
+    biases = {name for name in tensors_of(tmp_path / "gradients") if "e_score_correction_bias" in name}
+    wanted = {k: v for k, v in tensors_of(tmp_path / "gradients").items() if k not in biases}
+    assert ours.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert gap(ours[name], gradient) < 1e-4, name
+    assert gap(*(torch.cat([each[name].flatten() for name in wanted]) for each in (ours, wanted))) < 2e-5
+
+    model.start_grad_sync()
+    model.finish_grad_sync()
+    optimizer.step()
+    updated = tensors_of(tmp_path / "updated")
+    before = tensors_of(tmp_path / "model")
+    for name, tensor in stream_hf([model], args):
+        assert gap(tensor, updated[name]) < 1e-5, name
+        assert name in biases or gap(updated[name], before[name]) > 2e-4, name

@@ -1,0 +1,131 @@
+"""Convert a table of your own (CSV, TSV, JSON lines, a JSON list or Parquet) to prompt files for GRPO.
+
+    python tools/data/own_rows.py --input mine.csv --prompt-column question --answer-column result \\
+        --output train.parquet --test-output test.parquet
+
+A row of the output has "prompt" (chat messages, or with --prompt-style plain the text as it is), "answer" and all other
+columns of the input. An answer is written as text, 72.0 as "72" and a list of one value as this value. Without
+--answer-column rows have no answer. Repeated rows are left out. Bad rows are those whose prompt is empty or no text,
+whose answer is missing or has several values, or whose prompt has another answer in an earlier row.
+"""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from megatron_grpo.data.json_column import json_column, kind
+from megatron_grpo.rewards.builtin.short_answer import gold_text
+from megatron_grpo.rewards.registry import Sample
+from megatron_grpo.utils.errors import GrpoError
+from tools.data.common import Originals, chat, convert_files, read_originals
+
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
+
+def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Convert a row; raise GrpoError for a prompt that is no text, and for an answer that is not one value."""
+    for flag, column in ("--prompt-column", args.prompt_column), ("--answer-column", args.answer_column):
+        if column and column not in row:
+            raise GrpoError(f'no column "{column}" ({flag}), found {", ".join(map(str, row)) or "none"}')
+    question = row[args.prompt_column]
+    if not isinstance(question, str):
+        raise GrpoError(f'"{args.prompt_column}" must be a text, found {kind(question)}')
+    if not question.strip():
+        raise GrpoError(f'"{args.prompt_column}" is empty')
+    prompt: Any = question
+    if args.prompt_style == "chat":
+        prompt = chat(question.strip(), args.instruction)
+    answer = {}
+    if args.answer_column:
+        answer = {"answer": _answer(row[args.answer_column], args.answer_column)}
+    named = (args.prompt_column, args.answer_column, "prompt", "answer")
+    return {"prompt": prompt, **answer, **{name: value for name, value in row.items() if name not in named}}
+
+
+def _answer(value: Any, column: str) -> str:
+    if isinstance(value, str) and isinstance(parsed := json_column(value), list) and len(parsed) == 1:
+        value = parsed  # a list in CSV; one of two values may be an interval
+    if value is None or value == "" or value == []:
+        raise GrpoError(f'no answer in "{column}"')
+    return gold_text(Sample("", "", {"answer": value}))
+
+
+class Seen:
+    """The converted rows so far."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {}  # by prompt
+        self.rows: set[str] = set()
+        self.repeated = 0
+
+    def is_new(self, row: dict[str, Any]) -> bool:
+        """Return whether a row is new; raise GrpoError if its prompt had another answer before."""
+        answer = row.get("answer")
+        before = self.answers.setdefault(json.dumps(row["prompt"]), answer)
+        if before != answer:
+            raise GrpoError(f"the answer is {answer!r}, and {before!r} in an earlier row with the same prompt")
+        text = json.dumps(row, default=str)
+        if text in self.rows:
+            self.repeated += 1
+            return False
+        self.rows.add(text)
+        return True
+
+
+def read_table(path: Path) -> Originals:
+    """Yield (place, function that reads the row) of a file with separators, or as `read_originals` does."""
+    separator = SEPARATORS.get(path.suffix.lower())
+    if separator is None:
+        yield from read_originals(path)
+        return
+    try:
+        yield from _separated(path, separator)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise GrpoError(f"{path}: cannot be read as UTF-8 text with {separator!r} between columns: {error}") from error
+
+
+def _separated(path: Path, separator: str) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter=separator)
+        for row in reader:
+            yield f"{path}:{reader.line_num}", partial(_whole, row)
+
+
+def _whole(row: dict[Any, Any]) -> dict[str, Any]:
+    if None in row or None in row.values():
+        raise GrpoError(f"the header has {len(row) - (None in row)} columns, and the line has more or fewer")
+    return row
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--prompt-column", default="prompt", metavar="NAME", help="column of the prompt [prompt]")
+    parser.add_argument("--answer-column", metavar="NAME", help="column of the answer [rows have none]")
+    parser.add_argument(
+        "--instruction",
+        default="",
+        metavar="TEXT",
+        help="text after each prompt, such as the form of the answer; with chat messages [none]",
+    )
+    parser.add_argument(
+        "--prompt-style",
+        choices=("chat", "plain"),
+        default="chat",
+        help="format of prompts; plain for a base model [chat]",
+    )
+    seen = Seen()
+    code = convert_files(__doc__, convert, parser, argv, read=read_table, keep=seen.is_new)
+    if seen.repeated:
+        print(f"left out {seen.repeated:,} repeated rows")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
