@@ -60,6 +60,10 @@ class PackedSelfAttention(SelfAttention):
         heads = projected.view(
             len(projected), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
         )
+        gate: tuple[torch.Tensor, ...] = ()
+        if self.config.attention_output_gate:  # of each group: queries, their gates, a key and a value
+            queries, gates, rest = heads.split([(heads.shape[2] - 2) // 2, (heads.shape[2] - 2) // 2, 2], 2)
+            heads, gate = torch.cat((queries, rest), 2), (gates.flatten(1, 2)[:, None],)
         if isinstance(self.q_layernorm, AllHeadsNorm):
             queries, keys = self.q_layernorm(heads[:, :, :-2].flatten(1, 2)), self.k_layernorm(heads[:, :, -2])
             heads = torch.cat([queries.view_as(heads[:, :, :-2]), keys[:, :, None], heads[:, :, -1:]], 2)
@@ -69,10 +73,6 @@ class PackedSelfAttention(SelfAttention):
             Norm(norm.weight, norm.eps, norm.zero_centered) if type(norm) is RMSNorm else None
             for norm in (self.q_layernorm, self.k_layernorm)
         ]
-        gate: tuple[torch.Tensor, ...] = ()
-        if self.config.attention_output_gate:  # of each group: queries, their gates, a key and a value
-            queries, gates, rest = heads.split([(heads.shape[2] - 2) // 2, (heads.shape[2] - 2) // 2, 2], 2)
-            heads, gate = torch.cat((queries, rest), 2), (gates.flatten(1, 2)[:, None],)
         compute = _function(heads, cos, interleaved)
         queries, keys, values = compute(heads, *norms, cos, sin, interleaved)
         return queries[:, None], keys[:, None], values[:, None], *gate
