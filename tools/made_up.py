@@ -178,7 +178,7 @@ def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] | No
 
     def made_up(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         centred = args.apply_layernorm_1p and "norm" in name and "linear_attn." not in name  # multiplies by 1 + weight
-        return weight(name, shape) - centred
+        return weight(name, shape) - int(centred)
 
     weights = model_weights.table(args)
     shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
