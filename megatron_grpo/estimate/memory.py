@@ -18,7 +18,13 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_grpo.lora.fp8_base import fp8_weights
 from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import is_router, saved_weights
-from megatron_grpo.models.config import linear_layers, moe_layers, params_dtype, transformer_config_from_args
+from megatron_grpo.models.config import (
+    delta_net_state_bytes,
+    linear_layers,
+    moe_layers,
+    params_dtype,
+    transformer_config_from_args,
+)
 from megatron_grpo.models.delta_net import CHUNK as DELTA_NET_CHUNK
 from megatron_grpo.models.fp8_training import fp8_layers
 from megatron_grpo.models.fp8_weight import BLOCK
@@ -178,7 +184,7 @@ class Plan:
         tokens = args.inference_max_requests * longest_sequence(args)
         kinds = [linear_layers(args)[layer] for chunk in self.stages[stage] for layer in chunk.layers]
         of_attention = 2 * kinds.count(False) * tokens * heads * channels * params_dtype(args).itemsize
-        return of_attention + kinds.count(True) * args.inference_max_requests * _delta_net_state(args)
+        return of_attention + kinds.count(True) * args.inference_max_requests * delta_net_state_bytes(args) // tp
 
     def memory(self, stage: int) -> Memory:
         """Return the bytes on a rank of a pipeline stage, without the engine's."""
@@ -586,14 +592,6 @@ def _delta_net_chunks(args: Namespace) -> float:
     state = by_head * args.linear_value_head_dim / size
     exact = 4 / params_dtype(args).itemsize
     return exact * (3 * (2 * qk + v) + 5 * v + 4 * by_head + products + state) / args.tensor_model_parallel_size
-
-
-def _delta_net_state(args: Namespace) -> int:
-    """Return the bytes of the state of one sequence in one layer on a rank: last inputs and the float32 memory."""
-    keys, values, width = args.linear_num_key_heads, args.linear_num_value_heads, args.linear_conv_kernel_dim
-    channels = 2 * keys * args.linear_key_head_dim + values * args.linear_value_head_dim
-    memory = values * args.linear_key_head_dim * args.linear_value_head_dim
-    return ((width - 1) * channels * params_dtype(args).itemsize + 4 * memory) // args.tensor_model_parallel_size
 
 
 def _core_attention(args: Namespace) -> float:

@@ -88,3 +88,11 @@ def linear_layers(args: Namespace) -> list[bool]:
     if isinstance(args.linear_attention_freq, int):
         return [layer % args.linear_attention_freq != 0 for layer in range(1, args.num_layers + 1)]
     return [bool(layer) for layer in args.linear_attention_freq]
+
+
+def delta_net_state_bytes(args: Namespace) -> int:
+    """Return the bytes that a gated delta net keeps of a sequence: the convolution's last inputs, the float32 state."""
+    keys, values = args.linear_num_key_heads, args.linear_num_value_heads
+    channels = 2 * keys * args.linear_key_head_dim + values * args.linear_value_head_dim
+    state = values * args.linear_key_head_dim * args.linear_value_head_dim
+    return (args.linear_conv_kernel_dim - 1) * channels * params_dtype(args).itemsize + 4 * state

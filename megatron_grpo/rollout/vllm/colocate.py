@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.lora.targets import targets
-from megatron_grpo.models.config import moe_layers, params_dtype
+from megatron_grpo.models.config import delta_net_state_bytes, linear_layers, moe_layers, params_dtype
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import await_ranks, host_group
 from megatron_grpo.patches import vllm as patches
@@ -598,7 +598,10 @@ def _cache_bytes_on_a_cpu(args) -> int:
     layers = args.num_layers + len(mtp_prefixes(args))
     if draft_directory(args):  # a model that is at most as large
         layers *= 2
-    return min(tokens * layers * 2 * heads * channels * 4, 2**30)
+    size = tokens * layers * 2 * heads * channels * 4
+    if any(linear_layers(args)):  # a sequence has a block in every layer, and all blocks have the size of a state
+        size = max(size, (args.vllm_max_num_seqs + 1) * layers * delta_net_state_bytes(args))
+    return min(size, 2**30)
 
 
 @functools.lru_cache(1024)  # every row can have its own sampling
