@@ -244,6 +244,16 @@ def check_share_prompts(args: Namespace) -> None:
     _check_excluded(args, "share_prompts", _UNSHARED)
 
 
+def check_float32_parameters(args: Namespace) -> None:
+    """Refuse float32 parameters beside those of 16 bits where megatron-core cannot save their optimizer state."""
+    trained = args.experimental_attention_variant and not args.lora_rank and not args.eval_only
+    if trained and (args.bf16 or args.fp16) and not args.use_distributed_optimizer:
+        raise GrpoError(
+            "--experimental-attention-variant gated_delta_net in 16 bits needs --use-distributed-optimizer: A_log is "
+            "float32, and megatron-core's other optimizer cannot save it beside parameters of 16 bits"
+        )
+
+
 def check_excluded_models(args: Namespace) -> None:
     """Refuse --cuda-graphs and --share-prompts with a model that they do not support."""
     _check_excluded(args, "cuda_graphs", _UNRECORDED_MODELS)

@@ -327,6 +327,7 @@ REFUSED = {
     f"{DELTA} --linear-num-key-heads 2 --context-parallel-size 2 --tensor-model-parallel-size 2": (
         "--linear-num-key-heads (2) must be divisible by TP x CP (2 x 2) (4)"
     ),
+    f"{DELTA} --bf16": "gated_delta_net in 16 bits needs --use-distributed-optimizer: A_log is float32",
     f"{DELTA} --transformer-impl transformer_engine --dry-run": "gated_delta_net needs --transformer-impl local",
     f"{DELTA} --cuda-graphs --max-tokens-per-microbatch 4096": "--cuda-graphs with --experimental-attention-variant",
     DELTA.replace("qwen3_5_text", "qwen3"): "model family qwen3 has attention_output_gate = False",
