@@ -329,8 +329,9 @@ REFUSED = {
     ),
     f"{DELTA} --bf16": "gated_delta_net in 16 bits needs --use-distributed-optimizer: A_log is float32",
     f"{DELTA} --transformer-impl transformer_engine --dry-run": "gated_delta_net needs --transformer-impl local",
-    f"{DELTA} --cuda-graphs --max-tokens-per-microbatch 4096": "--cuda-graphs with --experimental-attention-variant",
-    DELTA.replace("qwen3_5_text", "qwen3"): "model family qwen3 has attention_output_gate = False",
+    DELTA.replace("qwen3_5_text", "qwen3").replace(
+        "--rotary-percent 0.25", ""
+    ): "model family qwen3 has attention_output_gate = False",
     DELTA.replace("--attention-output-gate", ""): "model family qwen3_5_text has attention_output_gate = True",
     "--share-prompts": "--share-prompts needs --max-tokens-per-microbatch",
     f"{SHARED} --transformer-impl transformer_engine --dry-run": "--share-prompts needs --transformer-impl local",
