@@ -371,7 +371,7 @@ REFUSED = {
     MINIMAX: "--model-family minimax_m2 with --rollout-engine vllm needs a GPU",
     f"{MINIMAX} --tensor-model-parallel-size 8 --sequence-parallel": "8 and 4 key/value heads: ranks that share a head",
     f"{MINIMAX} --no-qk-layernorm": "--qk-layernorm-across-heads needs --qk-layernorm",
-    "--qk-layernorm-across-heads": "model family qwen3 has qk_layernorm_across_heads = False, but the arguments say True",
+    "--qk-layernorm-across-heads": "model family qwen3 has qk_layernorm_across_heads = False, but the arguments say",
     f"{MOE} --moe-router-topk 9": "--moe-router-topk (9) must be at most --num-experts (8)",
     f"{MOE} --tensor-model-parallel-size 2": "needs --sequence-parallel: each rank routes its own shard",
     f"{MOE} --moe-router-load-balancing-type sinkhorn": "--moe-router-load-balancing-type sinkhorn: choose from none",
@@ -384,7 +384,7 @@ REFUSED = {
         "model family llama has window_size = None, but the arguments say [128, 0]"
     ),
     "--window-size 128,0 --window-attn-skip-freq 2": "qwen3 has window_attn_skip_freq = None, but the arguments say 2",
-    "--sandwich-norm": "model family qwen3 has sandwich_norm = False, but the arguments say True",
+    "--sandwich-norm": "model family qwen3 has sandwich_norm = False, but the arguments say",
     "--rollout-engine megatron --check-weight-sync": "--check-weight-sync needs an engine with weights of its own",
     "--rollout-engine megatron --rollout-balancing dynamic": "--rollout-balancing dynamic is for colocated vLLM",
     "--attn-logit-softcapping 0": "--attn-logit-softcapping (0.0) must be greater than 0",

@@ -453,7 +453,7 @@ def test_the_text_part_of_a_vision_language_model_is_read():
     for whole, name in ((QWEN35_27B, "qwen3_5_text"), (QWEN35_35B_A3B, "qwen3_5_moe_text")):
         family = families.for_hf_config(whole)
         assert family.name == name
-        assert family.args_from_hf(whole) == family.args_from_hf(CONFIGS[name])
+        assert family.args_from_hf(whole) == families.FAMILIES[name].args_from_hf(CONFIGS[name])
     found = families.for_hf_config(QWEN35_35B_A3B).args_from_hf(QWEN35_35B_A3B)
     expected = {
         "linear_attention_freq": 4,
