@@ -181,7 +181,7 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
             assert (tensor - merged[name]).abs().max() < 1e-5, name
     files.save_adapter(args, [model], tmp_path / "ours")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    if not config and family in ("qwen3_moe", "deepseek_v3", "glm4_moe_lite"):
+    if not config and family in ("qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite"):
         # PEFT stacks the experts' matrices for transformers' modules, if no other layer has names like theirs.
         base = with_separate_experts(base)
     again = PeftModel.from_pretrained(base, tmp_path / "ours")
