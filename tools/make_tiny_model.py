@@ -37,7 +37,8 @@ from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.utils.errors import GrpoError
 
 EOS, PAD = "<eos>", "<pad>"
-SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text"]
+SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2"]
+SHAPES += ["qwen3_next", "qwen3_5_text"]
 VISION_SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"]
 POSITIVE = (
     "batch_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
@@ -96,7 +97,11 @@ def family_sizes(args: argparse.Namespace) -> dict:
         }
         own = {"num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": args.ffn_hidden_size // 4}
         return {**hybrid, **own, **experts} if args.shape == "qwen3_next" else hybrid
-    if args.shape == "deepseek_v3":
+    if args.shape == "minimax_m2":
+        experts["intermediate_size"] = experts.pop("moe_intermediate_size")
+        routing = {"num_local_experts": 8, "scoring_func": "sigmoid", "use_routing_bias": True}
+        return {"head_dim": args.kv_channels, "rotary_dim": args.kv_channels // 2, **routing, **experts}
+    if args.shape in ("deepseek_v3", "glm4_moe_lite"):
         return {
             "num_key_value_heads": args.num_attention_heads,
             "qk_nope_head_dim": args.kv_channels,
@@ -106,7 +111,7 @@ def family_sizes(args: argparse.Namespace) -> dict:
             "qk_rope_head_dim": 64,
             "first_k_dense_replace": 1,
             "n_routed_experts": 8,
-            "n_group": 2,
+            "n_group": 2 if args.shape == "deepseek_v3" else 1,
             "topk_group": 1,
             "n_shared_experts": 1,
             "num_nextn_predict_layers": 0,

@@ -20,27 +20,9 @@ NNODES=${NNODES:-1}
 HF_MODEL=${HF_MODEL:-/models/Qwen3-8B}
 # shellcheck source=examples/grpo/launch.sh
 source examples/grpo/launch.sh # flags of data, loss, optimizer and logging: MATH_ARGS
+# shellcheck source=examples/grpo/qwen3_8b_model.sh
+source examples/grpo/qwen3_8b_model.sh # the architecture: MODEL_ARGS
 
-# A run compares these flags with the model's config.json; a dry run does not read the model.
-MODEL_ARGS=(
-    --model-family qwen3
-    --num-layers 36
-    --hidden-size 4096
-    --ffn-hidden-size 12288
-    --num-attention-heads 32
-    --group-query-attention
-    --num-query-groups 8
-    --kv-channels 128
-    --qk-layernorm
-    --normalization RMSNorm
-    --swiglu
-    --disable-bias-linear
-    --norm-epsilon 1e-6
-    --rotary-base 1000000
-    --vocab-size 151936
-    --max-position-embeddings 40960
-    --untie-embeddings-and-output-weights
-)
 PARALLEL_ARGS=(
     --tensor-model-parallel-size 2
     --sequence-parallel

@@ -42,6 +42,7 @@ CHECKED_BYTES = 64 * 2**20  # files of up to this size have all rows checked at 
 _PROGRESS_FROM = 10_000  # rows from which a progress bar is shown
 _MAX_REPORTED = 3  # bad rows in a message, which a screen of 24 lines holds
 _SHORT_TEXT = 100_000  # characters; shorter texts are encoded in any case, for a message with their tokens
+_PLAIN = "used unchanged, without the tokenizer's chat template (which chat messages and --system-prompt apply)"
 _TOO_LONG = "raise it, or give --truncation-strategy left (keep the last tokens) or delete (skip such rows)"
 
 
@@ -160,7 +161,7 @@ class PromptDataset:
         """Return the numbers of the valid rows and their pass rates (1 if no flag needs pass rates)."""
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
         self.has_videos = False
-        answers, in_json, with_start = AnswerCounts(), 0, 0
+        answers, in_json, with_start, plain = AnswerCounts(), 0, 0, 0
         for number in tqdm(range(total), "checking prompts", disable=rank() > 0 or total < _PROGRESS_FROM):
             progress.advance()
             try:
@@ -172,6 +173,7 @@ class PromptDataset:
             answers.add(prompt.row)
             in_json += self._is_json(prompt.row)
             with_start += self._has_start(prompt.row)
+            plain += self._is_plain(prompt.row)
             rates.append(prompt.row["pass_rate"] if self._rated else 1.0)
             # The engine needs the tokenizer for stop words and constraints.
             self.has_videos |= prompt.images is not None and prompt.images.has_videos
@@ -188,12 +190,22 @@ class PromptDataset:
             print_rank_0(f"{in_json:,} prompts are JSON text of messages: they are parsed, and rendered as messages")
         if with_start:
             print_rank_0(f"{with_start:,} prompts bring {self._tokenizer.text_start}: the tokenizer adds no second one")
+        if plain:
+            print_rank_0(f"{plain:,} prompts are texts, {_PLAIN}")
         return np.array(numbers), np.array(rates)
 
     def _is_json(self, row: Mapping[str, Any]) -> bool:
         """Return whether the prompt of a row is JSON text of messages."""
         column = row.get(self._args.prompt_key)
         return isinstance(column, str) and messages_of_text(column) is not None
+
+    def _is_plain(self, row: Mapping[str, Any]) -> bool:
+        """Return whether the prompt is a text that no chat template makes or has made, and the tokenizer has one."""
+        column = row.get(self._args.prompt_key)
+        if not isinstance(column, str) or self._args.system_prompt is not None or self._is_json(row):
+            return False
+        rendered = any(token in column for token in self._tokenizer.special_tokens)
+        return getattr(self._tokenizer, "has_chat_template", False) and not rendered
 
     def _has_start(self, row: Mapping[str, Any]) -> bool:
         """Return whether the prompt of a row is a text that begins with the tokens which the tokenizer adds."""
@@ -215,6 +227,8 @@ class PromptDataset:
             print_rank_0(
                 "the first row's prompt is JSON text of messages: such prompts are parsed, and rendered as messages"
             )
+        if self._is_plain(row):
+            print_rank_0(f"the first row's prompt is a text: such prompts are {_PLAIN}")
         if self._has_start(row):
             print_rank_0(
                 f"the first row's prompt brings {self._tokenizer.text_start}: the tokenizer adds no second one"

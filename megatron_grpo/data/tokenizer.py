@@ -111,6 +111,11 @@ class HuggingFaceTokenizer:
             )
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be rendered."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
     def backend(self) -> Any:
         """The tokenizer of transformers, for vLLM's parsers."""
         return self._tokenizer

@@ -32,7 +32,7 @@ from megatron_grpo.environments.registry import get_environment
 from megatron_grpo.environments.threads import Clock, Sizes, Threads, current_clock
 from megatron_grpo.rewards.registry import load_plugins
 from megatron_grpo.rewards.worker import Report, as_reward, begin
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError, raised_at
 from megatron_grpo.vision.encoded import as_data_uri, source_of_part
 from megatron_grpo.vision.videos import FPS
 
@@ -104,7 +104,7 @@ class _Episodes:
                 return
             frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
             tail = "".join(traceback.format_list(frames))[-1500:]
-            reason = f"raised {type(error).__name__}: {error}"[:300]
+            reason = f"raised {type(error).__name__}: {error}"[:300] + raised_at(error)
             if isinstance(error, TimeoutError) and str(error) == "":
                 reason = f"took longer than {self._timeout:g} s (--environment-timeout)"
             self._report(["failed", key, call, _printable(reason), _printable(tail), Clock.stuck])

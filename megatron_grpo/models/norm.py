@@ -1,14 +1,12 @@
 """RMSNorm for the ``local`` layer spec with sequence parallelism, which megatron-core's wrapper refuses."""
 
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -60,15 +58,48 @@ class AllHeadsNorm(RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, heads: int):
         super().__init__(config, heads * hidden_size, eps)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return queries or keys ``[..., heads of this rank, d]``, divided by their root mean square, times weights."""
+    def forward(self, x: torch.Tensor, axes: int = 2) -> torch.Tensor:
+        """Return queries or keys of this rank, normed; the last ``axes`` of ``x`` are its heads and channels."""
+        shape = x.shape[-axes:]
+        first = parallel_state.get_tensor_model_parallel_rank() * prod(shape)
+        own = self.weight[first : first + prod(shape)].view(shape)
+        return _NormAcrossRanks.apply(x, own, self.eps, self.weight.numel())
+
+
+class _NormAcrossRanks(torch.autograd.Function):
+    """x / sqrt(S / n + eps) times ``weight``: S is the sum of squares of a token's n channels on tensor-parallel ranks.
+
+    With r = (S / n + eps)^-1/2 and d = the sum over all ranks of grad * weight * x, the gradient of x is
+    grad * weight * r - x * r^3 * d / n. Each rank's loss depends on S, so both passes add over ranks. Only ``x`` and r
+    are stored.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, channels):
         wide = x.float()
-        squares = reduce_from_tensor_model_parallel_region(wide.square().sum((-2, -1), keepdim=True))
-        # Each rank's loss depends on the sum, so the gradient of the sum is added over ranks, too.
-        mean = copy_to_tensor_model_parallel_region(squares) / self.weight.numel()
-        heads = self.weight.view(-1, x.shape[-1])
-        first = parallel_state.get_tensor_model_parallel_rank() * x.shape[-2]
-        return (wide * torch.rsqrt(mean + self.eps)).type_as(x) * heads[first : first + x.shape[-2]]
+        r = torch.rsqrt(_sum_over_ranks(wide.square(), weight.dim()) / channels + eps)
+        ctx.save_for_backward(x, weight, r)
+        ctx.channels = channels
+        return (wide * r).type_as(x) * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, r = ctx.saved_tensors
+        wide, grad = x.float(), grad.float()
+        weighed = grad * weight
+        along = _sum_over_ranks(weighed * wide, weight.dim())
+        grad_x = weighed * r - wide * (r**3 * along / ctx.channels)
+        grad_weight = (grad * wide * r).flatten(0, -weight.dim() - 1).sum(0)
+        return grad_x.type_as(x), grad_weight.type_as(weight), None, None
+
+
+def _sum_over_ranks(values: torch.Tensor, axes: int) -> torch.Tensor:
+    """Return the sum over the last ``axes`` and over tensor-parallel ranks, with these axes as 1."""
+    total = values.sum(tuple(range(-axes, 0)), keepdim=True)
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total
 
 
 def take_residual(x: torch.Tensor) -> torch.Tensor:

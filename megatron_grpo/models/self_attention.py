@@ -65,8 +65,8 @@ class PackedSelfAttention(SelfAttention):
             queries, gates, rest = heads.split([(heads.shape[2] - 2) // 2, (heads.shape[2] - 2) // 2, 2], 2)
             heads, gate = torch.cat((queries, rest), 2), (gates.flatten(1, 2)[:, None],)
         if isinstance(self.q_layernorm, AllHeadsNorm):
-            queries, keys = self.q_layernorm(heads[:, :, :-2].flatten(1, 2)), self.k_layernorm(heads[:, :, -2])
-            heads = torch.cat([queries.view_as(heads[:, :, :-2]), keys[:, :, None], heads[:, :, -1:]], 2)
+            queries, keys = self.q_layernorm(heads[:, :, :-2], 3), self.k_layernorm(heads[:, :, -2:-1], 3)
+            heads = torch.cat([queries, keys, heads[:, :, -1:]], 2)
         cos, sin = rotation_of_pack(projected, packed, freqs, self.config, self.pg_collection.cp)
         interleaved = self.config.rotary_interleaved
         norms = [

@@ -7,6 +7,7 @@ version that is not installed (``root``).
 import ast
 import contextlib
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -132,6 +133,43 @@ class Replacement:
             f"Install the version of {package} that requirements*.txt names, or mend the entry in "
             f"megatron_grpo/patches and {self.by}"
         )
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Source files of a package of which this project repeats parts, so that it depends on every line of them.
+
+    ``folder``: the package, and the folder in it that has all ``files``. ``digests``: by version, the digest of the
+    files with which ``proof`` compared ours. ``why``: what the repetition is for. ``by``: the file that repeats parts.
+    """
+
+    folder: str
+    files: str
+    digests: dict[str, str]
+    why: str
+    by: str
+    proof: str
+
+    def digest(self, root: Path | None = None) -> str:
+        """Return a digest of the files, 16 hexadecimal digits; "" if one is missing.
+
+        ``root``: directory of an unpacked wheel [that of the installed package].
+        """
+        package, *inside = self.folder.split("/")
+        if root is None:
+            spec = importlib.util.find_spec(package)
+            folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+        else:
+            folders = [root / package]
+        try:
+            contents = [folders[0].joinpath(*inside, file).read_bytes() for file in self.files.split()]
+        except (IndexError, OSError):
+            return ""
+        return hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents)).hexdigest()[:16]
+
+    def known(self, root: Path | None = None) -> bool:
+        """Return whether the files are those of a version that ``proof`` compared."""
+        return self.digest(root) in self.digests.values()
 
 
 def check_all(entries: Iterable[Replacement], root: Path | None = None) -> None:

@@ -1,6 +1,6 @@
 """Names of vLLM that this project replaces; each file in ``by`` has what takes the place."""
 
-from megatron_grpo.patches.replacement import Replacement, entries_of
+from megatron_grpo.patches.replacement import Replacement, Sources, entries_of
 
 INSPECTION = Replacement(
     "vllm.model_executor.models.registry:_run_in_subprocess",
@@ -61,6 +61,17 @@ SHARED_MEMORY = Replacement(
     by="megatron_grpo/rollout/vllm/colocate.py",
     proof="tests/unit/rollout/test_colocated_vllm.py::test_runs_of_a_host_share_no_memory",
     needed="a CPU",
+)
+DECODE_STEPS = Sources(
+    "vllm/v1",
+    "core/block_pool.py core/kv_cache_coordinator.py core/kv_cache_manager.py core/kv_cache_utils.py "
+    "core/sched/async_scheduler.py core/sched/output.py core/sched/scheduler.py core/sched/utils.py "
+    "core/single_type_kv_cache_manager.py engine/core.py engine/core_client.py engine/detokenizer.py "
+    "engine/llm_engine.py engine/logprobs.py engine/output_processor.py outputs.py request.py",
+    {"0.26": "76fd166917f937c5", "0.32": "718de5460694ba43", "0.33": "0e1bb84a8aeb6eab"},
+    "schedule and record a step in which every running request decodes one token in one loop",
+    by="megatron_grpo/rollout/vllm/decode_steps.py",
+    proof="tests/unit/rollout/test_decode_steps.py",
 )
 
 ENTRIES = entries_of(globals())

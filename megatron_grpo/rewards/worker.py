@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from megatron_grpo.rewards.adapters import register_adapters
 from megatron_grpo.rewards.registry import RewardFunction, Sample, get_rewards, is_group_wise, load_plugins
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError, raised_at
 from megatron_grpo.utils.process_tree import supervise
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -123,8 +123,8 @@ def failure(error: BaseException) -> list[Any]:
         return ["fatal", _printable(str(error)[:2000])]
     frames = error.__traceback__ and error.__traceback__.tb_next
     tail = "".join(traceback.format_exception(type(error), error, frames))[-1500:]
-    where = "".join(f", {frame.filename}, line {frame.lineno}" for frame in traceback.extract_tb(frames)[-1:])
-    return ["failed", _printable(f"raised {type(error).__name__}: {error}"[:300] + where), _printable(tail)]
+    reason = f"raised {type(error).__name__}: {error}"[:300] + raised_at(error)
+    return ["failed", _printable(reason), _printable(tail)]
 
 
 def _printable(text: str) -> str:

@@ -395,12 +395,6 @@ def check_model_of_engine(args: Namespace) -> None:
             "--weight-sync-method checkpoint loses gpt-oss's sinks and experts, which vLLM's reload does not load: "
             "give --vllm-mode colocate"
         )
-    minimax_on_cpu = args.model_family == "minimax_m2" and not args.dry_run and not torch.cuda.is_available()
-    if minimax_on_cpu and has_colocated_vllm(args):
-        raise GrpoError(
-            "--model-family minimax_m2 with --rollout-engine vllm needs a GPU: vLLM's CPU build has no sigmoid router "
-            "without groups of experts; give --rollout-engine megatron"
-        )
     check_draft(args)
 
 

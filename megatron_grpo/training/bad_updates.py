@@ -135,7 +135,7 @@ class BadUpdates:
             many = f" It is the {self.in_a_row}th in a row." if self.in_a_row >= IN_A_ROW > 1 else ""
             raise GrpoError(
                 f"{what}.{many} The parameters are those before it. {newest_in_words(self.save)}; "
-                "--on-bad-update skip or restore goes on without it"
+                "--on-bad-update skip or restore goes on without it, and tools/replay_update.py finds the completion"
             )
         if not self.restore_due:
             print_rank_0(f"{what}; it is skipped (--on-bad-update {self.action})")

@@ -23,7 +23,7 @@ from megatron_grpo.patches.replacement import check_all
 from megatron_grpo.training.early_checks import check_early
 from megatron_grpo.utils.arguments import Arguments, hyphens
 from megatron_grpo.utils.batch_sizes import trainer_ranks
-from megatron_grpo.utils.core_names import ACCEPTED, EXCLUDED, RENAMED
+from megatron_grpo.utils.core_names import ACCEPTED, EXCLUDED, RENAMED, SWITCHED_OFF_BY
 from megatron_grpo.utils.errors import GrpoError, of_file, prints_for_host, record_for_torchrun
 from megatron_grpo.utils.flag_values import integer_or_pattern, integers, json_object
 from megatron_grpo.utils.flags import PATH, TEXT, Number
@@ -291,6 +291,8 @@ def _explain_unknown(unknown: Sequence[str], parser: Parser) -> str:
         return f"unknown flag {flag}: it is the default, leave it out; {switch} switches it off"
     if field in RENAMED:
         return f"megatron-core's {field} is {RENAMED[field]} here"
+    if field.removeprefix("no_") in SWITCHED_OFF_BY:  # of a field that is renamed, too
+        return f"{flag} is {SWITCHED_OFF_BY[field.removeprefix('no_')][0]} here"
     there = answer(flag)
     if there:
         return there

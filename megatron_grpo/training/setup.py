@@ -361,8 +361,9 @@ def _start_checkpoints(args, resume: bool) -> dict[str, str]:
     for dest in dests:
         root = Path(getattr(args, dest))
         before = [stored[key] for key in (dest, "load") if stored.get(key)]
-        same = [path for path in before if Path(path).parent.resolve() == root.resolve()]
-        found[dest] = same[0] if same else checkpoint.pinned(root)
+        same = [path for path in map(Path, before) if path.parent.resolve() == root.resolve()]
+        first = [str(path) for path in same if path.name.startswith("iter_")]
+        found[dest] = first[0] if first else checkpoint.pinned(root)
     return found
 
 

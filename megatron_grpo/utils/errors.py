@@ -2,7 +2,9 @@
 
 import json
 import os
+import sysconfig
 import time
+import traceback
 from pathlib import Path
 
 
@@ -27,6 +29,13 @@ class EngineLost(GrpoError):
 
 class Preempted(EngineLost):
     """The end of a rollout by a signal, raised on every rank; the run saves as after a loss and exits with code 0."""
+
+
+def raised_at(error: BaseException) -> str:
+    """Return ", FILE, line N" of the user's code that raised an error or called what raised it; "" without any."""
+    others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
+    return f", {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
 def of_file(error: OSError) -> str:

@@ -216,9 +216,6 @@ class Cases:
             assert sorted(c.id for c in (*done, *left)) == list(range(len(members)))
             requests = [Request(c.id, self.prompts[members[c.id].group].ids, sampling, c) for c in left]
             seams += len(left)
-            dist.all_reduce(unfinished := torch.tensor(len(requests)))  # a replica can have ended before the other
-            if not unfinished:
-                break
         assert not requests and seams
         places = range(len(self.prompts))
         mine = to_batch(self.prompts, done if engine.is_lead else [], dict(enumerate(members)), places, 0)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from ranks import run_torchrun
+from slow import slow_except
 
 pytestmark = pytest.mark.distributed
 WORKER = "tests/distributed/private_disk_worker.py"
@@ -41,14 +42,14 @@ def test_hosts_share_the_directory_of_checkpoints(start, tiny_models, tmp_path, 
     assert "error: --save run is another directory on host " in output.splitlines()[-1], output
 
 
-@pytest.mark.parametrize(
-    ("flags", "missing"),
-    [
-        ("--load run --train-iters 2", "--load: run/iter_0000001"),
-        ("--pretrained-checkpoint run --use-checkpoint-args --train-iters 1", "--pretrained-checkpoint: run"),
-        ("--load-hf model --tokenizer-model run/hf_assets --train-iters 1", "--tokenizer-model: run/hf_assets"),
-    ],
-)
+MISSING = [
+    ("--load run --train-iters 2", "--load: run/iter_0000001"),
+    ("--pretrained-checkpoint run --use-checkpoint-args --train-iters 1", "--pretrained-checkpoint: run"),
+    ("--load-hf model --tokenizer-model run/hf_assets --train-iters 1", "--tokenizer-model: run/hf_assets"),
+]
+
+
+@pytest.mark.parametrize(("flags", "missing"), slow_except(MISSING[:1], MISSING))
 def test_what_only_the_host_of_rank_0_has_is_named(start, tiny_models, tmp_path, flags, missing):
     for host in "host0", "host1":
         (tmp_path / host / "model").symlink_to(tiny_models["qwen3"])

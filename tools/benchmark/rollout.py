@@ -97,7 +97,10 @@ class Benchmark:
             detokenize=False,
         )
         update = type(scheduler).update_from_output.__get__(scheduler)
-        with mock.patch.object(scheduler, "update_from_output", update):  # without collect_log_probs
+        with (  # without collect_log_probs and decode steps
+            mock.patch.object(scheduler, "update_from_output", update),
+            mock.patch.object(scheduler, "has_decode_steps", False, create=True),
+        ):
             outputs = self.engine._llm.generate(prompts, params, use_tqdm=False)
         tokens = torch.tensor(sum(len(o.outputs[0].token_ids) for o in outputs) * self.engine.is_lead)
         dist.all_reduce(tokens, group=host_group())

@@ -61,6 +61,11 @@ class VllmColocate:
     drafts: DraftCounts | None = None
 
     def __init__(self, args, hf_config: dict):
+        if args.model_family == "minimax_m2" and not torch.cuda.is_available():
+            raise GrpoError(
+                "--model-family minimax_m2 with --rollout-engine vllm needs a GPU: vLLM's CPU build has no sigmoid "
+                "router without groups of experts; give --rollout-engine megatron"
+            )
         world, rank, width = dist.get_world_size(), dist.get_rank(), args.vllm_tensor_parallel_size
         self.replica, self.num_replicas, self.is_lead = rank // width, world // width, rank % width == 0
         self.has_weights = False
@@ -455,6 +460,7 @@ def _build(args, directory: str):
             logprobs_mode=_logprobs_mode(args),
             seed=args.seed,
             disable_log_stats=True,
+            **scheduler.scheduler_options(),
             # Else a step is in flight at new weights, of which the engine cannot tell the version.
             **({"async_scheduling": False} if args.weight_update == "keep" else {}),
             **(slots.lora_options(args.lora_rank, targets(args)) if args.lora_weight_sync == "adapter" else {}),

@@ -1,9 +1,13 @@
-"""Log-probabilities and draft counts, taken from the scheduler of a vLLM in this process."""
+"""The scheduler of a vLLM in this process: its class, and the log-probabilities and draft counts taken from it."""
 
 import itertools
 
+import torch.distributed as dist
+
 from megatron_grpo.patches import vllm as patches
 from megatron_grpo.rollout.draft_counts import DraftCounts
+from megatron_grpo.utils.device import CPU, device
+from megatron_grpo.utils.log import log
 
 
 def scheduler_of(engine):
@@ -11,21 +15,48 @@ def scheduler_of(engine):
     return engine.engine_core.engine_core.scheduler
 
 
+def scheduler_options() -> dict[str, str]:
+    """Return vLLM's option for `decode_steps`; none, with a line, for a vLLM whose scheduler the tests do not know.
+
+    None on GPUs either, where no test has run with it: ``--vllm-engine-kwargs`` can give it.
+    """
+    if device() != CPU:
+        return {}
+    sources = patches.DECODE_STEPS
+    if sources.known():
+        return {"scheduler_cls": "megatron_grpo.rollout.vllm.decode_steps.scheduler"}
+    if dist.get_rank() == 0:
+        *others, newest = sources.digests
+        log(
+            f"vLLM's own scheduler runs the rollouts, and takes longer: decode steps of {sources.by} are tested with "
+            f"vLLM {', '.join(others)} and {newest}, and the sources of this version differ"
+        )
+    return {}
+
+
 def collect_log_probs(engine) -> None:
     """Append the log-probabilities of a step's sampled tokens to each request's ``FlatLogprobs.logprobs`` directly.
 
     vLLM slices three arrays per request and step, and also records ranks and positions; with stop words it decodes
-    each token once more. vLLM still records the kept tokens of truncation.
+    each token once more. vLLM still records the kept tokens of truncation. The tokens of a decode step are appended
+    with them (`decode_steps`).
     """
     states = engine.output_processor.request_states
 
     def collecting(scheduler_output, model_runner_output):
         lists = model_runner_output.logprobs
-        if lists is None or lists.logprobs.shape[1] > 1:  # not requested, or with kept tokens
+        if lists is not None and lists.logprobs.shape[1] > 1:  # with kept tokens
             return update(scheduler_output, model_runner_output)
+        log_probs = None if lists is None else lists.logprobs[:, 0].tolist()
+        starts = None if lists is None else lists.cu_num_generated_tokens
         model_runner_output.logprobs = None
+        if record is not None and starts is None:
+            scheduler_output = record(scheduler_output, model_runner_output, log_probs, states)
+            if scheduler_output is None:
+                return {}
         outputs = update(scheduler_output, model_runner_output)
-        log_probs, starts = lists.logprobs[:, 0].tolist(), lists.cu_num_generated_tokens
+        if log_probs is None:
+            return outputs
         for output in itertools.chain.from_iterable(of_client.outputs for of_client in outputs.values()):
             state = states.get(output.request_id)  # None: aborted
             if state is not None and state.logprobs_processor.logprobs is not None and output.new_token_ids:
@@ -34,7 +65,9 @@ def collect_log_probs(engine) -> None:
                 state.logprobs_processor.logprobs.logprobs += log_probs[start : start + len(output.new_token_ids)]
         return outputs
 
-    update = patches.LOG_PROBS.install_on(scheduler_of(engine), collecting)
+    scheduler = scheduler_of(engine)
+    record = getattr(scheduler, "record", None)  # of `decode_steps`
+    update = patches.LOG_PROBS.install_on(scheduler, collecting)
 
 
 def count_drafts(engine, counts: DraftCounts) -> None:

@@ -16,7 +16,7 @@ def save(root, iteration, **args):
     directory.mkdir(parents=True)
     (directory / "metadata.json").write_text("{}")
     (directory / "args.json").write_text(json.dumps(args))
-    (directory / "files.json").write_text("{}")
+    (directory / "files.json").write_text(json.dumps({"metadata.json": [2, None]}))
     (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return str(directory)
 

@@ -198,6 +198,26 @@ def test_a_prompt_that_is_a_rendered_template_has_one_start(load, name, tmp_path
     assert ("the first row's prompt brings" in capsys.readouterr().out) == bool(adds)
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("system", "prompt", "plain"),
+    [
+        (None, "One?", True),
+        ("Be short.", "One?", False),
+        (None, [{"role": "user", "content": "One?"}], False),
+        (None, '[{"role": "user", "content": "One?"}]', False),
+        (None, "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n", False),
+    ],
+)
+def test_texts_without_the_chat_template_are_counted(load, tmp_path, capsys, system, prompt, plain, streamed):
+    _, _, directory = load("Qwen2.5-7B-Instruct")
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"prompt": prompt}))
+    words = ["--max-prompt-length", "4000", *(["--system-prompt", system] if system else [])]
+    PromptDataset([file], HuggingFaceTokenizer(directory), parse_args(words), streamed=streamed)
+    assert ("used unchanged, without the tokenizer's chat template" in capsys.readouterr().out) == plain
+
+
 def test_eight_published_tokenizers_begin_a_text():
     assert sum(bool(published(name, "tokens.json")["encode_adds"]) for name in NAMES) == 8
 

@@ -45,6 +45,7 @@ OTHERS += (
 OTHERS += ["--foo-alpha"]  # of the plug-in in docs/algorithms.md
 OTHERS += "--lora-modules --enable-lora --max-lora-rank --logprobs-mode --speculative-config".split()  # of vLLM
 OTHERS += "--generate --test-output --test-share".split()  # of tools/data/countdown.py, and of all tools there
+OTHERS += "--prompt-column --answer-column --instruction".split()  # of tools/data/own_rows.py
 OTHERS += "--quick --shm-size --ipc".split()  # of tools/check_install.py, and of docker, which it names
 OTHERS += (
     "--hf-to-hf --merge-lora --adapter --hf --data".split()

@@ -296,6 +296,8 @@ def test_the_dry_runs_of_the_tutorial_for_one_gpu():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_flags_describe_the_published_model(name):
     text = (REPO / f"examples/grpo/{name}.sh").read_text()
+    for shared in re.findall(r"^source (examples/grpo/\w+_model\.sh)", text, re.M):
+        text += (REPO / shared).read_text()
     words = shlex.split(re.search(r"^MODEL_ARGS=\(\n(.*?)^\)", text, re.S | re.M)[1])
     args, config = parse_args(words), SCRIPTS[name].config
     source = families.for_hf_config(config).args_from_hf(config)

@@ -36,7 +36,6 @@ MODELS = {  # with its tokens, the parser of the documentation
     "GLM-4.5-Air": "glm45",
     "GLM-4.7-Flash": "glm47",
     "Kimi-K2-Instruct": "kimi_k2",
-    "Kimi-K2.5": "kimi_k2",
     "MiniMax-M2.5": "minimax_m2",
     "Qwen3-Coder-30B-A3B-Instruct": "qwen3_coder",
     "gpt-oss-20b": "openai",

@@ -36,6 +36,7 @@ CASES = [
     ("qwen3_5_text", "all-linear", {}),
     ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj", *MLP], {}),
     ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
+    ("minimax_m2", ["q_proj", "k_proj", "v_proj", "o_proj"], {"modules_to_save": ["q_norm", "k_norm"]}),
     ("glm4_moe_lite", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
 ]
 

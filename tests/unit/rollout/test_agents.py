@@ -239,7 +239,9 @@ def test_a_program_that_fails_is_repeated_from_the_beginning(run, tokenizer, tmp
     assert texts(tokenizer, done) == ["user: begin\nassistant: [ok<eos>]"]
     done, failures = run("breaks")
     assert done.finish_reason == "failed" and done.token_ids == []
-    assert failures == ["the agent failed in 1 episode: raised OSError: no connection; not scored, and not in the loss"]
+    (failure,) = failures
+    assert failure.startswith("the agent failed in 1 episode: raised OSError: no connection")
+    assert failure.endswith("; not scored, and not in the loss")
 
 
 def test_malformed_requests_are_refused(run):

@@ -79,6 +79,8 @@ def test_parameter_count_of_the_default_shape(tmp_path):
         ("llama", "q_proj.weight", "bias"),
         ("qwen3_moe", "mlp.gate.weight", "shared_experts"),
         ("deepseek_v3", "mlp.gate.e_score_correction_bias", "q_norm"),
+        ("glm4_moe_lite", "kv_a_proj_with_mqa.weight", "q_norm"),
+        ("minimax_m2", "q_norm.weight", "shared_experts"),
     ],
 )
 def test_shapes(tmp_path, shape, has, lacks):

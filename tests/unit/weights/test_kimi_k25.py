@@ -34,6 +34,7 @@ def toy(tmp_path_factory):
     text |= {"num_attention_heads": 8, "max_position_embeddings": 128, "model_type": "kimi_k2"}
     text |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1}
     text |= {"architectures": ["DeepseekV3ForCausalLM"], "tie_word_embeddings": False}
+    text |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "norm_topk_prob": True}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(17)
     config = Kimi_K25Config(
@@ -50,6 +51,16 @@ def toy(tmp_path_factory):
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
         expected = model(IDS[None]).logits[0]
     model.save_pretrained(directory)
+    # transformers undoes its renaming of the vision tower's blocks in the language model, too, and that of the
+    # projector in part.
+    tensors = {
+        n.replace("language_model.model.blocks.", "language_model.model.layers.").removeprefix("model."): t
+        for n, t in tensors_of(directory).items()
+    }
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "model.safetensors.index.json").unlink(missing_ok=True)
+    for shard in directory.glob("model-*.safetensors"):
+        shard.unlink()
     written = json.loads((directory / "config.json").read_text())
     # As published: the language model's type is Kimi's own, and its keys are DeepSeek's.
     written |= {"architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}

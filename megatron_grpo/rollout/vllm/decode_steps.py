@@ -1,0 +1,288 @@
+"""vLLM's scheduler with a short path for the decode steps of a rollout: the same steps and completions in less time.
+
+In most steps of a rollout each running request decodes one token, and the blocks are enough. vLLM then calls a dozen
+functions for each request, though a request needs a block only every 16 steps or so. `DecodeSteps` schedules all these
+tokens in one loop, and appends them to vLLM's records. vLLM's own code admits requests, schedules every other step, and
+handles every request that finishes, or whose output is more than a token.
+
+This repeats what vLLM's code does in that case: it is installed only where vLLM's sources are those of a version that
+the tests compared (`megatron_grpo.patches.vllm.DECODE_STEPS`). vLLM builds the scheduler by `scheduler`, its option
+``scheduler_cls``.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.request import RequestStatus
+
+# vLLM's queues of requests that are not running; a version has some of them.
+QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
+LIMITS = ("max_num_running_reqs", "max_num_active_reqs")  # of the requests that run; a version has some of them
+
+
+def scheduler(vllm_config, **options):
+    """Build the scheduler that vLLM would choose for this configuration, with `DecodeSteps`."""
+    vllm_config.scheduler_config.scheduler_cls = None
+    chosen = vllm_config.scheduler_config.get_scheduler_cls()
+    return type(f"DecodeSteps{chosen.__name__}", (DecodeSteps, chosen), {})(vllm_config=vllm_config, **options)
+
+
+class DecodeStep(SchedulerOutput):
+    """A step that `DecodeSteps` scheduled: one token of each of its requests."""
+
+    requests: list[Any]
+    preemptions: int  # of the scheduler's life, when it was scheduled
+
+
+class _Records(NamedTuple):
+    """Where the tokens of a request go."""
+
+    longest: int  # tokens at which it ends
+    ends: frozenset[int]  # tokens that end it
+    all_tokens: list[int]
+    add_output: Callable[[int], None]
+    add_token: Callable[[int], None]
+    add_log_prob: Callable[[float], None] | None
+
+
+class DecodeSteps:
+    """A scheduler's methods for decode steps; the class after it is one of vLLM's schedulers."""
+
+    def __init__(self: Any, **options):
+        super().__init__(**options)
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        self.has_decode_steps = self._can_have_decode_steps(managers)
+        self._block_size = managers[0].block_size if managers else 0
+        self._num_managers = len(managers)
+        # Whether what is admitted depends on the running requests by their number and their tokens alone.
+        self._can_admit_apart = (
+            self.lora_config is None
+            and not self.kv_cache_manager.watermark_blocks
+            and not self.scheduler_config.long_prefill_token_threshold
+            and self.max_num_scheduled_tokens <= self.scheduler_config.max_num_batched_tokens
+        )
+        self._caches = self.kv_cache_manager.enable_caching
+        self._is_async = isinstance(self, AsyncScheduler)
+        # vLLM 0.32 limits the running requests by one number and admits requests by another one.
+        self._admits_below = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
+        self._has_common_prefixes = hasattr(self.kv_cache_manager.coordinator, "get_num_common_prefix_blocks")
+        self._preemptions = 0
+        self._records: dict[str, _Records | None] = {}  # by request; None: vLLM's own code handles its outputs
+
+    def _can_have_decode_steps(self: Any, managers) -> bool:
+        """Whether this engine has nothing that works in each step or for each token."""
+        off = (
+            "connector ec_connector aux_output_connector enable_return_routed_experts return_sampling_mask "
+            "defer_block_free num_spec_tokens num_lookahead_tokens num_hash_lookahead_tokens use_pp is_encoder_decoder "
+            "log_stats perf_metrics enable_kv_cache_events needs_kv_cache_zeroing has_mamba_layers is_mm_encoder_only"
+        )  # a version has some of them
+        return (
+            not any(getattr(self, name, None) for name in off.split())
+            and self.finished_req_ids_dict is None
+            and self.num_sampled_tokens_per_step == 1
+            and getattr(self, "local_prefill_interval", 1) == 1
+            and bool(managers)
+            and all(type(manager) is FullAttentionManager for manager in managers)
+            and len({manager.block_size for manager in managers}) == 1
+        )
+
+    def schedule(self: Any, throttle_prefills: bool = False) -> SchedulerOutput:
+        step, paused = None, self._pause_state is not PauseState.UNPAUSED
+        if self.has_decode_steps and not (paused or throttle_prefills or self._inflight_prefills):
+            if not any(getattr(self, queue, None) for queue in QUEUES) or len(self.running) >= self._admits_below:
+                step = self._decode_step(self._none_admitted)
+            elif self._can_admit_apart:
+                step = self._decode_step(self._admitted)
+        return super().schedule(throttle_prefills) if step is None else step
+
+    def _decode_step(self: Any, admit: Callable[[int], SchedulerOutput]) -> DecodeStep | None:
+        """Schedule a token of each running request, and what ``admit`` adds; None, with nothing changed, if one needs
+        more or less than a token and at most a block.
+
+        The requests that run fit the budget of a step: vLLM admits a request only if the others leave a token of it.
+        """
+        size, caches, last_position = self._block_size, self._caches, self.max_model_len - 1
+        requests: list[Any] = []
+        ids: list[str] = []
+        computed_tokens: list[int] = []
+        output_tokens: list[int] = []
+        at_blocks: list[tuple[int, Any]] = []  # those that need a block, or fill one
+        new_blocks = 0
+        for request in self.running:
+            computed, ahead = request.num_computed_tokens, request.num_output_placeholders
+            if ahead and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens:
+                continue  # its last token is being computed
+            tokens = len(request._all_token_ids)
+            if (
+                tokens + ahead - computed != 1
+                or computed >= last_position
+                or request.mm_features
+                or request.structured_output_request is not None
+            ):
+                return None
+            needs_block = computed % size == 0
+            new_blocks += needs_block
+            if needs_block or (caches and tokens % size == 0):
+                at_blocks.append((len(ids), request))
+            requests.append(request)
+            ids.append(request.request_id)
+            computed_tokens.append(computed)
+            output_tokens.append(len(request._output_token_ids) + ahead)
+        if not ids or new_blocks * self._num_managers > self.kv_cache_manager.block_pool.get_num_free_blocks():
+            return None
+        # vLLM's first runner gets all tokens of a request that missed a step.
+        if not (self.use_v2_model_runner or self.prev_step_scheduled_req_ids.issuperset(ids)):
+            return None
+        block_ids: list[Any] = [None] * len(ids)
+        for place, request in at_blocks:
+            block_ids[place] = self.kv_cache_manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
+        placeholder = int(self._is_async)
+        for request in requests:
+            request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders += placeholder
+        step = DecodeStep.make_empty()
+        vars(step).update(vars(admit(len(ids))))
+        step.requests, step.preemptions = requests, self._preemptions
+        resumed = step.scheduled_cached_reqs
+        step.scheduled_cached_reqs = CachedRequestData(
+            req_ids=ids + resumed.req_ids,
+            resumed_req_ids=resumed.resumed_req_ids,
+            new_token_ids=[],
+            all_token_ids=resumed.all_token_ids,
+            new_block_ids=block_ids + resumed.new_block_ids,
+            num_computed_tokens=computed_tokens + resumed.num_computed_tokens,
+            num_output_tokens=output_tokens + resumed.num_output_tokens,
+        )
+        step.num_scheduled_tokens = dict.fromkeys(ids, 1) | step.num_scheduled_tokens
+        step.total_num_scheduled_tokens += len(ids)
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids.update(ids)
+        if self._has_common_prefixes:
+            first = self.running[0].request_id
+            step.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(first)
+        return step
+
+    def _none_admitted(self: Any, decodes: int) -> SchedulerOutput:
+        """Return the rest of a step in which no request can be admitted."""
+        self.current_step += 1
+        self.prev_step_scheduled_req_ids.clear()
+        step = SchedulerOutput.make_empty()
+        step.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
+        step.preempted_req_ids, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
+        step.free_encoder_mm_hashes = self.encoder_cache_manager.get_freed_mm_hashes()
+        return step
+
+    def _admitted(self: Any, decodes: int) -> SchedulerOutput:
+        """Return vLLM's step of the requests that wait, beside ``decodes`` tokens of those that run."""
+        running, self.running = self.running, []
+        limits = [name for name in LIMITS if hasattr(self, name)]
+        for name in limits:
+            setattr(self, name, getattr(self, name) - len(running))
+        self.max_num_scheduled_tokens -= decodes
+        try:
+            return super().schedule()
+        finally:
+            self.max_num_scheduled_tokens += decodes
+            for name in limits:
+                setattr(self, name, getattr(self, name) + len(running))
+            running += self.running
+            self.running = running
+
+    def record(self: Any, step, output, log_probs: list[float] | None, states: dict) -> SchedulerOutput | None:
+        """Append the sampled tokens of a step, with ``log_probs`` by row, to vLLM's records of its requests.
+
+        ``states``: those of vLLM's output processor. Returns the step with the requests that are left to vLLM's
+        ``update_from_output``: those that were admitted in it, that end or have ended, or whose outputs vLLM's code
+        handles; None without any.
+        """
+        if (
+            not isinstance(step, DecodeStep)
+            or step.preemptions != self._preemptions  # a token that was under way may have to be dropped
+            or output.num_nans_in_logits
+            or self.grammar_compile_error_reqs
+            or getattr(self, "encoder_cache_mismatch_reqs", None)  # not in vLLM 0.26
+        ):
+            return step
+        places, sampled, records = output.req_id_to_index, output.sampled_token_ids, self._records
+        running, is_async, caches, size = RequestStatus.RUNNING, self._is_async, self._caches, self._block_size
+        hash_size, manager = self.hash_block_size, self.kv_cache_manager
+        left: dict[str, int] = {}
+        for request in step.requests:
+            request_id = request.request_id
+            if request.status is not running:
+                left[request_id] = 1
+                continue
+            try:
+                record = records[request_id]
+            except KeyError:
+                record = records[request_id] = self._records_of(request, states[request_id])
+            if record is None:
+                left[request_id] = 1
+                continue
+            longest, ends, all_tokens, add_output, add_token, add_log_prob = record
+            place = places[request_id]
+            (token,) = sampled[place]
+            if token in ends or len(all_tokens) + 1 >= longest:
+                left[request_id] = 1
+                continue
+            all_tokens.append(token)
+            add_output(token)
+            add_token(token)
+            if add_log_prob is not None:
+                add_log_prob(log_probs[place])
+            request.num_in_flight_tokens -= 1
+            if caches and len(all_tokens) % hash_size == 0:
+                request.update_block_hashes()
+            if is_async:
+                request.num_output_placeholders -= 1
+                known = request.num_computed_tokens - request.num_output_placeholders
+                if caches and known % size == 0:
+                    manager.cache_blocks(request, known)
+        if len(step.num_scheduled_tokens) > len(step.requests):
+            left.update(itertools.islice(step.num_scheduled_tokens.items(), len(step.requests), None))
+        if not left:
+            return None
+        rest = copy.copy(step)
+        rest.num_scheduled_tokens = left
+        return rest
+
+    def _records_of(self: Any, request, state) -> _Records | None:
+        """Return where the tokens of a request go; None if vLLM does more with a token than appending it."""
+        sampling = request.sampling_params
+        if (
+            sampling is None
+            or sampling.min_tokens
+            or sampling.prompt_logprobs is not None
+            or getattr(sampling, "repetition_detection", None) is not None
+            or request.resumable
+            or type(state.detokenizer) is not IncrementalDetokenizer  # another one searches for stop words
+            or state.output_kind is not RequestOutputKind.FINAL_ONLY
+        ):
+            return None
+        log_probs = state.logprobs_processor.logprobs
+        ends = [*(sampling.stop_token_ids or ()), sampling.eos_token_id]
+        return _Records(
+            longest=min(request.num_prompt_tokens + request.max_tokens, self.max_model_len),
+            ends=frozenset(token for token in ends if token is not None),
+            all_tokens=request._all_token_ids,
+            add_output=request._output_token_ids.append,
+            add_token=state.detokenizer.token_ids.append,
+            add_log_prob=None if log_probs is None else log_probs.logprobs.append,
+        )
+
+    def _preempt_request(self: Any, request, *args, **options) -> None:
+        self._preemptions += 1
+        super()._preempt_request(request, *args, **options)
+
+    def _free_request(self: Any, request, *args, **options):
+        self._records.pop(request.request_id, None)
+        return super()._free_request(request, *args, **options)

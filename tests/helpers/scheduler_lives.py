@@ -1,0 +1,442 @@
+"""Random lives of vLLM's scheduler, once with its own code and once with the project's decode steps.
+
+`compare` drives two worlds in lockstep, each of a real scheduler, a real output processor and a made-up runner, called
+as vLLM's engine core calls them. After every action everything must be equal that vLLM's code reads later: the step for
+the runner, the completions, and the state of requests, queues and blocks.
+
+    PYTHONPATH=DIR_WITH_A_VLLM python tests/helpers/scheduler_lives.py SEED [SEED ...]    # of a vLLM without C++ parts
+"""
+
+import dataclasses
+import sys
+import types
+import zlib
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import torch
+import vllm
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from megatron_grpo.rollout.vllm.decode_steps import DecodeStep, scheduler
+from megatron_grpo.rollout.vllm.scheduler import collect_log_probs
+
+VOCABULARY = 40
+LONGEST = 120  # tokens of a sequence
+WORD = 7  # the token that completes the "stop word" of some requests
+# What of a request need not be equal: objects of its own, and the step at which a pipeline may schedule it again.
+NOT_STATE = {"sampling_params", "_block_hasher", "lora_request", "next_decode_eligible_step", "prefill_stats"}
+
+
+class Settings(types.SimpleNamespace):
+    """Settings of which all others are None."""
+
+    def __getattr__(self, name: str):
+        return None
+
+
+class StopWord(IncrementalDetokenizer):
+    """A detokenizer that finds a stop word in the text of token `WORD`."""
+
+    def update(self, new_token_ids, stop_terminated):
+        super().update(new_token_ids, stop_terminated)
+        return "word" if WORD in new_token_ids else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """Settings of an engine, and what happens before which step."""
+
+    is_async: bool
+    v2_runner: bool
+    caching: bool
+    block: int
+    blocks: int
+    sequences: int
+    budget: int  # tokens of a step
+    log_probs: int  # most kept tokens of a request
+    adapters: bool
+    events: dict[int, list[tuple]]
+
+    @classmethod
+    def of_seed(cls, seed: int, is_async: bool) -> "Life":
+        rng = np.random.default_rng(seed)
+        block, sequences = int(rng.choice([4, 8, 16])), int(rng.integers(3, 14))
+        # Where prompts are in parts, the budget can also be below the number of running requests.
+        budget = int(rng.choice([4096, 4096, 4096, 40, max(2, sequences - 2)]))
+        events: dict[int, list[tuple]] = {}
+
+        def add(step: int, *event) -> None:
+            events.setdefault(int(step), []).append(event)
+
+        count = int(rng.integers(5, 40))
+        for number, step in enumerate(sorted(rng.integers(0, rng.choice([5, 40, 150]), count))):
+            kind = rng.choice(["plain"] * 12 + ["least", "word", "adapter", "constraint", "wrong constraint", "parts"])
+            add(step, "arrive", number, str(kind), int(rng.integers(1, 34)), int(rng.choice([1, 2, 70, 70, 200])))
+        for name, most in (
+            ("abort", 5),
+            ("new weights", 2),
+            ("interrupt", 2),
+            ("preempt all", 2),
+            ("pause", 3),
+            ("rewind", 2),
+            ("free an image", 1),
+            ("lose an image", 1),
+            ("meet a nan", 1),
+        ):
+            for step in rng.integers(3, 170, rng.integers(0, most + 1)):
+                add(step, name, int(rng.integers(0, count)))
+        if rng.random() < 0.5:  # nothing waits
+            sequences = max(sequences, count)
+        least = -(-LONGEST // block) + 2  # one sequence must fit
+        blocks = least + int(sequences * LONGEST * rng.choice([0.15, 0.4, 1.0])) // block
+        v2 = bool(rng.random() < 0.5)
+        kept = int(rng.choice([0, 0, 0, 3]))
+        caching, adapters = rng.random(2) < (0.7, 0.2)
+        return cls(
+            is_async, v2, bool(caching), block, blocks, sequences, budget, kept, bool(adapters), events
+        )  # fmt: skip
+
+
+def random_of(*key) -> np.random.Generator:
+    """A generator that depends on its key alone, in every process."""
+    return np.random.default_rng(zlib.crc32(repr(key).encode()))
+
+
+class World:
+    """One engine: with ``decode_steps`` the project's, else vLLM's own."""
+
+    def __init__(self, life: Life, decode_steps: bool):
+        self.life, self.step_number, self.loads, self.nans_until = life, 0, 0, 0
+        self.outputs = OutputProcessor(tokenizer=None, log_stats=False)
+        config = self._config()
+        options: dict[str, Any] = {
+            "kv_cache_config": self._cache(),
+            "block_size": life.block,
+            "structured_output_manager": Settings(
+                should_advance=lambda request: False,
+                accept_tokens=lambda request, ids: True,
+                grammar_init=lambda request: None,
+            ),
+            "mm_registry": Settings(supports_multimodal_inputs=lambda config: False),
+        }
+        if decode_steps:
+            self.scheduler = scheduler(config, **options)
+            core = Settings(engine_core=Settings(engine_core=Settings(scheduler=self.scheduler)))
+            core.output_processor, core.engine_core = self.outputs, core.engine_core
+            collect_log_probs(core)
+        else:
+            self.scheduler = (AsyncScheduler if life.is_async else Scheduler)(vllm_config=config, **options)
+        self.hash_of = get_hash_fn_by_name("sha256")
+        init_none_hash(self.hash_of)
+        self.queue: deque = deque()  # launched and not processed
+        self.prompts: dict[str, list[int]] = {}
+
+    def _config(self) -> Settings:
+        life = self.life
+        own = AsyncScheduler if life.is_async else Scheduler
+        return Settings(
+            scheduler_config=Settings(
+                max_num_seqs=life.sequences, max_num_batched_tokens=max(life.budget, life.sequences), policy="fcfs",
+                max_num_scheduled_tokens=life.budget, watermark=0.0, long_prefill_token_threshold=0,
+                scheduler_reserve_full_isl=True, async_scheduling=life.is_async, enable_chunked_prefill=True,
+                get_scheduler_cls=lambda: own, prefill_schedule_interval=1,
+            ),
+            cache_config=Settings(
+                num_gpu_blocks=life.blocks, enable_prefix_caching=life.caching, block_size=life.block
+            ),
+            model_config=Settings(max_model_len=LONGEST),
+            parallel_config=Settings(
+                pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1,
+                data_parallel_size=1,
+            ),
+            lora_config=Settings(max_loras=1) if life.adapters else None,
+            observability_config=Settings(), num_speculative_tokens=0, max_concurrent_batches=1 + life.is_async,
+            max_in_flight_tokens=32768, use_v2_model_runner=life.v2_runner, num_hash_lookahead_tokens=0,
+            num_lookahead_tokens=0, num_prefill_lookahead_tokens=0, aux_output_config=Settings(),
+            ec_manager_config=Settings(get_encoder_cache_manager_obj=lambda: None),
+        )  # fmt: skip
+
+    def _cache(self) -> KVCacheConfig:
+        spec = FullAttentionSpec(block_size=self.life.block, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+        groups = [KVCacheGroupSpec(["layer"], spec)]
+        return KVCacheConfig(num_blocks=self.life.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+    # ---- events
+
+    def happen(self, event: tuple) -> None:
+        """Let an event of the life happen; its name is that of a method."""
+        name, *values = event
+        getattr(self, name.replace(" ", "_"))(*values)
+
+    def arrive(self, number: int, kind: str, prompt: int, tokens: int) -> None:
+        # Few prompts, so that many have a prefix in common.
+        self._add(f"r{number}", kind, [3 + number % 3] * prompt, tokens)
+
+    def _add(self, name: str, kind: str, prompt: list[int], tokens: int) -> None:
+        life, rng = self.life, random_of("request", name)
+        ends = [[], [5], [0], [5, 11]][rng.integers(0, 4)]
+        params = SamplingParams(
+            max_tokens=tokens, temperature=1.0, ignore_eos=True, stop_token_ids=ends,
+            logprobs=None if kind == "parts" else [0, None, life.log_probs][rng.integers(0, 3)], flat_logprobs=True,
+            detokenize=False, min_tokens=3 if kind == "least" and tokens > 3 else 0, skip_clone=True,
+            output_kind=RequestOutputKind.DELTA if kind == "parts" else RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        adapter = LoRARequest("adapter", 1, "no file") if kind == "adapter" and life.adapters else None
+        request = EngineCoreRequest(
+            name, list(prompt), None, params, None, 0.0, adapter, f"load {self.loads}", None, external_req_id=name
+        )
+        self.outputs.add_request(request, None)
+        if kind == "word":
+            self.outputs.request_states[name].detokenizer = StopWord()
+        hasher = get_request_block_hasher(self.life.block, self.hash_of) if self.life.caching else None
+        made = Request.from_engine_core_request(request, hasher)
+        if "constraint" in kind:  # its grammar is not compiled yet
+            made.structured_output_request = Settings()
+            made.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            self._later("compile", name, kind)
+        self.prompts[name] = list(prompt)
+        self.scheduler.add_request(made)
+
+    def abort(self, number: int) -> None:
+        self._abort([name for name in self.outputs.request_states if name.partition(".")[0] == f"r{number}"])
+
+    def _abort(self, names: list[str]) -> None:
+        self.outputs.abort_requests(names, internal=True)
+        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+
+    def interrupt(self, number: int) -> None:
+        """Abort all requests, and continue them with the tokens that they have."""
+        begun = {name: list(state.detokenizer.token_ids) for name, state in self.outputs.request_states.items()}
+        self._abort(list(begun))
+        for name, ids in begun.items():
+            prompt = [*self.prompts[name], *ids]
+            if len(prompt) < LONGEST - 1:
+                self._add(f"{name}.{self.step_number}", "plain", prompt, 50)
+
+    def new_weights(self, number: int) -> None:
+        """Restart the requests without a token, so that they use no keys and values of the old weights."""
+        self.loads += 1
+        if not self.outputs.request_states:
+            self.scheduler.reset_prefix_cache()
+        begun = [name for name, state in self.outputs.request_states.items() if not state.detokenizer.token_ids]
+        self._abort(begun)
+        for name in begun:
+            self._add(f"{name}.{self.step_number}", "plain", self.prompts[name], 40)
+
+    def preempt_all(self, number: int) -> None:
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def pause(self, number: int) -> None:
+        """Let steps pass in which nothing is scheduled, or nothing is admitted."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_NEW if number % 2 else PauseState.PAUSED_ALL)
+        self._later("unpause")
+
+    def unpause(self) -> None:
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _later(self, *event) -> None:
+        """Let an event happen, in both worlds, some steps later."""
+        later = self.life.events.setdefault(self.step_number + 1 + self.step_number % 6, [])
+        if event not in later:
+            later.append(event)
+
+    def compile(self, name: str, kind: str) -> None:
+        """Finish the compilation of a grammar."""
+        if name in self.scheduler.requests:
+            grammar = Settings() if kind == "constraint" else ValueError()
+            self.scheduler.requests[name].structured_output_request.grammar = grammar
+
+    def rewind(self, number: int) -> None:
+        """Let the next step compute a token of a request again."""
+        for request in self.scheduler.running[:1]:
+            if not (self.queue or request.is_prefill_chunk or request.num_output_placeholders):
+                request.num_computed_tokens -= 1
+
+    def free_an_image(self, number: int) -> None:
+        self.scheduler.encoder_cache_manager.freed.append(f"image {number}")
+
+    def lose_an_image(self, number: int) -> None:
+        """Let a request fail: the image in the cache is not its own."""
+        for request in self.scheduler.running[:1]:
+            if hasattr(self.scheduler, "encoder_cache_mismatch_reqs"):
+                self.scheduler.encoder_cache_mismatch_reqs.add(request.request_id)
+
+    def meet_a_nan(self, number: int) -> None:
+        self.nans_until = self.step_number + 3
+
+    # ---- steps
+
+    def schedule(self):
+        """Schedule and launch a step, as vLLM's engine core does; None without requests."""
+        if not self.scheduler.has_requests():
+            return None
+        step = self.scheduler.schedule()
+        names = list(step.num_scheduled_tokens)
+        random_of("order", self.step_number).shuffle(names)  # a runner has an order of its own
+        ready = {name: not self.scheduler.requests[name].is_prefill_chunk for name in names}
+        self.queue.append((step, names, ready, self.step_number))
+        return step
+
+    def waits(self) -> bool:
+        """Whether the core launches another step before it waits for this one."""
+        return self.life.is_async and len(self.queue) < 2 and self.scheduler.has_requests()
+
+    def update(self) -> list:
+        """Process the oldest step that was launched; return the finished outputs."""
+        step, names, ready, number = self.queue.popleft()
+        columns = 1 + self.life.log_probs
+        sampled, ids, values = [], [], []
+        for name in names:
+            rng = random_of("token", name, number)
+            sampled.append([int(rng.integers(0, VOCABULARY))] if ready[name] else [])
+            ids.append([*(sampled[-1] or [0]), *range(columns - 1)])
+            values.append(rng.normal(size=columns))
+        lists = LogprobsLists(
+            np.array(ids).reshape(-1, columns), np.float32(values).reshape(-1, columns), np.zeros(len(names), np.int32)
+        )
+        places = {name: place for place, name in enumerate(names)}
+        nans = {name: 2 for name in names if number < self.nans_until} or None
+        made = ModelRunnerOutput(names, places, sampled, lists, num_nans_in_logits=nans)
+        of_core = self.scheduler.update_from_output(step, made).get(0) or EngineCoreOutputs()
+        processed = self.outputs.process_outputs(of_core.outputs)
+        self.scheduler.finish_requests(processed.reqs_to_abort, RequestStatus.FINISHED_ABORTED)
+        return [
+            (o.request_id, o.finished, o.num_cached_tokens, vars_of(o.outputs[0])) for o in processed.request_outputs
+        ]
+
+    # ---- state
+
+    def state(self) -> dict:
+        """Everything that later steps depend on, comparable with ==."""
+        made = self.scheduler
+        pool, (manager,) = made.kv_cache_manager.block_pool, made.kv_cache_manager.coordinator.single_type_managers
+        queues = ("running", "waiting", "skipped_waiting", "kv_holding_waiting")
+        return {
+            "queues": [[r.request_id for r in getattr(made, queue, ())] for queue in queues],
+            "requests": {name: request_state(request) for name, request in made.requests.items()},
+            "sets": [made.finished_req_ids, made.reset_preempted_req_ids, made.prev_step_scheduled_req_ids],
+            "prefills": {request.request_id for request in made._inflight_prefills},
+            "step": made.current_step,
+            "free": [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
+            "blocks": [(block.ref_cnt, block.block_hash) for block in pool.blocks],
+            "tables": {name: [block.block_id for block in of] for name, of in manager.req_to_blocks.items()},
+            "cached": dict(manager.num_cached_block),
+            "new blocks": list(manager.new_block_ids),
+            "records": {name: self._record(state) for name, state in self.outputs.request_states.items()},
+        }
+
+    @staticmethod
+    def _record(state) -> tuple:
+        log_probs = state.logprobs_processor.logprobs
+        values = getattr(log_probs, "logprobs", log_probs)
+        return list(state.detokenizer.token_ids), values and list(values), state.is_prefilling, state.num_cached_tokens
+
+
+def request_state(request) -> dict:
+    """All numbers, lists and flags of a request."""
+    return {name: value for name, value in vars(request).items() if name not in NOT_STATE | {"_records"}} | {
+        "output_token_ids": list(request.output_token_ids),
+        "all_token_ids": list(request.all_token_ids),
+        "structured_output_request": None,
+        "prefill_stats": request.prefill_stats is None,
+    }
+
+
+def vars_of(output) -> dict:
+    """The fields of an output; of the log-probabilities the values, of which the project records no sum."""
+    fields = {name: value for name, value in vars(output).items() if name != "cumulative_logprob"}
+    fields["logprobs"] = getattr(output.logprobs, "logprobs", output.logprobs)
+    return fields
+
+
+def step_state(step) -> dict | None:
+    """The fields of a scheduled step, comparable with ==; dictionaries in their order."""
+    if step is None:
+        return None
+
+    def plain(value):
+        if dataclasses.is_dataclass(value):
+            return {
+                f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name != "sampling_params"
+            }
+        if isinstance(value, dict):
+            return [(key, plain(item)) for key, item in value.items()]
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return plain(step)
+
+
+def compare(life: Life) -> Counter:
+    """Live a life in both worlds; AssertionError at the first difference. Counts of what happened."""
+    worlds, counts, number = [World(life, False), World(life, True)], Counter(), 0
+    events = life.events
+    while number <= max(events, default=0) or any(w.scheduler.has_requests() or w.queue for w in worlds):
+        assert number < 5000, "the life does not end"
+        for event in list(events.pop(number, ())):
+            for world in worlds:
+                world.happen(event)
+        number += 1
+        for world in worlds:
+            world.step_number = number
+        steps = [world.schedule() for world in worlds]
+        same([step_state(step) for step in steps], number, "the step")
+        same([world.state() for world in worlds], number, "the state after scheduling")
+        if steps[1] is not None:
+            counts["steps"] += 1
+            names = steps[1].num_scheduled_tokens
+            counts["decode steps"] += isinstance(steps[1], DecodeStep)
+            counts["with others"] += isinstance(steps[1], DecodeStep) and len(names) > len(steps[1].requests)
+            counts["preemptions"] += len(steps[1].preempted_req_ids or ())
+        waits = {world.waits() for world in worlds}
+        assert len(waits) == 1
+        if waits == {True} or not worlds[0].queue:
+            continue
+        found = [world.update() for world in worlds]
+        same(found, number, "the outputs")
+        same([world.state() for world in worlds], number, "the state after the outputs")
+        counts["finished"] += len(found[0])
+    return counts
+
+
+def same(pair: list, step: int, what: str) -> None:
+    """Raise AssertionError with the part that differs."""
+    theirs, ours = pair
+    if theirs == ours:
+        return
+    if isinstance(theirs, dict) and isinstance(ours, dict) and theirs.keys() == ours.keys():
+        for name in theirs:
+            same([theirs[name], ours[name]], step, f"{what}: {name}")
+    raise AssertionError(f"step {step}, {what}: vLLM's {theirs}, ours {ours}")
+
+
+def main() -> None:
+    print("vLLM", vllm.__version__)
+    counts: Counter = Counter()
+    for seed in map(int, sys.argv[1:]):
+        for is_async in (False, True):
+            try:
+                counts += compare(Life.of_seed(seed, is_async))
+            except AssertionError as error:
+                raise SystemExit(f"life {seed}, {'asynchronous' if is_async else 'synchronous'}: {error}") from None
+    print(dict(counts))
+
+
+if __name__ == "__main__":
+    main()

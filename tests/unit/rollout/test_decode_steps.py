@@ -1,0 +1,255 @@
+"""Decode steps against vLLM's own scheduler: every step, completion and state of random lives; what is left to vLLM."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ranks
+import torch
+
+from megatron_grpo.patches import cpu_backend
+from megatron_grpo.patches import vllm as patches
+from megatron_grpo.rollout.vllm import scheduler as options
+
+cpu_backend.install()
+
+pytestmark = pytest.mark.vllm
+GPU_VLLM = os.environ.get("GPU_VLLM")  # directory with the unpacked wheel of requirements-gpu.txt's vLLM
+LIVES = 16
+PLAIN = {"caching": True, "block": 8, "blocks": 200, "sequences": 4, "budget": 4096, "log_probs": 0, "adapters": False}
+
+
+@pytest.fixture(scope="module")
+def lives():
+    """The module of the lives, which imports vLLM."""
+    import scheduler_lives
+
+    return scheduler_lives
+
+
+def life(lives, arrivals: list[tuple], is_async=False, v2_runner=False, **other):
+    """A life in which requests arrive, each (step, kind, tokens of the prompt, most tokens)."""
+    events: dict[int, list[tuple]] = {}
+    for number, (step, *request) in enumerate(arrivals):
+        events.setdefault(step, []).append(("arrive", number, *request))
+    return lives.Life(is_async=is_async, v2_runner=v2_runner, events=events, **PLAIN | other)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_lives_are_those_of_vllms_own_scheduler(lives, is_async):
+    counts: Counter = Counter()
+    for seed in range(LIVES * (4 if ranks.thorough else 1)):
+        try:
+            counts += lives.compare(lives.Life.of_seed(seed, is_async))
+        except AssertionError as error:
+            raise AssertionError(f"life {seed}: {error}") from error
+    assert counts["decode steps"] > 600 and counts["steps"] > counts["decode steps"] + 600
+    assert counts["with others"] > 50 and counts["finished"] > 300 and counts["preemptions"] > 30
+
+
+def test_lives_with_the_vllm_for_gpus():
+    if GPU_VLLM is None:
+        pytest.skip("GPU_VLLM names no directory with the vLLM for GPUs")
+    environment = {**os.environ, "PYTHONPATH": GPU_VLLM, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, ranks.REPO / "tests/helpers/scheduler_lives.py", *map(str, range(LIVES))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "'decode steps'" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("v2_runner", [False, True])
+def test_every_step_after_the_first_token_is_a_decode_step(lives, is_async, v2_runner):
+    """Also while others wait, if as many run as may; a step at a request's last token frees its place."""
+    alone = life(lives, [(0, "plain", 9, 70)] * 4, is_async, v2_runner, sequences=8)
+    alone.events[0] = [(*event[:1], 3, *event[2:]) for event in alone.events[0][:1]]  # "r3" ends by its length
+    counts = lives.compare(alone)
+    assert counts["steps"] - counts["decode steps"] <= 3
+    waiting = life(lives, [(0, "least", 9, 40)] * 12, is_async, v2_runner)
+    counts = lives.compare(waiting)
+    assert counts["steps"] - counts["decode steps"] <= 4 and counts["with others"] >= 2
+    crowded = replace(waiting, sequences=16, blocks=20, events={0: [("arrive", i, "plain", 9, 70) for i in range(12)]})
+    counts = lives.compare(crowded)
+    assert counts["preemptions"] and counts["decode steps"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("v2_runner", [False, True])
+def test_pauses_between_decode_steps(lives, is_async, v2_runner):
+    """After a pause the first runner needs all tokens; a step under way at a pause can fill a block."""
+    paused = life(lives, [(0, "plain", 5 + number, 70) for number in range(4)], is_async, v2_runner)
+    for step in range(9, 70, 7):
+        paused.events[step] = [("pause", 2)]
+    assert lives.compare(paused)["decode steps"] > 20
+
+
+def test_a_wrong_constraint_fails_at_once(lives):
+    """The step in which it is found out is scheduled while a decode step is under way."""
+    arrivals = [(0, "plain", 5, most) for most in (10, 30, 30, 30)]
+    for step in range(6):
+        counts = lives.compare(life(lives, [*arrivals, (step, "wrong constraint", 5, 9)], is_async=True))
+        assert counts["finished"] == 5 and counts["decode steps"]
+
+
+def test_nothing_is_kept_of_finished_requests(lives):
+    world = lives.World(life(lives, []), True)
+    for number in range(3):
+        world.arrive(number, "plain", 5, 20)
+    for number in range(1, 40):
+        world.step_number = number
+        if world.schedule() is not None:
+            world.update()
+        if number == 3:
+            assert len(world.scheduler._records) == 3
+            world.abort(0)
+    assert not world.scheduler._records and not world.outputs.request_states
+
+
+@pytest.fixture
+def running(lives):
+    """A world with a request that decodes."""
+    world = lives.World(life(lives, []), True)
+    world.arrive(0, "plain", 5, 40)
+    world.schedule()
+    world.update()
+    step = world.scheduler.schedule()
+    assert isinstance(step, lives.DecodeStep)
+    output = lives.ModelRunnerOutput(["r0"], {"r0": 0}, [[30]])
+    assert world.scheduler.record(step, output, [-1.0], world.outputs.request_states) is None  # all is done
+    return world
+
+
+def test_images_are_vllms_part(running):
+    (request,) = running.scheduler.running
+    request.mm_features = [object()]
+    assert running.scheduler._decode_step(running.scheduler._none_admitted) is None
+
+
+@pytest.mark.parametrize("queue", ["waiting", "skipped_waiting", "kv_holding_waiting"])
+def test_vllm_admits_requests(running, queue):
+    """From each of its queues, unless as many run as may."""
+    made = running.scheduler
+    if not hasattr(made, queue):
+        pytest.skip("a queue of another version")
+    getattr(made, queue).add_request(made.running[0])
+    asked: list = []
+    made._decode_step = lambda admit: asked.append(admit) or "a step"
+    made._can_admit_apart = True
+    for below, expected in ((4, made._admitted), (1, made._none_admitted)):
+        made._admits_below = below
+        assert made.schedule() == "a step" and asked.pop() == expected
+
+
+def test_requests_with_more_work_are_vllms_part(running):
+    (request,), (state,) = running.scheduler.running, running.outputs.request_states.values()
+    assert running.scheduler._records_of(request, state) is not None
+    sampling = request.sampling_params
+    for name, value in (("min_tokens", 1), ("prompt_logprobs", 0), ("repetition_detection", object())):
+        before = getattr(sampling, name)
+        setattr(sampling, name, value)
+        assert running.scheduler._records_of(request, state) is None
+        setattr(sampling, name, before)
+    request.resumable = True
+    assert running.scheduler._records_of(request, state) is None
+    request.resumable, request.sampling_params = False, None
+    assert running.scheduler._records_of(request, state) is None
+
+
+def test_the_end_of_sequence_ends_a_request(running):
+    (request,), (state,) = running.scheduler.running, running.outputs.request_states.values()
+    request.sampling_params.stop_token_ids, request.sampling_params._eos_token_id = [5], 0
+    assert running.scheduler._records_of(request, state).ends == {0, 5}
+
+
+@pytest.mark.parametrize(
+    "name",
+    "connector ec_connector aux_output_connector enable_return_routed_experts return_sampling_mask defer_block_free "
+    "num_spec_tokens num_lookahead_tokens num_hash_lookahead_tokens use_pp is_encoder_decoder log_stats perf_metrics "
+    "enable_kv_cache_events needs_kv_cache_zeroing has_mamba_layers is_mm_encoder_only".split(),
+)
+def test_engines_with_more_work_are_vllms_part(running, name):
+    managers = running.scheduler.kv_cache_manager.coordinator.single_type_managers
+    assert running.scheduler._can_have_decode_steps(managers)
+    setattr(running.scheduler, name, 1)
+    assert not running.scheduler._can_have_decode_steps(managers)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [("scheduler_config", "watermark", 0.1), ("scheduler_config", "long_prefill_token_threshold", 4)]
+    + [("scheduler_config", "max_num_scheduled_tokens", 9999), ("", "lora_config", SimpleNamespace(max_loras=1))],
+)
+def test_where_admissions_look_at_running_requests_they_are_vllms_part(lives, monkeypatch, section, name, value):
+    assert lives.World(life(lives, []), True).scheduler._can_admit_apart
+    config = lives.World._config
+
+    def other(world):
+        made = config(world)
+        setattr(getattr(made, section) if section else made, name, value)
+        return made
+
+    monkeypatch.setattr(lives.World, "_config", other)
+    made = lives.World(life(lives, []), True).scheduler
+    assert made.has_decode_steps and not made._can_admit_apart
+
+
+def test_throttled_steps_are_vllms_part(running, lives):
+    assert not isinstance(running.scheduler.schedule(True), lives.DecodeStep)
+
+
+def test_other_caches_and_cores_are_vllms_part(running):
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+    made = running.scheduler
+    (manager,) = made.kv_cache_manager.coordinator.single_type_managers
+    other = object.__new__(type("Window", (FullAttentionManager,), {}))
+    other.block_size = manager.block_size
+    larger = object.__new__(FullAttentionManager)
+    larger.block_size = 2 * manager.block_size
+    for managers in ([], [other], [manager, other], [manager, larger]):
+        assert not made._can_have_decode_steps(managers)
+    assert made._can_have_decode_steps([manager, manager])
+    for name, value in (
+        ("finished_req_ids_dict", {}),
+        ("num_sampled_tokens_per_step", 0),
+        ("local_prefill_interval", 2),
+    ):
+        before = getattr(made, name, 1)
+        setattr(made, name, value)
+        assert not made._can_have_decode_steps([manager])
+        setattr(made, name, before)
+
+
+def test_only_sources_that_were_compared_are_known(tmp_path, monkeypatch, capsys):
+    """The installed vLLM is known; one with another line in one file is not, and gets its own scheduler with a line."""
+    import importlib.util
+
+    sources = patches.DECODE_STEPS
+    assert sources.known()
+    package = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    for file in sources.files.split():
+        made = tmp_path / sources.folder / file
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.write_bytes((package.parent / sources.folder / file).read_bytes())
+    assert sources.known(tmp_path)
+    for file in sources.files.split():
+        made = tmp_path / sources.folder / file
+        before = made.read_bytes()
+        made.write_bytes(before + b"\n")
+        assert not sources.known(tmp_path)
+        made.write_bytes(before)
+    made.unlink()
+    assert sources.digest(tmp_path) == ""
+    monkeypatch.setattr(options.dist, "get_rank", lambda: 0)
+    assert options.scheduler_options() == {"scheduler_cls": "megatron_grpo.rollout.vllm.decode_steps.scheduler"}
+    assert not capsys.readouterr().out
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(options, "device", lambda: torch.device("cuda", 0))
+        assert options.scheduler_options() == {}
+    monkeypatch.setattr(patches, "DECODE_STEPS", replace(sources, digests={"0.1": "", "0.2": "a"}))
+    assert options.scheduler_options() == {}
+    assert "are tested with vLLM 0.1 and 0.2, and the sources of this version differ" in capsys.readouterr().out
