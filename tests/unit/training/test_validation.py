@@ -331,7 +331,7 @@ REFUSED = {
     f"{DELTA} --transformer-impl transformer_engine --dry-run": "gated_delta_net needs --transformer-impl local",
     DELTA.replace("qwen3_5_text", "qwen3").replace(
         "--rotary-percent 0.25", ""
-    ): "model family qwen3 has attention_output_gate = False",
+    ): "model family qwen3 has apply_layernorm_1p = False",
     DELTA.replace("--attention-output-gate", ""): "model family qwen3_5_text has attention_output_gate = True",
     "--share-prompts": "--share-prompts needs --max-tokens-per-microbatch",
     f"{SHARED} --transformer-impl transformer_engine --dry-run": "--share-prompts needs --transformer-impl local",
