@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_grpo.data.pack import SharedPrompts
 from megatron_grpo.models.norm import rms_norm
+from megatron_grpo.models.param_gather import wait_for_weights
 from megatron_grpo.models.rope import host_offsets
 from megatron_grpo.models.shared_prompts import SharedPack
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
@@ -393,6 +394,7 @@ class GatedDeltaNet(MegatronModule):
         **unused: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (``[t, 1, hidden]``, None) for the tokens of a pack ``[t, 1, hidden]``, as self-attention does."""
+        wait_for_weights(self.conv1d, self.out_norm)
         projected, _ = self.in_proj(hidden_states)
         qkv, gate, b, a = projected.view(len(projected), self.key_heads, -1).split(self.parts, -1)
         if packed_seq_params is not None:

@@ -13,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.models.norm import AllHeadsNorm, RMSNorm, rms_norm
+from megatron_grpo.models.param_gather import wait_for_weights
 from megatron_grpo.models.rope import cosines_and_sines, host_offsets, rotate, rows_of_pack
 
 
@@ -69,6 +70,7 @@ class PackedSelfAttention(SelfAttention):
             heads = torch.cat([queries, keys, heads[:, :, -1:]], 2)
         cos, sin = rotation_of_pack(projected, packed, freqs, self.config, self.pg_collection.cp)
         interleaved = self.config.rotary_interleaved
+        wait_for_weights(self.q_layernorm, self.k_layernorm)
         norms = [
             Norm(norm.weight, norm.eps, norm.zero_centered) if type(norm) is RMSNorm else None
             for norm in (self.q_layernorm, self.k_layernorm)

@@ -219,7 +219,8 @@ LAYOUTS["delta"] = [
     f"CP2 EP2: {BUDGET}",
     f"PP2: {BUDGET} --decoder-first-pipeline-num-layers 1",
     f"PP2 VPP2: {BUDGET} {OVERLAP}",
-    f"DP2: {SHARED} --use-distributed-optimizer",
+    # A bucket has two weights of modules that are not called.
+    f"DP2: {SHARED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 500",
     f"TP1: {BUDGET} --recompute-granularity full",
     f"TP2 SP CP2: {BUDGET}",
     f"CP4: {HYBRID[4]}",

@@ -73,7 +73,11 @@ HYBRID = {
 }
 _SIZES = "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"
 # Keys that vLLM reads, and their only supported values.
-_SUPPORTED = {"attn_output_gate": (True,), "output_gate_type": ("silu", "swish")}
+_SUPPORTED = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("silu", "swish"),
+    "mamba_ssm_dtype": ("float32",),  # of the state
+}
 DEFAULTS = {
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
@@ -134,4 +138,6 @@ def write_hybrid(args: Namespace) -> Config:
     """Return the config.json keys that read_hybrid reads."""
     kinds = [LINEAR if linear else FULL for linear in linear_layers(args)]
     sizes = {size: getattr(args, size) for size in _SIZES.split()}
-    return {**sizes, "head_dim": args.kv_channels, "attention_bias": False, "layer_types": kinds}
+    hybrid = {"head_dim": args.kv_channels, "attention_bias": False, "layer_types": kinds}
+    # vLLM keeps the recurrent state of Qwen3.5 in the dtype of this key, and without it in that of the weights.
+    return {**sizes, **hybrid, "mamba_ssm_dtype": "float32"}
