@@ -25,35 +25,56 @@ trackers below. A row combines all updates since the last row: means, except for
 positions such as `lr` (the last value), seconds and counts (the sum). A metric that was not computed is missing: for
 example, there is no `kl` without a reference model.
 
-## TensorBoard, W&B, SwanLab
+## TensorBoard, W&B, SwanLab, MLflow, trackio
 
     --tensorboard-dir DIR
     --wandb-project P --wandb-exp-name NAME [--wandb-entity TEAM] [--wandb-mode offline]
     --swanlab-project P --swanlab-exp-name NAME [--swanlab-workspace TEAM] [--swanlab-mode offline]
+    --mlflow-project P --mlflow-exp-name NAME
+    --trackio-project P --trackio-exp-name NAME
 
 Rank 0 writes to each tracker that is given; several are possible. TensorBoard is a requirement of this project.
-Install the others with `pip install wandb` or `pip install swanlab`; a run with a missing package fails at start-up.
-Offline runs are stored in `{save}/wandb` and `{save}/swanlog` (or `--wandb-save-dir`, `--swanlab-save-dir`) until
-`wandb sync` or `swanlab sync` uploads them. A resumed run is a new run in W&B and SwanLab, which starts at the update
-after the checkpoint; TensorBoard shows one curve. `--log-completions` adds the logged completions as tables.
+Install the others with `pip install` and their name (`wandb`, `swanlab`, `mlflow`, `trackio`); a run with a missing
+package fails at start-up. Offline runs are stored in `{save}/wandb` and `{save}/swanlog` (or `--wandb-save-dir`,
+`--swanlab-save-dir`) until `wandb sync` or `swanlab sync` uploads them. MLflow writes to `MLFLOW_TRACKING_URI`, trackio
+to `TRACKIO_DIR`. A resumed run continues its run in each of them: `{save}/trackers.json` has its identifiers.
+`--log-completions` adds the logged completions as tables, those of evaluations too.
 
-## Viewing a run
+## Watching a run
+
+    python tools/report.py runs/quickstart/run --serve
+
+opens a page that follows the run at `http://127.0.0.1:8060/SECRET/`, without an account and without a network. It is
+reached from this machine only, by those who have the address; from another machine forward the port first:
+`ssh -L 8060:localhost:8060 HOST`. Give the folders of several runs to compare them. The page has
+
+- what the run does now: phase, tokens so far, a rank that the others wait for; or that it is silent, and since when,
+- **what went wrong, first**: since which update a rule of the table below is broken, with its remedy. A run prints the
+  same lines at its end,
+- curves: drag to zoom (double-click: out), one cursor for all panels, outliers cut off unless you want them, a panel
+  enlarged, as PNG and as CSV. The band has all values, the line their mean,
+- completions of rollouts and of evaluations: equal ones counted, search and filters, **one prompt through time**; each
+  token with the probabilities of engine and trainer, their difference, its advantage, and whether its importance weight
+  was cut. Turns and answers of [environments](environments.md) are folded, images are shown,
+- arguments and environment; of several runs a table of what differs and what each came to.
+
+The address holds the state of the page. `-o` writes the same page as one file of a moment, with the completions of
+`--rollouts` rollouts:
 
     python tools/report.py runs/quickstart/run -o report.html
     python tools/report.py runs/seed11/run runs/seed12/run runs/seed13/run -o comparison.html
 
-The report is one self-contained HTML file: curves with smoothing, seconds by phase, completions with the probability or
-advantage of every token, arguments and environment. For several runs it overlays the curves and marks arguments that
-differ. You can write it while the run continues. `tools/plot_metrics.py` writes an image.
+`tools/plot_metrics.py` writes an image.
 
-![The quickstart at three learning rates](report_compare.png)
+![Two runs of the quickstart, one of them shorter](report_compare.png)
 
-The report reads five files in `--save`, written by rank 0:
+The page reads these files in `--save`, written by rank 0:
 
 - `metrics.jsonl`: the rows of metrics.
+- `status.json`: what the run does now; written once a second.
 - `completions.jsonl`: `--num-completions-to-log` completions of each rollout; half are the first ones, half the best
-  and worst of the rest by advantage. Each has texts, rewards, advantage, and its first 512 tokens with
-  log-probabilities. In the report, the answers of [environments](environments.md) are folded between the turns.
+  and worst of the rest by advantage. Each has texts, rewards, advantage, small images, and its first 512 tokens with
+  log-probabilities: of the engine, and of the trainer if it computes them before the update.
 - `eval_completions.jsonl`: the completions of some held-out prompts, the same ones at every
   [evaluation](evaluate.md#read-the-completions).
 - `args.json`: every argument, without API keys.

@@ -1,100 +1,135 @@
 #!/usr/bin/env python3
-"""Write a report of one run, or a comparison of several runs, as one HTML file without external resources.
+"""Show one run, or several: a page that follows running jobs, or one HTML file without external resources.
 
+    python tools/report.py RUN_DIR [RUN_DIR ...] --serve [PORT]
     python tools/report.py RUN_DIR [RUN_DIR ...] -o report.html [--rollouts N]
 
-RUN_DIR is the --save directory of a finished or running run. The report has the curves of all logged metrics, the
-seconds of each phase, the device's time in the phases of a profile (--profile), completions with the probability or
-advantage of each token, completions of held-out prompts over time, arguments (differences between the runs are marked),
-and the environment. tools/report/ has the template of the page.
+RUN_DIR is the --save directory of a run. The page has what the run does now, what went wrong, curves of all logged
+metrics, the seconds of each phase, the device's time in the phases of a profile (--profile), completions of rollouts
+and of evaluations with the probabilities and the advantage of each token, arguments (differences between the runs are
+marked), and the environment. --serve opens it on this machine only, under an address that holds a secret; from another
+machine: ssh -L PORT:localhost:PORT HOST. tools/report/ has the template and the scripts of the page.
 """
 
 import argparse
+import base64
 import datetime
+import hashlib
 import json
 import math
+import secrets
 import string
 import sys
+import threading
+import time
+from collections.abc import Sequence
 from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron_grpo.observability.findings import findings
 from megatron_grpo.observability.metric_guide import METRICS, TITLES, documented, heading, remedy
-from megatron_grpo.observability.run_folder import PROFILE_COLUMNS, Record, Run, labels, read_record
+from megatron_grpo.observability.run_folder import PROFILE_COLUMNS, Record, SampleFile, labels, read_record
+from megatron_grpo.observability.run_status import read_status, state_in_words
 from megatron_grpo.utils.errors import GrpoError
 
 PAGE = Path(__file__).resolve().parent / "report"
-PHASES = ("rollout", "update", "scoring", "logprobs", "sync", "offload", "eval", "save")  # from the bottom up
+SCRIPTS = "vendor/uPlot.iife.min.js", "curves.js", "completions.js", "script.js"
+PORT = 8060
+MOST_FOUND = 100  # completions that a search returns
+Cursor = tuple[int, int, int, int]  # generation, rows, completions and held-out ones that a page has
 
 
-# ---- data of the script
+# ---- data of the scripts
 
 
-def drawn(records: list[Record], num_rollouts: int) -> dict[str, Any]:
-    """Return the data of tools/report/script.js: runs by column, sections of metrics, their meanings, rollouts."""
-    runs = [{"label": record.run.label} | columns(record.run.rows) for record in records]
-    for run, record in zip(runs, records, strict=True):
-        kept = evenly(sorted({sample["iteration"] for sample in record.completions}), num_rollouts)
-        run["completions"] = [sample for sample in record.completions if sample["iteration"] in kept]
-    logged = dict.fromkeys(name for run in runs for name in run["metrics"])
-    order = {name: place for place, name in enumerate(METRICS)}
-    names = sorted(logged, key=lambda name: order.get(documented(name), len(order)))
-    shown = {name for run in runs for name in run["phases"]["seconds"]}
-    return {
-        "runs": runs,
-        "sections": [section for title in TITLES if (section := _section(title, names, runs))],
-        "meanings": {name: (METRICS[known], remedy(known)) for name in names if (known := documented(name))},
-        "phases": [*PHASES, *sorted(shown - {*PHASES, "rest"})],
-        "rollouts": sorted({sample["iteration"] for run in runs for sample in run["completions"]}),
-    }
+def part(record: Record, cursor: Cursor | None, num_rollouts: int) -> dict[str, Any]:
+    """Return what a page that has read up to ``cursor`` lacks of a run; all for None or another generation.
 
-
-def columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the columns of a run: metrics by name (None where missing), values of the x axis, and seconds by phase.
-
-    The values of the x axis are updates, tokens and minutes.
+    Of completions all iterations are told, and those of ``num_rollouts`` rollouts are in it; later only the newest.
     """
-    names = list(dict.fromkeys(name for row in rows for name in row if name != "iteration"))
-    tokens, minutes = [0.0], [0.0]  # cumulative
-    for row in rows:
-        tokens.append(_rounded(row.get("tokens/total")) or tokens[-1])
-        minutes.append(minutes[-1] + (_rounded(row.get("time/step")) or 0.0) / 60)
-    return {
-        "x": {"iteration": [row["iteration"] for row in rows], "tokens": tokens[1:], "minutes": minutes[1:]},
-        "metrics": {name: [_rounded(row.get(name)) for row in rows] for name in names},
-        "phases": phase_seconds(rows),
-    }
-
-
-def phase_seconds(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the seconds of each phase of the updates, from the bottom of the bars up; ``rest`` is in no phase."""
-    timed = [row for row in rows if row["iteration"] > 0 and _rounded(row.get("time/step")) is not None]
-    found = {name[5:] for row in timed for name in row if name.startswith("time/")} - {"step"}
-    seconds = {
-        phase: [_rounded(row.get(f"time/{phase}")) or 0.0 for row in timed]
-        for phase in (*PHASES, *sorted(found - {*PHASES}))
-        if phase in found
-    }
-    steps = [row["time/step"] for row in timed]
-    seconds["rest"] = [
-        _rounded(max(0.0, step - sum(parts))) or 0.0 for step, *parts in zip(steps, *seconds.values(), strict=True)
+    whole = cursor is None or cursor[0] != record.generation
+    _, rows, *taken = (0, 0, 0, 0) if cursor is None or whole else cursor
+    last = record.rows[-1]["iteration"] if record.rows else 0
+    total = record.args.get("train_iters")
+    total = total if isinstance(total, int) else None
+    shown = part_of_rows(record.rows, rows) | {"whole": whole, "label": record.label, "total": total}
+    shown["cursor"] = [
+        record.generation,
+        len(record.rows),
+        *(len(f.places) for f in (record.completions, record.held_out)),
     ]
-    return {"iteration": [row["iteration"] for row in timed], "seconds": seconds}
+    for name, file, begin in zip(
+        ("completions", "held_out"), (record.completions, record.held_out), taken, strict=True
+    ):
+        shown[name] = part_of_samples(file, begin, num_rollouts)
+    shown["damaged"] = record.damaged[:20]
+    try:
+        age = time.time() - record.metrics.file.stat().st_mtime
+    except OSError:
+        age = 0.0
+    shown["status"] = state_in_words(read_status(record.directory), last, total, age)
+    if whole or len(record.rows) > rows:
+        shown["findings"] = [one.as_json() for one in findings(record.rows)]
+    return shown
 
 
-def _section(title: str, names: list[str], runs: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the metrics of a heading: those with a curve, and those with one constant value in all runs."""
-    drawn, constants = [], []
-    for name in names:
-        if heading(name) == title:
-            values = {v for run in runs for v in run["metrics"].get(name, []) if v is not None}
-            if len(values) > 1:
-                drawn.append(name)
-            elif values:
-                constants.append([name, values.pop()])
-    return {"title": title, "names": drawn, "constants": constants} if drawn or constants else None
+def part_of_rows(rows: Sequence[dict[str, Any]], begin: int) -> dict[str, Any]:
+    """Return the columns of ``rows[begin:]``: metrics by name (None where missing), and values of the x axis.
+
+    The values of the x axis are updates, tokens and minutes, both since the start of the run. ``guide`` has heading,
+    meaning and remedy of each metric, in the order of the page.
+    """
+    new = rows[begin:]
+    found = dict.fromkeys(name for row in new for name in row if name != "iteration")
+    order: dict[str | None, int] = {name: place for place, name in enumerate(METRICS)}
+    names = sorted(found, key=lambda name: order.get(documented(name), len(order)))
+    tokens, minutes, sums = 0.0, 0.0, []
+    for row in rows:
+        tokens = _rounded(row.get("tokens/total")) or tokens
+        minutes += (_rounded(row.get("time/step")) or 0.0) / 60
+        sums.append((tokens, minutes))
+    return {
+        "x": {
+            "iteration": [row["iteration"] for row in new],
+            "tokens": [tokens for tokens, _ in sums[begin:]],
+            "minutes": [_rounded(minutes) for _, minutes in sums[begin:]],
+        },
+        "metrics": {name: [_rounded(row.get(name)) for row in new] for name in names},
+        "guide": [
+            [name, heading(name), METRICS.get(documented(name) or "", ""), remedy(documented(name) or "")]
+            for name in names
+        ],
+    }
+
+
+def part_of_samples(file: SampleFile, begin: int, num_rollouts: int) -> dict[str, Any]:
+    """Return iterations and (file, row) of the samples from ``begin`` on, and some of these samples whole."""
+    new = range(begin, len(file.places))
+    iterations = list(dict.fromkeys(file.places[number][1] for number in new))
+    kept = evenly(iterations, num_rollouts) if begin == 0 else set(iterations[-1:])
+    prompts = dict.fromkeys(file.places[number][2:] for number in new) if file.file.name.startswith("eval") else {}
+    return {
+        "iterations": iterations,
+        "prompts": list(prompts),
+        "samples": file.samples(number for number in new if file.places[number][1] in kept),
+    }
+
+
+def asked(file: SampleFile, query: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the samples of an iteration, of a prompt (file and row) or with a text."""
+    if "text" in query:
+        return file.with_text(query["text"], MOST_FOUND)
+    if "iteration" in query:
+        numbers = [i for i, place in enumerate(file.places) if place[1] == int(query["iteration"])]
+    else:
+        wanted = query.get("file", ""), int(query["row"])
+        numbers = [i for i, place in enumerate(file.places) if place[2:] == wanted]
+        numbers = sorted(evenly(numbers, 5 * MOST_FOUND))
+    return file.samples(numbers[: 5 * MOST_FOUND])
 
 
 def evenly(values: list[int], count: int) -> set[int]:
@@ -110,51 +145,6 @@ def _rounded(value: float | None) -> float | None:
 
 
 # ---- static HTML
-
-
-def card(record: Record, number: int) -> str:
-    """Return the summary card of a run."""
-    run = record.run
-    done, wanted = run.rows[-1]["iteration"], record.args.get("train_iters")
-    seconds = sum(row.get("time/step") or 0.0 for row in run.rows)
-    facts = [f"{done} of {wanted} updates", _duration(seconds), str(record.environment.get("device", ""))]
-    figures = [("Training reward", _start_and_end(run, "reward/mean", 0.1))]
-    figures += [
-        (f"Held-out {kind}", _start_and_end(run, f"eval/{kind}_accuracy", 0.0)) for kind in ("greedy", "sampled")
-    ]
-    figures += [
-        ("Entropy, nats", _start_and_end(run, "entropy", 0.1)),
-        ("Length, tokens", _start_and_end(run, "completion/length_mean", 0.1)),
-    ]
-    rates, gaps = run.series("perf/tokens_per_second")[1], run.series("mismatch/mean_abs")[1]
-    figures.append(("Tokens per second", f"{median(rates):,.0f}" if rates else None))
-    figures.append(("Largest engine gap", f"{max(gaps):.1e}" if gaps else None))
-    failures = sum(run.series("reward/failures")[1])
-    figures.append(("Failed rewards", f"{failures:.0f}" if failures else None))
-    terms = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures if value)
-    return (
-        f'<article class="card" style="--own: var(--colour-{number % 8})"><h3>{escape(run.label)}</h3>'
-        f"<p>{escape(' · '.join(filter(None, facts)))}</p><dl>{terms}</dl></article>"
-    )
-
-
-def _start_and_end(run: Run, name: str, share: float) -> str | None:
-    """Return a metric at the start and at the end of a run, as means over ``share`` of its values (at least one)."""
-    values = run.series(name)[1]
-    if not values:
-        return None
-    count = max(1, round(len(values) * share))
-    return f"{fmean(values[:count]):.3g} → {fmean(values[-count:]):.3g}"
-
-
-def _duration(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 def table(names: list[str], values: list[dict[str, Any]], runs: list[str]) -> str:
@@ -184,7 +174,7 @@ def _text(value: Any) -> str:
 def configuration(records: list[Record]) -> str:
     """Return the arguments: first the different and the given ones, then the others, folded."""
     values = [record.args for record in records]
-    runs = [record.run.label for record in records]
+    runs = [record.label for record in records]
     names = sorted({name for of_run in values for name in of_run})
     given = {name for record in records for name in record.environment["given"]}
     first = sorted((n for n in names if differs(n, values) or n in given), key=lambda n: (not differs(n, values), n))
@@ -209,7 +199,7 @@ def environment(records: list[Record]) -> str:
         packages = record.environment.get("packages")
         values.append(flat | (packages if isinstance(packages, dict) else {}))
     names = list(dict.fromkeys(name for of_run in values for name in of_run))
-    return table(names, values, [record.run.label for record in records])
+    return table(names, values, [record.label for record in records])
 
 
 def profiles(records: list[Record]) -> str:
@@ -219,7 +209,7 @@ def profiles(records: list[Record]) -> str:
     for record in records:
         for profile in record.profiles:
             first, last = profile["updates"]
-            title = f"{record.run.label}, rank {profile['rank']}, updates {first} to {last}"
+            title = f"{record.label}, rank {profile['rank']}, updates {first} to {last}"
             body = []
             for phase in profile["phases"]:
                 values = (phase[name] for name in PROFILE_COLUMNS)
@@ -239,91 +229,156 @@ def profiles(records: list[Record]) -> str:
     return f'<section>\n<h2>Profile</h2>\n<p class="note">{note}</p>\n' + "\n".join(tables) + "\n</section>"
 
 
-def held_out(records: list[Record], num_rollouts: int) -> str:
-    """Return a folded table of completions for each logged held-out prompt, by update; nothing if there is none."""
-    folded = []
-    for record in records:
-        kept = evenly(sorted({sample["iteration"] for sample in record.held_out}), num_rollouts)
-        prompts: dict[tuple[str, int], list[dict[str, Any]]] = {}
-        for sample in record.held_out:
-            if sample["iteration"] in kept:
-                prompts.setdefault((sample["file"], sample["row"]), []).append(sample)
-        for (file, row), samples in prompts.items():
-            title = f"{record.run.label}: " * (len(records) > 1) + f"{file}, row {row}: {samples[0]['prompt'][-120:]}"
-            folded.append(
-                f"<details><summary>{escape(title)}</summary>"
-                f'<div class="tokens prompt">{escape(samples[0]["prompt"])}</div>'
-                '<div class="table"><table><thead><tr><th>update</th><th>rewards</th><th>length</th><th>completion</th>'
-                f"</tr></thead><tbody>\n{_held_out_rows(samples)}</tbody></table></div></details>"
-            )
-    if not folded:
-        return ""
-    note = "The same prompts at every evaluation."
-    return (
-        f'<section>\n<h2>Held-out completions</h2>\n<p class="note">{note}</p>\n' + "\n".join(folded) + "\n</section>"
-    )
-
-
-def _held_out_rows(samples: list[dict[str, Any]]) -> str:
-    rows = []
-    for sample in samples:
-        rewards = ", ".join(
-            f"{name} {'not scored' if value is None else format(value, '.3g')}"
-            for name, value in sample["rewards"].items()
-        )
-        cells = (rewards, f"{sample['length']}, {sample['finish_reason']}")
-        rows.append(
-            f"<tr><th>{sample['iteration']} {escape(sample['kind'])}</th>"
-            + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-            + f'<td class="tokens">{escape(sample["completion"])}</td></tr>\n'
-        )
-    return "".join(rows)
-
-
 def _figure(value: float | None) -> str:
     return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
 
 
-def page(records: list[Record], num_rollouts: int) -> str:
-    """Return the whole file.
+def page(records: list[Record], num_rollouts: int, live: bool = False) -> str:
+    """Return the whole page; ``live``: one that asks its server for what is new.
 
-    Data is inserted as JSON without ``<``, all other text is escaped: neither can contain markup.
+    Data is inserted as JSON without ``<``, all other text is escaped: neither can contain markup. The page allows no
+    script but its own.
     """
-    runs = [record.run.label for record in records]
-    data = json.dumps(drawn(records, num_rollouts), allow_nan=False, separators=(",", ":"))
+    runs = [record.label for record in records]
+    content = {"live": live, "titles": TITLES, "runs": [part(record, None, num_rollouts) for record in records]}
+    data = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    script = "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style = [(PAGE / name).read_text(encoding="utf-8") for name in ("vendor/uPlot.min.css", "style.css")]
+    written = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return string.Template((PAGE / "page.html").read_text(encoding="utf-8")).substitute(
         title=escape(runs[0] if len(runs) == 1 else f"{len(runs)} runs compared"),
-        style=(PAGE / "style.css").read_text(encoding="utf-8"),
-        script=(PAGE / "script.js").read_text(encoding="utf-8"),
-        summary="\n".join(card(record, number) for number, record in enumerate(records)),
+        connect="'self'" if live else "'none'",
+        hash=base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode(),
+        style="\n".join(style),
+        script=script,
         profiles=profiles(records),
-        held_out=held_out(records, num_rollouts),
         configuration=configuration(records),
         environment=environment(records),
-        written=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        written="Follows the run" if live else f"Written on {written}",
         data=data.replace("<", "\\u003c").replace("&", "\\u0026"),
     )
 
 
+# ---- server
+
+
+def server(records: list[Record], num_rollouts: int, port: int, token: str) -> ThreadingHTTPServer:
+    """Return the server of a live page at http://127.0.0.1:``port``/``token``/; GrpoError if the port is in use.
+
+    ``/token/poll`` answers with what is new, ``/token/samples`` with completions. Others get nothing.
+    """
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            given, _, name = url.path.lstrip("/").partition("/")
+            query = {key: values[-1] for key, values in parse_qs(url.query, keep_blank_values=True).items()}
+            if not secrets.compare_digest(given.encode("utf-8", "replace"), token.encode()):
+                return self._answer(403, "text/plain", "The address lacks the secret that report.py has printed.")
+            try:
+                with lock:
+                    kind, text = self._content(name, query)
+            except (KeyError, ValueError, IndexError) as error:
+                return self._answer(400, "text/plain", f"not understood: {error!r}")
+            return self._answer(200, kind, text)
+
+        def _content(self, name: str, query: dict[str, str]) -> tuple[str, str]:
+            if name == "samples":
+                record = records[int(query["run"])]
+                found = asked(record.held_out if query["table"] == "held_out" else record.completions, query)
+                return "application/json", json.dumps(found)
+            if name not in ("", "poll"):
+                raise KeyError(name)
+            for record in records:
+                record.read()
+            if name == "":
+                return "text/html", page(records, num_rollouts, live=True)
+            cursors = []
+            for text in query["cursors"].split(";"):
+                generation, rows, completions, held_out = map(int, text.split(","))
+                cursors.append((generation, rows, completions, held_out))
+            return "application/json", json.dumps(
+                [part(record, cursor, num_rollouts) for record, cursor in zip(records, cursors, strict=True)],
+                allow_nan=False,
+            )
+
+        def _answer(self, code: int, kind: str, text: str) -> None:
+            body = text.encode("utf-8", "replace")  # UTF-8 cannot encode a lone surrogate
+            self.send_response(code)
+            headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+            headers |= {
+                "Cache-Control": "no-store",
+                "X-Content-Type-Options": "nosniff",
+                "Referrer-Policy": "no-referrer",
+            }
+            for header in headers.items():
+                self.send_header(*header)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: Any) -> None:
+            """Print nothing for each request."""
+
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError as error:
+        raise GrpoError(f"--serve {port}: {error.strerror}; give another port, or 0 for any free one") from error
+
+
+def serve(records: list[Record], num_rollouts: int, port: int) -> None:
+    """Serve the page until Ctrl-C."""
+    token = secrets.token_urlsafe(16)
+    served = server(records, num_rollouts, port, token)
+    port = served.server_address[1]
+    print(
+        f"http://127.0.0.1:{port}/{token}/  (from another machine first: ssh -L {port}:localhost:{port} HOST)",
+        flush=True,
+    )
+    try:
+        served.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        served.server_close()
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Read the runs, write the report, and return the exit code."""
+    """Read the runs, write or serve the page, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", type=Path, help="a run's --save directory")
-    parser.add_argument("-o", "--output", required=True, type=Path, metavar="FILE", help="the HTML file")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("-o", "--output", type=Path, metavar="FILE", help="write this HTML file")
+    what.add_argument(
+        "--serve",
+        type=int,
+        nargs="?",
+        const=PORT,
+        metavar="PORT",
+        help=f"serve a page that follows the runs, on this machine only [port {PORT}]",
+    )
     parser.add_argument(
         "--rollouts",
         type=int,
         default=30,
         metavar="N",
-        help="rollouts per run with completions in the report [30]",
+        help="rollouts per run with completions in the page; a served page reads the others when they are needed [30]",
     )
     args = parser.parse_args(argv)
     try:
         if args.rollouts < 1:
             raise GrpoError(f"--rollouts {args.rollouts} must be at least 1")
+        if args.serve is not None and not 0 <= args.serve < 65536:
+            raise GrpoError(f"--serve {args.serve} is no port: give one from 0 to 65535")
         names = labels(args.runs) if len(args.runs) > 1 else ["/".join(args.runs[0].resolve().parts[-2:])]
-        records = [read_record(path, name) for path, name in zip(args.runs, names, strict=True)]
-        text = page(records, args.rollouts)
+        runs = list(zip(args.runs, names, strict=True))
+        if args.serve is not None:
+            for path, _ in runs:
+                if not path.is_dir():
+                    raise GrpoError(f"{path} is no folder: give the --save directory of a run that has begun")
+            serve([Record(path, name) for path, name in runs], args.rollouts, args.serve)
+            return 0
+        text = page([read_record(path, name) for path, name in runs], args.rollouts)
         try:
             args.output.write_text(text, encoding="utf-8", errors="replace")  # UTF-8 cannot encode a lone surrogate
         except OSError as error:

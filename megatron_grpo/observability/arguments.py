@@ -51,6 +51,10 @@ TRACKERS: tuple[FlagRow, ...] = (
         None,
         "offline: store the run on this machine; upload it with swanlab sync",
     ),
+    ("--mlflow-project", str, None, "MLflow experiment, at MLFLOW_TRACKING_URI"),
+    ("--mlflow-exp-name", str, None, "MLflow run name"),
+    ("--trackio-project", str, None, "trackio project, in TRACKIO_DIR"),
+    ("--trackio-exp-name", str, None, "trackio run name; an identifier is added"),
     ("--log-completions", bool, False, "also write the logged completions to the trackers, as tables"),
 )
 
@@ -85,7 +89,13 @@ WATCHDOG: tuple[FlagRow, ...] = (
     ),
 )
 
-PACKAGES = ("wandb", "swanlab")
+# By package: flags beside --{package}-project and --{package}-exp-name.
+PACKAGES = {
+    "wandb": ("mode", "save_dir", "entity"),
+    "swanlab": ("mode", "save_dir", "workspace"),
+    "mlflow": (),
+    "trackio": (),
+}
 
 
 def check_logging(args: Namespace) -> None:
@@ -112,13 +122,15 @@ def check_trackers(args: Namespace) -> None:
 
     A dry run does not check packages.
     """
-    for package in PACKAGES:
-        for name in ("exp_name", "mode", "save_dir", "entity" if package == "wandb" else "workspace"):
+    for package, others in PACKAGES.items():
+        for name in ("exp_name", *others):
             needs(args, f"{package}_{name}", f"{package}_project", "every run is in a project")
-    if args.log_completions and not (args.tensorboard_dir or args.wandb_project or args.swanlab_project):
+    if args.log_completions and not (
+        args.tensorboard_dir or any(getattr(args, f"{name}_project") for name in PACKAGES)
+    ):
         raise GrpoError(
-            "--log-completions needs --tensorboard-dir, --wandb-project or --swanlab-project: it writes tables "
-            "there. {save}/completions.jsonl does not need the flag"
+            "--log-completions needs --tensorboard-dir, --wandb-project, --swanlab-project, --mlflow-project or "
+            "--trackio-project: it writes tables there. {save}/completions.jsonl does not need the flag"
         )
     if args.log_completions and args.num_completions_to_log == 0:
         raise GrpoError("--log-completions writes --num-completions-to-log completions, and that is 0: raise it")

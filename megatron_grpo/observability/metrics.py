@@ -26,8 +26,11 @@ import torch
 from tqdm import tqdm
 
 from megatron_grpo.estimate.throughput import peak_tflops, rates
+from megatron_grpo.observability import findings
 from megatron_grpo.observability.metric_guide import check_names
 from megatron_grpo.observability.profiling import PHASE
+from megatron_grpo.observability.run_folder import read_lines
+from megatron_grpo.observability.run_status import StatusFile
 from megatron_grpo.observability.trackers import TABLES, build_trackers, completion_table
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.utils import progress
@@ -119,6 +122,9 @@ class MetricsLogger:
         self.recent: deque[tuple[int, float]] = deque(maxlen=20)  # (updates, seconds) of the last rows, for the ETA
         self.written = start_iteration  # update of the last row
         self.bar: Any = None  # tqdm's, while this logger is active
+        self.judged: list[dict] = []  # what findings read of the rows so far
+        self.rollout: dict[str, Any] | None = None  # progress of the rollout under way, for status.json
+        self.status: StatusFile | None = None
         if not self.active:
             return
         if args.save:
@@ -128,6 +134,8 @@ class MetricsLogger:
                 if damaged := truncate_after(path, start_iteration):
                     print_rank_0(f"{path}: {damaged} damaged lines left out")
             self.open_files()
+            self.judged = [_judged(row) for row in read_lines(Path(args.save, "metrics.jsonl"))]
+            self.status = StatusFile(Path(args.save), self._status)
         self.trackers = build_trackers(args, start_iteration)
         # disable=None: no bar if the output is not a terminal.
         self.bar = tqdm(
@@ -162,8 +170,14 @@ class MetricsLogger:
         if iteration == self.total:
             self.bar.close()  # the lines that follow, of the save and the export, start in its place
 
+    def _status(self) -> dict[str, Any]:
+        """Return the fields of status.json that this logger knows."""
+        return {"update": self.iteration, "total": self.total, "rollout": self.rollout}
+
     def show_phase(self, phase: str) -> None:
         """Show in the progress bar what the run does now."""
+        if phase not in ("rollout", "eval"):
+            self.rollout = None
         if self.active and not self.bar.disable:
             self.bar.set_postfix_str(phase)
 
@@ -175,15 +189,20 @@ class MetricsLogger:
         """
         if not self.active:
             return lambda completions, under_way: None
-        began = shown = time.monotonic()
+        began = shown = counted = time.monotonic()
 
         def show(completions: Sequence[Completion], under_way: int) -> None:
-            nonlocal shown
+            nonlocal shown, counted
             now = time.monotonic()
-            if now - shown < (SECONDS_BETWEEN_LINES if self.bar.disable else SECONDS_BETWEEN_DRAWS):
+            if now - counted < SECONDS_BETWEEN_DRAWS:
+                return
+            counted = now
+            tokens = sum(len(completion.token_ids) for completion in completions)
+            self.rollout = {"finished": len(completions), "running": under_way, "tokens": tokens}
+            self.rollout |= {"replicas": num_replicas, "seconds": round(now - began, 1)}
+            if self.bar.disable and now - shown < SECONDS_BETWEEN_LINES:
                 return
             shown = now
-            tokens = sum(len(completion.token_ids) for completion in completions)
             text = f"rollout {len(completions)}/{len(completions) + under_way}"
             text += f" of replica 1/{num_replicas}" if num_replicas > 1 else ""
             text += f", {tokens / (now - began):,.0f} tokens/s"
@@ -218,8 +237,12 @@ class MetricsLogger:
         self._to_trackers("flush")
 
     def close(self) -> None:
-        """Flush and close; further calls are errors."""
+        """Flush and close; print the findings of the run; further calls are errors."""
         self.flush()
+        for line in findings.lines(findings.findings(self.judged)):
+            print_rank_0(line)
+        if self.status is not None:
+            self.status.close("finished" if self.iteration >= self.total else "stopped")
         for name, file in self.files.items():
             with self._file_errors(name):
                 file.close()
@@ -233,6 +256,7 @@ class MetricsLogger:
         row = aggregate(self.interval)
         row |= rates(row, self.args.world_size, self.peak_tflops, self.args.include_performance_metrics)
         self.interval = []
+        self.judged.append(_judged(without_nan({"iteration": self.iteration} | row)))
         if "metrics.jsonl" in self.files:
             self._append("metrics.jsonl", {"iteration": self.iteration} | row)
         remaining, with_kl = self._remaining_seconds(row), self.args.beta > 0
@@ -292,6 +316,11 @@ class MetricsLogger:
             if name not in self.failing:
                 self.failing.add(name)
                 print_rank_0(f"{message}; its rows are written when that is possible again")
+
+
+def _judged(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what findings read of a row: a run of 10,000 updates holds this much."""
+    return {name: value for name, value in row.items() if name == "iteration" or findings.wanted(name)}
 
 
 def aggregate(updates: list[dict[str, float]]) -> dict[str, float]:

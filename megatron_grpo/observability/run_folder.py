@@ -1,7 +1,9 @@
 """Reader of the files that a run has written to ``--save``. This module does not import torch."""
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,40 +38,164 @@ class Run:
         return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-@dataclass(frozen=True)
-class Record:
-    """Content of a run's folder."""
-
-    run: Run
-    completions: list[dict[str, Any]]
-    held_out: list[dict[str, Any]]  # completions of evaluations; none of a run without them
-    args: dict[str, Any]
-    environment: dict[str, Any]
-    profiles: list[dict[str, Any]]  # rank{R}.phases.json of each rank with --profile --use-pytorch-profiler
-
-
-def read_record(directory: Path, label: str) -> Record:
+def read_record(directory: Path, label: str) -> "Record":
     """Read the files of a run's folder; raise GrpoError, which names the file, if one is missing or damaged."""
-    metrics, completions, environment = (
-        directory / name for name in ("metrics.jsonl", "completions.jsonl", "environment.json")
-    )
-    run, samples, where = read_run(metrics, label), read_lines(completions), read_object(environment)
-    for number, row in enumerate(run.rows, 1):
-        for name, value in row.items():
-            if not _numbers([value]):
-                raise GrpoError(f"{metrics}:{number}: {name} is {value!r}, which is not a number")
-    for number, sample in enumerate(samples, 1):
-        if wrong := wrong_field(sample):
-            raise GrpoError(f"{completions}:{number}: {wrong!r} is missing or has the wrong type")
-    if not isinstance(where.get("given"), list):
-        raise GrpoError(f"{environment} has no list 'given': is it the environment.json of a run?")
-    profiles = [read_profile(file) for file in sorted(directory.glob("profile/rank*.phases.json"))]
-    evaluations = directory / "eval_completions.jsonl"
-    held_out = read_lines(evaluations) if evaluations.exists() else []
-    for number, sample in enumerate(held_out, 1):
-        if wrong := _wrong_kind(sample, TEXTS | {"file": str, "kind": str}) or _wrong_rewards(sample):
-            raise GrpoError(f"{evaluations}:{number}: {wrong!r} is missing or has the wrong type")
-    return Record(run, samples, held_out, read_object(directory / "args.json"), where, profiles)
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        if not (directory / name).exists():
+            raise GrpoError(f"{directory / name} cannot be read: give the --save directory of a run")
+    record = Record(directory, label)
+    record.read()
+    if record.damaged:
+        raise GrpoError(record.damaged[0])
+    if not record.rows:
+        raise GrpoError(f"{directory / 'metrics.jsonl'} is empty: the run has not finished its first update")
+    return record
+
+
+class GrowingFile:
+    """A JSON-lines file that a run appends to.
+
+    ``check`` returns what is wrong with a row, or None. Such rows, and lines that are no rows, are left out;
+    ``damaged`` has a sentence for each. Bytes that are not UTF-8 are read as U+FFFD.
+    """
+
+    def __init__(self, file: Path, check: Callable[[dict[str, Any]], str | None]):
+        self.file, self.check = file, check
+        self.restart()
+
+    def restart(self) -> None:
+        """Read the file from its beginning again."""
+        self.offset = self.lines = 0
+        self.inode: int | None = None
+        self.damaged: list[str] = []
+
+    def replaced(self) -> bool:
+        """Return whether the file is another one than before: a resumed run has written it anew."""
+        try:
+            found = self.file.stat()
+        except OSError:
+            return self.inode is not None
+        return self.inode is not None and (found.st_ino != self.inode or found.st_size < self.offset)
+
+    def new_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield each row since the last call, and where its line begins; not a last line that is being written."""
+        try:
+            file = open(self.file, "rb")  # noqa: SIM115
+        except FileNotFoundError:
+            return
+        with file:
+            self.inode = os.fstat(file.fileno()).st_ino
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                start, self.offset, self.lines = self.offset, self.offset + len(line), self.lines + 1
+                where = f"{self.file}:{self.lines}"
+                try:
+                    row = parsed(line[:-1].decode("utf-8", "replace"), where, self.file.name)
+                except GrpoError as error:
+                    self.damaged.append(str(error))
+                    continue
+                if wrong := self.check(row):
+                    self.damaged.append(f"{where}: {wrong}")
+                else:
+                    yield start, row
+
+
+class SampleFile(GrowingFile):
+    """A file of completions, of which only places are kept: a long run has gigabytes of them."""
+
+    def restart(self) -> None:
+        """Read the file from its beginning again."""
+        super().restart()
+        self.places: list[tuple[int, int, str, int]] = []  # of each sample: start of its line, iteration, file, row
+
+    def read(self) -> None:
+        """Take the places of the new rows."""
+        for start, row in self.new_rows():
+            self.places.append((start, row["iteration"], row.get("file", ""), row["row"]))
+
+    def iterations(self) -> list[int]:
+        """Return the iterations of the samples, each once."""
+        return list(dict.fromkeys(iteration for _, iteration, _, _ in self.places))
+
+    def samples(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
+        """Return the rows with these numbers, with ``id``, the number."""
+        found = []
+        with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:
+            for number in numbers:
+                file.seek(self.places[number][0])
+                found.append(json.loads(file.readline().decode("utf-8", "replace")) | {"id": number})
+        return found
+
+    def with_text(self, text: str, most: int) -> list[dict[str, Any]]:
+        """Return the newest rows, at most ``most``, whose prompt or completion has the text, in any case."""
+        found, text = list[dict[str, Any]](), text.lower()
+        for number in reversed(range(len(self.places))):
+            (sample,) = self.samples([number])
+            if text in sample["prompt"].lower() or text in sample["completion"].lower():
+                found.append(sample)
+                if len(found) == most:
+                    break
+        return found[::-1]
+
+
+class Record:
+    """Content of a run's folder. `read` takes what the run has written since the last call.
+
+    ``generation`` grows when the run is another one than before: resumed, or begun anew.
+    """
+
+    def __init__(self, directory: Path, label: str):
+        self.directory, self.label, self.generation = directory, label, 0
+        self.metrics = GrowingFile(directory / "metrics.jsonl", _not_a_number)
+        self.completions = SampleFile(directory / "completions.jsonl", _in_words(wrong_field))
+        self.held_out = SampleFile(directory / "eval_completions.jsonl", _in_words(wrong_held_out))
+        self.rows: list[dict[str, Any]] = []
+        self.damaged: list[str] = []
+        self.args: dict[str, Any] = {}
+        self.environment: dict[str, Any] = {"given": []}
+        self.profiles: list[dict[str, Any]] = []  # rank{R}.phases.json of each rank with --use-pytorch-profiler
+
+    def read(self) -> bool:
+        """Take new rows, and the other files whole; return whether there are new rows. ``damaged``: what was wrong."""
+        files = self.metrics, self.completions, self.held_out
+        if any(file.replaced() for file in files):
+            self.generation += 1
+            self.rows = []
+            for file in files:
+                file.restart()
+        before = len(self.rows)
+        self.rows += [row for _, row in self.metrics.new_rows()]
+        self.completions.read()
+        self.held_out.read()
+        self.damaged = [text for file in files for text in file.damaged]
+        if not self.args or len(self.rows) != before:
+            self._read_others()
+        return len(self.rows) != before
+
+    def _read_others(self) -> None:
+        try:
+            self.args = read_object(self.directory / "args.json")
+            file = self.directory / "environment.json"
+            environment = read_object(file)
+            if not isinstance(environment.get("given"), list):
+                raise GrpoError(f"{file} has no list 'given': is it the environment.json of a run?")
+            self.environment = environment
+            self.profiles = [read_profile(file) for file in sorted(self.directory.glob("profile/rank*.phases.json"))]
+        except GrpoError as error:
+            self.damaged.append(str(error))
+
+
+def _not_a_number(row: dict[str, Any]) -> str | None:
+    return next((f"{name} is {v!r}, which is not a number" for name, v in row.items() if not _numbers([v])), None)
+
+
+def _in_words(wrong: Callable[[dict[str, Any]], str | None]) -> Callable[[dict[str, Any]], str | None]:
+    def check(sample: dict[str, Any]) -> str | None:
+        return f"{name!r} is missing or has the wrong type" if (name := wrong(sample)) else None
+
+    return check
 
 
 def read_profile(file: Path) -> dict[str, Any]:
@@ -94,7 +220,7 @@ def wrong_field(sample: dict[str, Any]) -> str | None:
     tokens = sample.get("tokens")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         return "tokens"
-    for name in ("log_probs", "token_advantages"):
+    for name in ("log_probs", "token_advantages", "rollout_log_probs", "response_mask", "clipped"):
         values = sample.get(name) if name in sample or name == "log_probs" else [0.0] * len(tokens)
         if not isinstance(values, list) or len(values) != len(tokens) or not _numbers(values):
             return name
@@ -102,6 +228,11 @@ def wrong_field(sample: dict[str, Any]) -> str | None:
         return wrong
     advantage = sample.get("advantage")
     return None if advantage is not None and _numbers([advantage]) else "advantage"
+
+
+def wrong_held_out(sample: dict[str, Any]) -> str | None:
+    """Return the first field of a row of eval_completions.jsonl that the log would not write."""
+    return _wrong_kind(sample, TEXTS | {"file": str, "kind": str}) or _wrong_rewards(sample)
 
 
 def _wrong_kind(sample: dict[str, Any], kinds: dict[str, type]) -> str | None:
@@ -127,16 +258,19 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
     A last line without a newline is ignored: the run is still writing it.
     """
-    rows = []
-    for number, line in enumerate(_text(file).split("\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise GrpoError(f"{file}:{number} is not JSON ({error}): is it the {file.name} of a run?") from error
-        if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
-            raise GrpoError(f"{file}:{number} is not a row of a run (a JSON object with an 'iteration'): {line[:80]}")
-        rows.append(row)
-    return rows
+    lines = _text(file).split("\n")[:-1]
+    return [parsed(line, f"{file}:{number}", file.name) for number, line in enumerate(lines, 1)]
+
+
+def parsed(line: str, where: str, name: str) -> dict[str, Any]:
+    """Return the row in a line; raise GrpoError, which begins with ``where``, for what is no row of ``name``."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise GrpoError(f"{where} is not JSON ({error}): is it the {name} of a run?") from error
+    if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+        raise GrpoError(f"{where} is not a row of a run (a JSON object with an 'iteration'): {line[:80]}")
+    return row
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -1,9 +1,15 @@
-"""Trackers for rows of metrics and tables of completions: TensorBoard, W&B, SwanLab.
+"""Trackers for rows of metrics and tables of completions: TensorBoard, W&B, SwanLab, MLflow, trackio.
 
-A tracker has ``log_row``, ``log_table``, ``flush`` and ``close``. W&B and SwanLab are optional packages.
+A tracker has ``log_row``, ``log_table``, ``flush`` and ``close``. All but TensorBoard are optional packages. A run's
+name in each of them is in ``{save}/trackers.json``, so that a resumed run continues it (`run_ids`).
 """
 
+import json
+import math
+import os
+import secrets
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,23 +17,48 @@ from typing import Any
 
 from megatron_grpo.utils.arguments import args_to_json
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.json_files import read_json_object
 from megatron_grpo.utils.rules import flag
 
 TABLES = "completions", "eval_completions"  # names of the tables in every tracker: of rollouts, of evaluations
+IDS = "trackers.json"
 FIELDS = "file", "kind", "prompt", "completion", "advantage", "length", "finish_reason", "picked", "row"
 Rows = Sequence[Sequence[Any]]
 
 
-def build_trackers(args: Namespace, start_iteration: int) -> list["TensorBoard | Wandb | SwanLab"]:
+def build_trackers(args: Namespace, start_iteration: int) -> list[Any]:
     """Open the trackers that the arguments name; raise GrpoError if one fails, for example without a login."""
-    trackers: list[TensorBoard | Wandb | SwanLab] = []
-    if args.tensorboard_dir:
-        trackers.append(TensorBoard(args, start_iteration))
-    if args.wandb_project:
-        trackers.append(Wandb(args))
-    if args.swanlab_project:
-        trackers.append(SwanLab(args))
+    trackers: list[Any] = [TensorBoard(args, start_iteration)] if args.tensorboard_dir else []
+    kinds = {"wandb": Wandb, "swanlab": SwanLab, "mlflow": Mlflow, "trackio": Trackio}
+    used = {name: kind for name, kind in kinds.items() if getattr(args, f"{name}_project")}
+    if not used:
+        return trackers
+    ids, resumed = run_ids(args.save, list(used), start_iteration > 0)
+    for name, kind in used.items():
+        trackers.append(kind(args, ids[name], name in resumed))
+        ids[name] = trackers[-1].id
+    if args.save:
+        file = Path(args.save, IDS)
+        temporary = file.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps(ids))
+            os.replace(temporary, file)
+        except OSError as error:
+            raise GrpoError(f"{file} cannot be written: {error.strerror}; a resumed run needs it") from error
     return trackers
+
+
+def run_ids(save: str | None, names: Sequence[str], resume: bool) -> tuple[dict[str, str], set[str]]:
+    """Return the run's identifier in each tracker, and the trackers in which the run exists.
+
+    A new run gets new ones; a resumed run those of ``{save}/trackers.json``, if it used these trackers before.
+    """
+    file = Path(save or "", IDS)
+    known: dict[str, str] = {}
+    if resume and save and file.exists():
+        known = {name: value for name, value in read_json_object(file).items() if isinstance(value, str)}
+    fresh = secrets.token_hex(4)
+    return known | {name: known.get(name, fresh) for name in names}, set(known)
 
 
 def completion_table(samples: Sequence[dict[str, Any]]) -> tuple[list[str], Rows]:
@@ -108,12 +139,15 @@ class _HostedTracker:
 
 
 class Wandb(_HostedTracker):
-    """A run in W&B. Settings without a flag are those of W&B: login, ``WANDB_RUN_GROUP``, ``WANDB_TAGS``."""
+    """A run in W&B. Settings without a flag are those of W&B: login, ``WANDB_RUN_GROUP``, ``WANDB_TAGS``.
 
-    def __init__(self, args: Namespace):
+    A resumed run repeats the updates since its checkpoint; W&B keeps the values that it has.
+    """
+
+    def __init__(self, args: Namespace, id: str, resumed: bool):
         import wandb
 
-        self.wandb = wandb
+        self.wandb, self.id = wandb, id
         try:
             self.run = wandb.init(
                 project=args.wandb_project,
@@ -121,6 +155,8 @@ class Wandb(_HostedTracker):
                 entity=args.wandb_entity,
                 mode=args.wandb_mode,
                 dir=_directory(args.wandb_save_dir or args.save),
+                id=id,
+                resume="allow" if resumed else None,
                 config=_config(args),
             )
         except wandb.Error as error:
@@ -135,10 +171,10 @@ class Wandb(_HostedTracker):
 class SwanLab(_HostedTracker):
     """A run in SwanLab."""
 
-    def __init__(self, args: Namespace):
+    def __init__(self, args: Namespace, id: str, resumed: bool):
         import swanlab
 
-        self.swanlab = swanlab
+        self.swanlab, self.id = swanlab, id.ljust(21, "0")  # the length that SwanLab wants
         try:
             self.run = swanlab.init(
                 project=args.swanlab_project,
@@ -146,6 +182,8 @@ class SwanLab(_HostedTracker):
                 workspace=args.swanlab_workspace,
                 mode=args.swanlab_mode,
                 log_dir=_directory(args.swanlab_save_dir or (args.save and f"{args.save}/swanlog")),
+                id=self.id,
+                resume="allow" if resumed else None,
                 config=_config(args),
             )
         except RuntimeError as error:
@@ -155,6 +193,82 @@ class SwanLab(_HostedTracker):
         """Add a table."""
         table = self.swanlab.echarts.Table()
         table.add(list(columns), [list(row) for row in rows])
+        self.run.log({name: table}, step=iteration)
+
+
+class Mlflow:
+    """A run in MLflow; its experiment is ``--mlflow-project``. Other settings are MLflow's: ``MLFLOW_TRACKING_URI``.
+
+    A table is the artifact ``{name}/update_{iteration}.json``: MLflow's ``log_table`` reads and writes the whole table
+    each time.
+    """
+
+    def __init__(self, args: Namespace, id: str, resumed: bool):
+        import mlflow
+
+        self.mlflow = mlflow
+        try:
+            self.client = mlflow.MlflowClient()
+            found = self.client.get_experiment_by_name(args.mlflow_project)
+            experiment = found.experiment_id if found else self.client.create_experiment(args.mlflow_project)
+            if resumed:
+                self.id = self.client.get_run(id).info.run_id
+                self.client.update_run(self.id, status="RUNNING")
+            else:
+                self.id = self.client.create_run(experiment, run_name=args.mlflow_exp_name).info.run_id
+                params = [mlflow.entities.Param(name, str(value)) for name, value in _config(args).items()]
+                for begin in range(0, len(params), 100):  # the most that a call takes
+                    self.client.log_batch(self.id, params=params[begin : begin + 100])
+        except mlflow.exceptions.MlflowException as error:
+            raise GrpoError(
+                f"--mlflow-project {args.mlflow_project}: mlflow failed: {error} (set MLFLOW_TRACKING_URI to a server "
+                "that answers, or to sqlite:///FILE)"
+            ) from error
+
+    def log_row(self, iteration: int, row: dict[str, float]) -> None:
+        """Add a point to each metric's chart."""
+        now = int(1000 * time.time())
+        metrics = [self.mlflow.entities.Metric(name, float(value), now, iteration) for name, value in row.items()]
+        self.client.log_batch(self.id, metrics=metrics)
+
+    def log_table(self, iteration: int, name: str, columns: Sequence[str], rows: Rows) -> None:
+        """Add a table as a JSON artifact with ``columns`` and ``data``."""
+        data = [[None if isinstance(v, float) and not math.isfinite(v) else v for v in row] for row in rows]
+        text = json.dumps({"columns": list(columns), "data": data}, ensure_ascii=True)
+        self.client.log_text(self.id, text, f"{name}/update_{iteration:06}.json")
+
+    def flush(self) -> None:
+        """Do nothing: each call has been stored when it returns."""
+
+    def close(self) -> None:
+        """End the run."""
+        self.client.set_terminated(self.id)
+
+
+class Trackio(_HostedTracker):
+    """A run in trackio, on this machine. Settings without a flag are trackio's: ``TRACKIO_DIR``.
+
+    trackio knows a run by its name. It is ``--trackio-exp-name`` and the run's identifier.
+    """
+
+    def __init__(self, args: Namespace, id: str, resumed: bool):
+        import trackio
+
+        self.trackio = trackio
+        self.id = id if resumed else "-".join(filter(None, (args.trackio_exp_name, id)))
+        self.run = trackio.init(
+            project=args.trackio_project,
+            name=self.id,
+            config=_config(args),
+            resume="allow" if resumed else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log_table(self, iteration: int, name: str, columns: Sequence[str], rows: Rows) -> None:
+        """Add a table."""
+        table = self.trackio.Table(columns=list(columns), data=[list(row) for row in rows])
         self.run.log({name: table}, step=iteration)
 
 

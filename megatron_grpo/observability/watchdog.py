@@ -44,6 +44,7 @@ from megatron_grpo.utils.errors import record_for_torchrun
 
 SIGNAL = signal.SIGRTMIN + 11  # glibc, Python, torch, NCCL, CUDA and vLLM leave the real-time signals alone
 LONGER = {"start": 6, "save": 6, "export": 6, "sync": 2}  # phases that make no sign of progress for long
+LONG_WAIT = 5.0  # seconds of a rank in a collective that status.json tells
 SILENT = 5  # intervals without a sign of a rank's watchdog, after which the rank does not answer
 
 
@@ -179,6 +180,19 @@ def in_words(hang: Hang, silent: Mapping[int, tuple[str, str]]) -> str:
             others.setdefault(state.position, []).append(rank)
     waiting = ", ".join(f"'{position}' (rank {_spans(ranks)})" for position, ranks in others.items())
     return ", ".join(described) + (f"; the others wait in {waiting}" if waiting else "")
+
+
+def waits_in_words(states: Sequence[State]) -> str:
+    """Return which ranks have waited LONG_WAIT seconds for which, and what these do; "" if none has, or all have."""
+    running = [rank for rank, state in enumerate(states) if not state.ended]
+    waiting = [rank for rank in running if states[rank].waits and states[rank].seconds >= LONG_WAIT]
+    working = [rank for rank in running if not states[rank].waits]
+    if not waiting or not working:
+        return ""
+    slowest = states[min(working, key=lambda rank: states[rank].entered)]
+    return (
+        f"rank {_spans(waiting)} in '{states[waiting[0]].position}' for rank {_spans(working)} in '{slowest.position}'"
+    )
 
 
 def _spans(ranks: Sequence[int]) -> str:
@@ -332,6 +346,7 @@ class Watchdog:
             known if known[0].beat == state.beat else (state, now) for state, known in zip(read, before, strict=True)
         ]
         unheard, patience = [now - heard for _, heard in self.monitored], SILENT * self.interval
+        progress.waits = waits_in_words(read)
         hang = find_hang(with_boards(read, unheard, patience, self.limits), unheard, patience)
         if hang is not None:
             self.store.compare_set("hang", "", json.dumps(asdict(hang)))  # the first monitor's is everyone's

@@ -24,7 +24,8 @@ WITHOUT_TRAINING: dict[str, Any] = {
     **dict.fromkeys(
         "save save_hf save_adapter ledger replay_rollouts train_only teacher_load_hf teacher_server".split()
     ),
-    **dict.fromkeys("tensorboard_dir wandb_project swanlab_project exit_duration_in_mins num_epochs".split()),
+    **dict.fromkeys("tensorboard_dir wandb_project swanlab_project mlflow_project trackio_project".split()),
+    **dict.fromkeys("exit_duration_in_mins num_epochs".split()),
     **dict.fromkeys(
         "async_save rollout_only partial_rollouts log_completions profile exit_signal_handler".split(), False
     ),

@@ -19,7 +19,13 @@ from megatron_grpo.data.batch import Bool, RolloutBatch
 from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.data.tokenizer import Tokenizer
 from megatron_grpo.models import forward
-from megatron_grpo.observability.completion_log import chosen, completion_row, held_out_row
+from megatron_grpo.observability.completion_log import (
+    bounded_tokens,
+    chosen,
+    completion_row,
+    held_out_row,
+    pictures,
+)
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
 from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.watchdog import Watchdog
@@ -43,7 +49,8 @@ from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils.arguments import Arguments
 from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
 from megatron_grpo.utils.log import log, print_rank_0
-from megatron_grpo.vision.images import ImageStore
+from megatron_grpo.vision.encoded import divided
+from megatron_grpo.vision.images import ImageStore, RowImages
 
 WITHOUT_SIGNAL = 3  # rollouts without a difference of rewards after which a line says so
 
@@ -107,6 +114,15 @@ class Trainer:
         # The probe of an engine (`RolloutSource.probe`) has prompts of rows, even where the rollouts are episodes.
         images_of = self.images.of if batch.image_bytes is None else self.images.of_episode
         return with_images(batch, images_of, bool(self.args.mrope_section))
+
+    def _images_of(self, batch: RolloutBatch, i: int) -> RowImages | None:
+        """Return the images of completion ``i``."""
+        if self.images is None:
+            return None
+        row = int(batch.row_ids[i])
+        if batch.image_bytes is None:
+            return self.images.of(row)
+        return self.images.of_shown(row, divided(batch.image_bytes[batch.image_slice(i)]))
 
     def computes(self, batch: RolloutBatch, divide: Divide) -> Bool:
         """Return [n] which completions this rank computes: in an update, or in a pass for log-probabilities before it.
@@ -242,7 +258,12 @@ class Trainer:
         logged[[i for i, _ in picks]] = self.logger.active
         batch = with_tokens_of(batch, logged)
         if self.logger.active:
-            rows = [completion_row(batch, i, why, self.args.reward_funcs, self.tokenizer) for i, why in picks]
+            rows = [
+                completion_row(batch, i, why, self.args.reward_funcs, self.tokenizer)
+                | bounded_tokens(self.args, batch, i)
+                | pictures(self._images_of(batch, i))
+                for i, why in picks
+            ]
             self.logger.log_completions(self.iteration + 1, rows)
 
     def held_out_to_log(self, batch: RolloutBatch) -> Bool:
@@ -254,6 +275,7 @@ class Trainer:
         rows = [
             {"file": self.held_out.file_of(int(batch.group_ids[i])), "kind": kind}
             | held_out_row(batch, i, self.args.reward_funcs, self.tokenizer)
+            | pictures(self.held_out.prompts[int(batch.group_ids[i])].images)
             for i in np.flatnonzero(self.held_out_to_log(batch)).tolist()
         ]
         self.logger.log_completions(self.iteration, rows, held_out=True)

@@ -30,6 +30,7 @@ class Position(NamedTuple):
 position = Position()
 moved = time.monotonic()  # of the last sign of progress
 signs = 0  # of progress so far
+waits = ""  # which ranks wait for which, as the watchdog of this rank saw it last
 _ended: set[str] = set()  # phases that have ended
 _board: mmap.mmap | None = None
 BOARD_BYTES = 256

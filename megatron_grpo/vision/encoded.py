@@ -65,14 +65,14 @@ def as_data_uri(value: Any) -> str:
         file = io.BytesIO()
         with named(name, b""):
             as_rgb(value).save(file, "PNG")
-        return _data_uri("image/png", file.getvalue())
+        return data_uri("image/png", file.getvalue())
     found = as_source(value, name)
     source = found if isinstance(found, bytes) else Path(found)
     with named(name, source):
         data = source if isinstance(source, bytes) else source.read_bytes()
         with PIL.Image.open(io.BytesIO(data)) as image:
             as_rgb(image)
-            return _data_uri(PIL.Image.MIME.get(image.format or "", "image"), data)
+            return data_uri(PIL.Image.MIME.get(image.format or "", "image"), data)
 
 
 @contextlib.contextmanager
@@ -105,7 +105,8 @@ def as_rgb(image: "PIL.Image.Image") -> "PIL.Image.Image":
     return image.convert("RGB")
 
 
-def _data_uri(kind: str, data: bytes) -> str:
+def data_uri(kind: str, data: bytes) -> str:
+    """Return encoded bytes as a data URI; ``kind``: image/png."""
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 

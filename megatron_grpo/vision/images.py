@@ -572,12 +572,13 @@ class ImageStore:
         """Take, by key, the row of each episode of a new rollout and the encoded images that each of its samples has
         behind those of the row, in place of the last rollout's.
         """
-        self._episodes = {key: self._of_samples(self._begins(row), samples) for key, (row, samples) in shown.items()}
+        self._episodes = {key: self.of_shown(row, samples) for key, (row, samples) in shown.items()}
         for key in [key for key in self._kept if key < 0]:
             del self._kept[key]
 
-    def _of_samples(self, own: RowImages, samples: Sequence[Sequence[bytes]]) -> RowImages:
-        """Return the images of a row and, each once, those that the samples have behind them."""
+    def of_shown(self, row: int, samples: Sequence[Sequence[bytes]]) -> RowImages:
+        """Return the images of a row and, each once, those that the samples of an episode have behind them."""
+        own = self._begins(row)
         count = len(own.sources)
         numbers = {image: count + i for i, image in enumerate(dict.fromkeys(chain.from_iterable(samples)))}
         chosen = tuple((*range(count), *(numbers[image] for image in images)) for images in samples)

@@ -62,6 +62,7 @@ OTHERS += (
     "--nodes --signal --container-image --container-mounts --container-workdir".split()
 )  # of sbatch, srun and pyxis
 OTHERS += "--build-arg --for --timeout".split()  # of docker and kubectl
+OTHERS += ["--serve", "--rollouts"]  # of tools/report.py
 OTHERS += "--updates --server".split()  # of tools/soak.py
 OTHERS += ["--staleness", "--seeds"]  # of tools/benchmark/staleness.py
 OTHERS += ["--no-hub-kernels", "--liger"]  # of tools/benchmark/peers

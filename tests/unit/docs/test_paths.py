@@ -38,8 +38,8 @@ def words(line: str) -> list[str]:
     found = [part for word in found for part in (word.split("=", 1) if re.match(r"[A-Z_0-9]+=", word) else [word])]
     if any(word.endswith("tools/report.py") for word in found):  # its folders have no flag
         start = next(i for i, word in enumerate(found) if word.endswith("tools/report.py")) + 1
-        folders = found[start : found.index("-o")]
-        found = [*(part for folder in folders for part in ("--load", folder)), *found[found.index("-o") :]]
+        end = next(i for i, word in enumerate(found) if word in ("-o", "--serve"))
+        found = [*(part for folder in found[start:end] for part in ("--load", folder)), *found[end:]]
     return found
 
 

@@ -1,13 +1,21 @@
 """Which completions are written, and what is said of them."""
 
+import base64
+import io
+from types import SimpleNamespace
+
 import numpy as np
+import PIL.Image
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.observability import completion_log
-from megatron_grpo.observability.completion_log import chosen, completion_row, token_texts
+from megatron_grpo.observability.completion_log import bounded_tokens, chosen, completion_row, pictures, token_texts
+
+VIDEO = np.zeros((2, 20, 40, 3), np.uint8)
+VIDEO[0, :, :, 2] = 255
 
 
 class Bytes:
@@ -85,6 +93,7 @@ def test_what_is_said_of_a_completion():
         "advantage": 1.0,
         "finish_reason": "stop",
         "length": 3,
+        "turns": 1,
         "row": 7,
         "tokens": ["3", "3", "<eos>"],
         "log_probs": [-1.0001, -2.0, -3.0],
@@ -92,7 +101,33 @@ def test_what_is_said_of_a_completion():
     rollout.token_advantages = np.arange(len(rollout.tokens), dtype=np.float32)  # prompts of 4, completions of 2 and 3
     assert completion_row(rollout, 1, "best", ["f1", "f2"], Bytes())["token_advantages"] == [10.0, 11.0, 12.0]
     rollout.old_log_probs = np.full(len(rollout.tokens), -0.125, np.float32)  # the trainer's own go before the engine's
-    assert completion_row(rollout, 0, "first", ["f1", "f2"], Bytes())["log_probs"] == [-0.125, -0.125]
+    row = completion_row(rollout, 0, "first", ["f1", "f2"], Bytes())
+    assert row["log_probs"] == [-0.125, -0.125] and row["rollout_log_probs"] == [-0.5, -0.25]
+
+
+def test_tokens_beyond_the_bound_of_the_importance_weights_are_marked():
+    """r = exp(old - rollout) is e, 1 and e^0.5 with a bound of 2: only the first is beyond it; 0 where not sampled."""
+    rollout = batch(["22"], [[-2.0, -1.0, -1.0]])
+    names = ("mode", "threshold", "lower_bound")
+    args = SimpleNamespace(**dict(zip((f"rollout_importance_sampling_{n}" for n in names), ("token_mask", 2.0, None))))
+    assert bounded_tokens(args, rollout, 0) == {}
+    rollout.old_log_probs = np.array([np.nan] * 4 + [-1.0, -1.0, -0.5], np.float32)
+    assert bounded_tokens(args, rollout, 0) == {"clipped": [1, 0, 0]}
+    rollout.response_mask[4] = 0
+    assert bounded_tokens(args, rollout, 0) == {"clipped": [0, 0, 0]}
+    args.rollout_importance_sampling_mode = None
+    assert bounded_tokens(args, rollout, 0) == {}
+
+
+def test_images_are_small_pictures():
+    images = SimpleNamespace(sources=(1, 2), open=lambda: [PIL.Image.new("RGB", (900, 300), "red"), VIDEO])
+    assert pictures(None) == {} and pictures(SimpleNamespace(sources=())) == {}
+    shown = [
+        PIL.Image.open(io.BytesIO(base64.b64decode(uri.removeprefix("data:image/jpeg;base64,"))))
+        for uri in pictures(images)["images"]
+    ]
+    assert [picture.size for picture in shown] == [(320, 107), (40, 20)]
+    assert shown[0].getpixel((100, 50))[0] > 240 and shown[1].getpixel((5, 5))[2] > 240  # red; blue, the first frame
 
 
 def test_an_episode_has_its_mask():

@@ -1,7 +1,8 @@
-"""What TensorBoard, W&B and SwanLab are given, and what is refused.
+"""What TensorBoard, W&B, SwanLab, MLflow and trackio are given, and what is refused.
 
 W&B and SwanLab are no requirements, so stand-ins take their place that know the parameters of the real functions (W&B
-0.31, SwanLab 0.10). Where the packages are installed the same runs are made with them, offline, and read back.
+0.31, SwanLab 0.10). Where the packages are installed the same runs are made with them, offline, and read back; MLflow
+and trackio are tested in this way only.
 """
 
 import importlib.util
@@ -129,11 +130,13 @@ def stand_in(monkeypatch, package):
         def add(self, headers, rows):
             self.columns, self.data = headers, rows
 
-    def wandb_init(project=None, name=None, entity=None, mode=None, dir=None, config=None):
+    def wandb_init(project=None, name=None, entity=None, mode=None, dir=None, config=None, id=None, resume=None):
         calls.append(locals() | {"calls": None})
         return Run()
 
-    def swanlab_init(*, project=None, name=None, workspace=None, mode=None, log_dir=None, config=None):
+    def swanlab_init(
+        *, project=None, name=None, workspace=None, mode=None, log_dir=None, config=None, id=None, resume=None
+    ):
         calls.append(locals() | {"calls": None})
         return Run()
 
@@ -171,6 +174,57 @@ def test_rows_and_tables_arrive(package, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("package", PLACES)
+def test_a_resumed_run_continues_its_run(package, tmp_path, monkeypatch):
+    module = stand_in(monkeypatch, package)
+    args = parsed(f"--{package}-project", "demo", "--save", tmp_path)
+    train(args, 0, 2)
+    train(args, 2, 3)
+    train(args, 0, 1)  # begun anew
+    first, resumed, anew = (call for call in module.calls if isinstance(call, dict))
+    assert first["resume"] is None and anew["resume"] is None and resumed["resume"] == "allow"
+    assert first["id"] == resumed["id"] != anew["id"]
+
+
+def test_mlflow_for_real(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # no database here
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
+    args = parsed(
+        *"--mlflow-project demo --mlflow-exp-name one --lr 0.5 --log-completions --save".split(), tmp_path / "run"
+    )
+    train(args, 0, 2)
+    train(args, 2, 3)
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("demo").experiment_id])
+    assert run.info.run_name == "one" and run.info.status == "FINISHED" and run.data.params["lr"] == "0.5"
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(point.step, point.value) for point in history] == [(i, pytest.approx(i / 3)) for i in (1, 2, 3)]
+    (file,) = tmp_path.glob("mlruns/*/*/artifacts/completions/update_000003.json")
+    table = json.loads(file.read_text())
+    assert table["columns"] == COLUMNS and table["data"][0][0] == "1+1=" and table["data"][0][-1] is None
+
+
+def test_trackio_for_real(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    import sqlite3
+
+    args = parsed(*"--trackio-project demo --trackio-exp-name one --log-completions --save".split(), tmp_path / "run")
+    train(args, 0, 2)
+    train(args, 2, 3)
+    name = json.loads((tmp_path / "run" / "trackers.json").read_text())["trackio"]
+    assert name.startswith("one-")
+    (file,) = (tmp_path / "trackio").glob("**/demo.db")
+    rows = sqlite3.connect(file).execute("select run_name, step, metrics from metrics order by step, id").fetchall()
+    assert {run for run, _, _ in rows} == {name}
+    logged = [(step, json.loads(text)) for _, step, text in rows]
+    assert [(step, row["reward/mean"]) for step, row in logged if "reward/mean" in row] == [
+        (i, pytest.approx(i / 3)) for i in (1, 2, 3)
+    ]
+    assert any("completions" in row for _, row in logged)
+
+
+@pytest.mark.parametrize("package", PLACES)
 def test_a_login_that_is_missing_is_an_error_with_its_cure(package, monkeypatch):
     module = stand_in(monkeypatch, package)
 
@@ -200,7 +254,9 @@ def test_a_missing_package_is_refused_with_the_command(package, monkeypatch):
         ("--wandb-save-dir d --swanlab-project p", "--wandb-save-dir needs --wandb-project"),
         ("--swanlab-exp-name n", "--swanlab-exp-name needs --swanlab-project"),
         ("--swanlab-workspace w", "--swanlab-workspace needs --swanlab-project"),
-        ("--log-completions --save s", "--log-completions needs --tensorboard-dir, --wandb-project or"),
+        ("--mlflow-exp-name n", "--mlflow-exp-name needs --mlflow-project"),
+        ("--trackio-exp-name n", "--trackio-exp-name needs --trackio-project"),
+        ("--log-completions --save s", "--log-completions needs --tensorboard-dir, --wandb-project, --swanlab-project"),
         ("--log-completions --tensorboard-dir t --num-completions-to-log 0", "and that is 0: raise it"),
     ],
 )

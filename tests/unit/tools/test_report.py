@@ -1,10 +1,16 @@
 """tools/report.py: what made-up runs show in the page, that nothing in them can become markup, and what is refused."""
 
+import base64
+import hashlib
 import importlib.util
 import json
 import re
+import socket
 import subprocess
 import sys
+import threading
+import urllib.error
+import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -96,34 +102,133 @@ def written(tmp_path, *runs):
 def test_the_page_holds_what_the_run_wrote(tmp_path):
     page = Page(written(tmp_path, write_run(tmp_path / "run")))
     (run,) = page.data["runs"]
-    assert run["label"] == f"{tmp_path.name}/run"
+    assert run["label"] == f"{tmp_path.name}/run" and run["total"] == 4 and run["whole"]
     assert run["metrics"]["reward/f1/mean"] == [None, 0.5, None, 0.75]
     assert run["metrics"]["eval/greedy_accuracy"] == [0.25, None, None, None]
     assert run["x"]["iteration"] == [0, 1, 2, 3]
     assert run["x"]["tokens"] == [0, 40, 90, 99]
     assert run["x"]["minutes"] == pytest.approx([1.0, 1.0 + 2 / 60, 1.05, 1.05 + 4 / 60], rel=1e-5)
-    assert run["completions"] == [SAMPLE] and page.data["rollouts"] == [1]
-    assert page.data["meanings"]["reward/f1/mean"][0] == "mean over completions of one reward function, unweighted"
-    sections = {section["title"]: section for section in page.data["sections"]}
-    assert sections["Learning"] == {"title": "Learning", "names": [], "constants": [["kl", 0.0]]}
-    assert sections["Rewards"]["names"] == ["reward/f1/mean"]
+    assert run["completions"]["samples"] == [SAMPLE | {"id": 0}] and run["completions"]["iterations"] == [1]
+    guide = {name: row for name, *row in run["guide"]}
+    assert guide["reward/f1/mean"][:2] == ["Rewards", "mean over completions of one reward function, unweighted"]
+    assert list(guide).index("reward/f1/mean") < list(guide).index("kl") < list(guide).index("time/step")
+    assert run["status"]["state"] == "silent" and "update 3 of 4" in run["status"]["text"]
     assert page.rows["lr"] == (["1e-06"], False)
     assert page.rows["command"] == (["pretrain_grpo.py --lr 1e-6"], False)
     assert page.rows["torch"] == (["2.13"], False)
 
 
-def test_seconds_by_phase_add_up_to_the_step():
-    phases = report.phase_seconds(ROWS)
-    assert phases["iteration"] == [1, 2, 3]  # the evaluation before training is no step
-    assert phases["seconds"] == {"rollout": [0.5, 0, 0], "update": [0, 1.0, 1.0], "rest": [1.5, 0, 3.0]}
+def test_the_page_has_the_findings_of_a_run(tmp_path):
+    rows = [{"iteration": i, "completion/truncated": 0.5} for i in range(1, 21)]
+    (run,) = Page(written(tmp_path, write_run(tmp_path / "run", rows=rows))).data["runs"]
+    (finding,) = run["findings"]
+    assert finding["metric"] == "completion/truncated" and finding["update"] == 1
+    assert finding["cure"].startswith("Above about 0.1: raise --max-completion-length")
 
 
-def test_figures_of_a_run(tmp_path):
-    rows = [{"iteration": i, "reward/mean": i / 20, "perf/tokens_per_second": 10.0 * i} for i in range(1, 21)]
-    text = written(tmp_path, write_run(tmp_path / "run", rows=rows))
-    assert "20 of 4 updates" in text
-    assert "<dt>Training reward</dt><dd>0.075 → 0.975</dd>" in text  # means of two values at either end
-    assert "<dt>Tokens per second</dt><dd>105</dd>" in text  # the median
+def test_a_page_is_told_only_what_is_new(tmp_path):
+    folder = write_run(tmp_path / "run", rows=ROWS[:2])
+    record = report.Record(folder, "run")
+    record.read()
+    first = report.part(record, None, 30)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(ROWS[2]) + "\n" + json.dumps(ROWS[3])[:20])  # a row, and a part of the next one
+    with open(folder / "completions.jsonl", "a") as file:
+        file.write(json.dumps(SAMPLE | {"iteration": 2}) + "\n")
+    assert record.read()
+    part = report.part(record, tuple(first["cursor"]), 30)
+    assert not part["whole"] and part["x"]["iteration"] == [2] and part["x"]["tokens"] == [90]
+    assert part["x"]["minutes"] == pytest.approx([1.05], rel=1e-5)
+    assert part["metrics"]["reward/f1/mean"] == [None] and "eval/greedy_accuracy" not in part["metrics"]
+    assert [(sample["id"], sample["iteration"]) for sample in part["completions"]["samples"]] == [(1, 2)]
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(ROWS[3])[20:] + "\n")
+    assert record.read() and not record.read()
+    part = report.part(record, tuple(part["cursor"]), 30)
+    assert part["x"]["iteration"] == [3] and part["completions"]["samples"] == []
+    # A resumed run writes its files anew: the page is told all.
+    (folder / "new").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:1]))
+    (folder / "new").rename(folder / "metrics.jsonl")
+    record.read()
+    part = report.part(record, tuple(part["cursor"]), 30)
+    assert part["whole"] and part["x"]["iteration"] == [0] and record.generation == 1
+
+
+def test_completions_are_found_by_update_prompt_and_text(tmp_path):
+    samples = [SAMPLE | {"iteration": i, "row": i % 2, "completion": f"answer {i}"} for i in range(1, 7)]
+    record = report.Record(write_run(tmp_path / "run", samples=samples), "run")
+    record.read()
+
+    def found(**query):
+        return [sample["iteration"] for sample in report.asked(record.completions, query)]
+
+    assert found(iteration="3") == [3] and found(file="", row="1") == [1, 3, 5] and found(iteration="9") == []
+    assert found(text="ANSWER 4") == [4] and found(text="1+1") == [1, 2, 3, 4, 5, 6] and found(text="none") == []
+    part = report.part(record, None, 2)
+    assert [sample["iteration"] for sample in part["completions"]["samples"]] == [1, 6]  # of two rollouts
+    assert part["completions"]["iterations"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_damaged_lines_of_a_run_that_is_followed_are_left_out_and_named(tmp_path):
+    folder = write_run(tmp_path / "run", samples=[SAMPLE, SAMPLE | {"advantage": None}])
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'{"iteration": 4, "\xff": 1.0}\n' + b"[" * 99999 + b'\n{"iteration": 5, "kl": "x"}\n')
+    record = report.Record(folder, "run")
+    record.read()
+    assert [row["iteration"] for row in record.rows] == [0, 1, 2, 3, 4]
+    assert record.rows[-1] == {"iteration": 4, "\ufffd": 1.0}
+    assert [text.partition(":")[2].partition(":")[0].split()[0] for text in record.damaged] == ["6", "7", "2"]
+    assert len(report.part(record, None, 9)["completions"]["samples"]) == 1
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A server of a run, and the function that asks it."""
+    folder = write_run(tmp_path / "run")
+    server = report.server([report.Record(folder, "run")], 30, 0, "secret")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    host, port = server.server_address
+
+    def ask(path):
+        try:
+            with urllib.request.urlopen(f"http://{host}:{port}{path}") as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    yield folder, host, ask
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_server_answers_those_who_know_the_address(served):
+    folder, host, ask = served
+    assert host == "127.0.0.1"
+    for path in ("/", "/wrong/", "/secre/poll", "/secret%00/", "/../args.json", "/%C3%A9/"):
+        assert ask(path)[0] in (400, 403) and "iteration" not in ask(path)[1]
+    code, text = ask("/secret/")
+    assert code == 200 and Page(text).data["live"] and "connect-src 'self'" in text
+    cursor = ",".join(map(str, Page(text).data["runs"][0]["cursor"]))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 4, "kl": 0.5}\n')
+    (part,) = json.loads(ask(f"/secret/poll?cursors={cursor}")[1])
+    assert part["x"]["iteration"] == [4] and part["metrics"] == {"kl": [0.5]}
+    (sample,) = json.loads(ask("/secret/samples?run=0&table=completions&iteration=1")[1])
+    assert sample == SAMPLE | {"id": 0}
+    for query in ("samples?run=7&table=completions&iteration=1", "samples", "poll", "poll?cursors=x", "etc/passwd"):
+        assert ask(f"/secret/{query}")[0] == 400
+
+
+def test_a_port_in_use_and_a_folder_that_is_none_are_refused(tmp_path, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert report.main([str(write_run(tmp_path / "run")), "--serve", port]) == 1
+    assert f"--serve {port}: Address already in use; give another port" in capsys.readouterr().err
+    assert report.main([str(tmp_path / "absent"), "--serve"]) == 1
+    assert "is no folder: give the --save directory" in capsys.readouterr().err
 
 
 PROFILE = {
@@ -187,7 +292,10 @@ def test_nothing_in_a_run_becomes_markup(tmp_path):
     page = Page(text)
     assert page.tags.count("script") == 2 and "img" not in page.tags and "b" not in page.tags
     assert "onerror" not in page.attributes and "<!--" not in text
-    assert page.data["runs"][0]["completions"] == [sample]
+    (script,) = (content for name, content in page.scripts if name is None)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in text  # no other script runs
+    assert page.data["runs"][0]["completions"]["samples"] == [sample | {"id": 0}]
     assert page.rows["command"][0] == [evil.replace("\udc80", "?")]
 
 
@@ -195,7 +303,9 @@ def test_nothing_is_loaded_from_anywhere(tmp_path):
     text = written(tmp_path, write_run(tmp_path / "run"))
     assert not {"src", "href", "srcset", "action"} & set(Page(text).attributes)
     assert "default-src 'none'" in text  # and a browser is told so
-    assert set(re.findall(r"\w+://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}  # the name of SVG's elements
+    # The name of SVG's elements, and the home of the chart library in its heading.
+    known = {"http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot"}
+    assert set(re.findall(r"\w+://[^\s\"']+", text)) == known
     assert "@import" not in text and "url(" not in text
 
 
@@ -223,7 +333,7 @@ def test_a_run_that_goes_on_can_be_shown(tmp_path):
             file.write('{"iteration": 4, "rew')
     page = Page(written(tmp_path, folder))
     assert page.data["runs"][0]["x"]["iteration"] == [0, 1, 2, 3]
-    assert page.data["rollouts"] == []
+    assert page.data["runs"][0]["completions"] == {"iterations": [], "prompts": [], "samples": []}
 
 
 @pytest.mark.parametrize(
@@ -253,8 +363,7 @@ def test_a_damaged_or_missing_file_is_named(tmp_path, capsys, file, content, mes
     assert not (tmp_path / "report.html").exists()
 
 
-def test_held_out_completions_are_shown_by_prompt_and_not_among_those_of_training(tmp_path):
-    """A prompt's completions stand in a table by update; markup in them is text."""
+def test_held_out_completions_are_not_among_those_of_training(tmp_path):
     held_out = [
         {name: SAMPLE[name] for name in ("prompt", "completion", "rewards", "finish_reason", "length", "row")}
         | {"iteration": iteration, "file": "gsm8k", "kind": "greedy", "completion": f"<b>{iteration}"}
@@ -262,13 +371,13 @@ def test_held_out_completions_are_shown_by_prompt_and_not_among_those_of_trainin
     ]
     folder = write_run(tmp_path / "run")
     (folder / "eval_completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
-    text = written(tmp_path, folder)
-    page = Page(text)
-    assert page.data["runs"][0]["completions"] == [SAMPLE] and page.data["rollouts"] == [1]
-    assert page.rows["0 greedy"] == (["f1 1, f2 not scored", "2, stop", "<b>0"], False)
-    assert page.rows["20 greedy"][0][2] == "<b>20"
-    assert text.count("<summary>gsm8k, row 7: 1+1=</summary>") == 1
-    assert "Held-out completions" not in written(tmp_path, write_run(tmp_path / "without"))
+    (run,) = Page(written(tmp_path, folder)).data["runs"]
+    assert run["completions"]["iterations"] == [1] and len(run["completions"]["samples"]) == 1
+    assert run["held_out"] == {
+        "iterations": [0, 20],
+        "prompts": [["gsm8k", 7]],
+        "samples": [row | {"id": i} for i, row in enumerate(held_out)],
+    }
     (folder / "eval_completions.jsonl").write_text(json.dumps(held_out[0] | {"file": 1}) + "\n")
     assert report.main([str(folder), "-o", str(tmp_path / "report.html")]) == 1
 

@@ -1,0 +1,256 @@
+"""What is wrong with a run, from its rows of metrics: pure functions, without torch.
+
+`findings` returns a line for each rule that a run breaks, the earliest first: a run often breaks several, and the first
+one is the cause of the others. Limits and cures are those of ``metric_guide``. A rule looks at the end of the run: its
+value is the mean of the last tenth of a metric's values (`_window`). The update of a finding is the first one from
+which on the rule was broken without a pause.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import lt
+from statistics import fmean, median, pvariance
+from typing import Any
+
+from megatron_grpo.observability.metric_guide import remedy
+
+FEW = 5  # values of a metric, below which no rule judges it
+PHASES = ("scoring", "logprobs", "sync", "offload", "save", "eval", "ledger")  # rollout and update may take most
+
+# metric: (bad above this mean, sentence)
+ABOVE = {
+    "reward/zero_std_groups": (0.9, "{:.0%} of the groups have equal rewards, and no signal"),
+    "completion/truncated": (0.1, "{:.0%} of the completions are truncated"),
+    "clip/low": (0.2, "{:.0%} of the tokens are clipped at the lower bound"),
+    "clip/high": (0.2, "{:.0%} of the tokens are clipped at the upper bound"),
+    "clip/masked": (0.9, "{:.0%} of the tokens are masked"),
+    "mismatch/clipped": (0.05, "{:.0%} of the tokens exceed the bound of the rollout importance weights"),
+    "turns/malformed_calls": (0.1, "{:.2f} malformed tool calls in a turn"),
+    "environment/failed": (0.05, "{:.0%} of the episodes failed"),
+}
+# metric: (share of time/step, sentence)
+WAITS = {
+    "stream/trainer_wait": (0.3, "the trainer waits for the engines for {:.0%} of the step"),
+    "stream/engine_idle": (0.3, "an engine is idle for {:.0%} of the step"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that a run breaks: its metric, since which update, what is wrong, and what to do."""
+
+    update: int
+    metric: str
+    text: str
+
+    @property
+    def cure(self) -> str:
+        """The remedy of the metric."""
+        return remedy(self.metric)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields that a page shows."""
+        return {"update": self.update, "metric": self.metric, "text": self.text, "cure": self.cure}
+
+
+@dataclass(frozen=True)
+class Series:
+    """The values of a metric where it was logged as a number."""
+
+    updates: list[int]
+    values: list[float]
+
+    @property
+    def window(self) -> int:
+        """Number of values that are one mean: a tenth, at least FEW."""
+        return max(FEW, len(self.values) // 10)
+
+    def start(self) -> float:
+        """Return the mean of the first window."""
+        return fmean(self.values[: self.window])
+
+    def end(self) -> float:
+        """Return the mean of the last window."""
+        return fmean(self.values[-self.window :])
+
+    def means(self) -> list[float]:
+        """Return the mean of the window that ends at each value; the first ones have fewer values."""
+        total, sums = 0.0, []
+        for i, value in enumerate(self.values):
+            total += value - (self.values[i - self.window] if i >= self.window else 0.0)
+            sums.append(total / min(i + 1, self.window))
+        return sums
+
+    def since(self, broken: Callable[[float], bool]) -> int:
+        """Return the first update from which on all means of the window break a rule."""
+        first = len(self.values) - 1
+        for i, mean in reversed(list(enumerate(self.means()))):
+            if not broken(mean):
+                break
+            first = i
+        return self.updates[first]
+
+
+def findings(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Return the findings of a run's rows (of metrics.jsonl), by update. A value that is not finite is None there."""
+    rows = [row for row in rows if row["iteration"] > 0]  # row 0 is an evaluation before training
+    found = [finding for rule in RULES for finding in rule(rows)]
+    return sorted(found, key=lambda finding: finding.update)
+
+
+def lines(found: Sequence[Finding]) -> list[str]:
+    """Return the findings as lines for a terminal, under a heading; none for a healthy run."""
+    if not found:
+        return []
+    shown = [f"  since update {one.update}: {one.metric}: {one.text}. {one.cure}" for one in found]
+    return ["What went wrong, first:", *shown]
+
+
+def wanted(name: str) -> bool:
+    """Return whether a rule reads this metric."""
+    return name in READ or name.startswith(("time/", "reward/", "eval/"))
+
+
+def _series(rows: Iterable[Mapping[str, Any]], name: str) -> Series | None:
+    """Return a metric's values; None if they are too few to judge."""
+    pairs = [(row["iteration"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+    return Series([x for x, _ in pairs], [y for _, y in pairs]) if len(pairs) >= FEW else None
+
+
+def _not_finite(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
+    for name in ("loss", "grad_norm"):
+        bad = [row["iteration"] for row in rows if name in row and row[name] is None]
+        if bad:
+            yield Finding(bad[0], name, f"not finite in {len(bad)} rows")
+
+
+def _counted(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
+    for name, text in {
+        "reward/failures": "{:.0f} calls of reward functions failed",
+        "update/skipped": "{:.0f} bad updates were left out",
+    }.items():
+        bad = [(row["iteration"], row[name]) for row in rows if (row.get(name) or 0) > 0]
+        if bad:
+            yield Finding(bad[0][0], name, text.format(sum(value for _, value in bad)))
+
+
+def _levels(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
+    for name, (limit, text) in ABOVE.items():
+        series = _series(rows, name)
+        if series and series.end() > limit:
+            yield Finding(series.since(partial(lt, limit)), name, text.format(series.end()))
+    name = "mismatch/effective_sample_size"
+    series = _series(rows, name)
+    if series and series.end() < 0.9:
+        yield Finding(series.since(lambda mean: mean < 0.9), name, f"it is {series.end():.2f}")
+
+
+def _reward(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
+    """Yield a flat reward (no significant rise in 50 updates, not at its ceiling) or a collapsed one."""
+    series = _series(rows, "reward/mean")
+    if series is None:
+        return
+    means = series.means()[series.window - 1 :]  # of whole windows
+    best, start, end = max(means), series.start(), series.end()
+    if best - end > max(0.5 * (best - min(start, end)), 4 * _error(series.values[-series.window :])):
+        at = means.index(best) + series.window - 1
+        yield Finding(series.updates[at], "reward/mean", f"it fell from {best:.3g} to {end:.3g}")
+    elif len(series.values) >= 50:
+        third = len(series.values) // 3
+        first, last = series.values[:third], series.values[-third:]
+        error = (_error(first) ** 2 + _error(last) ** 2) ** 0.5
+        if fmean(last) - fmean(first) <= 2 * error and not _at_ceiling(rows):
+            text = f"it did not rise in {len(series.values)} rows: {fmean(first):.3g}, then {fmean(last):.3g}"
+            yield Finding(series.updates[0], "reward/mean", text)
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean."""
+    return (pvariance(values) / len(values)) ** 0.5
+
+
+def _at_ceiling(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the mean of every reward function is within 5% of its largest value in the last rows."""
+    last = rows[-FEW:]
+    names = {name for row in last for name in row if name.startswith("reward/") and name.endswith("/max")}
+    if not names:
+        return False
+    for name in names:
+        tops = [row[name] for row in last if row.get(name) is not None]
+        means = [row[mean] for row in last if row.get(mean := name.removesuffix("max") + "mean") is not None]
+        if not tops or not means or max(tops) - fmean(means) > 0.05 * abs(max(tops)):
+            return False
+    return True
+
+
+def _entropy(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
+    series = _series(rows, "entropy")
+    if series is None or series.start() <= 0:
+        return
+    start, end = series.start(), series.end()
+    text = f"it went from {start:.3g} to {end:.3g} nats"
+    if end < 0.1 * start and not _at_ceiling(rows):  # at the ceiling there is nothing left to explore
+        yield Finding(series.since(lambda mean: mean < 0.1 * start), "entropy", text)
+    elif end > max(2 * start, start + 0.5):
+        yield Finding(series.since(lambda mean: mean > max(2 * start, start + 0.5)), "entropy", text)
+
+
+def _mismatch(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
+    """Yield a gap that is large for bfloat16 (0.05 nats), or that has grown threefold to at least 0.02."""
+    series = _series(rows, "mismatch/mean_abs")
+    if series is None:
+        return
+    start, end = series.start(), series.end()
+    limit = 0.05 if end > 0.05 and start > 0.05 / 3 else max(0.02, 3 * start)
+    if end > limit:
+        text = f"engine and trainer differ by {end:.2g} nats a token, {start:.2g} at the start"
+        yield Finding(series.since(lambda mean: mean > limit), "mismatch/mean_abs", text)
+
+
+def _evaluation(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
+    """Yield an accuracy that fell by a tenth or more since its best evaluation while the training reward rose."""
+    reward = _series(rows, "reward/mean")
+    for kind in ("greedy", "sampled"):
+        name = f"eval/{kind}_accuracy"
+        pairs = [(row["iteration"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+        if reward is None or len(pairs) < 3:
+            continue
+        at, best = max(pairs, key=lambda pair: pair[1])
+        end = fmean(value for _, value in pairs[-2:])
+        if best - end >= 0.1 and reward.end() > reward.start():
+            yield Finding(at, name, f"it fell from {best:.3g} to {end:.3g} while the training reward rose")
+
+
+def _seconds(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
+    """Yield phases other than rollout and update that take a third of the time, waits, and a falling speed."""
+    steps = [row for row in rows if (row.get("time/step") or 0) > 0]
+    if len(steps) < FEW:
+        return
+    all_seconds = sum(row["time/step"] for row in steps)
+    for phase in PHASES:
+        share = sum(row.get(f"time/{phase}") or 0 for row in steps) / all_seconds
+        if share > 1 / 3:
+            text = f"{phase} takes {share:.0%} of the time"
+            yield Finding(steps[0]["iteration"], f"time/{phase}", text)
+    for name, (limit, text) in WAITS.items():
+        shares = [
+            {"iteration": row["iteration"], "share": row[name] / row["time/step"]}
+            for row in steps
+            if row.get(name) is not None
+        ]
+        series = _series(shares, "share")
+        if series and series.end() > limit:
+            since = series.since(partial(lt, limit))
+            yield Finding(since, name, text.format(series.end()))
+    series = _series(rows, "perf/tokens_per_second")
+    if series and len(series.values) >= 4 * FEW:
+        early, late = median(series.values[: len(series.values) // 2]), median(series.values[-series.window :])
+        if late < early / 2:
+            since = series.since(lambda mean: mean < early / 2)
+            yield Finding(since, "perf/tokens_per_second", f"it fell from {early:,.0f} to {late:,.0f}")
+
+
+RULES = (_not_finite, _counted, _levels, _reward, _entropy, _mismatch, _evaluation, _seconds)
+READ = {*ABOVE, *WAITS, "loss", "grad_norm", "update/skipped", "entropy", "mismatch/mean_abs"}
+READ |= {"mismatch/effective_sample_size", "perf/tokens_per_second"}

@@ -1,0 +1,161 @@
+"""What went wrong, first: for each rule a run that breaks it, one that nearly does, and a healthy run."""
+
+import math
+import random
+
+import pytest
+
+from megatron_grpo.observability.findings import findings, lines
+from megatron_grpo.observability.metric_guide import METRICS, remedy
+
+
+def healthy(n=100):
+    """Rows of a run that learns: nothing in them is out of range."""
+    noise = random.Random(0)
+    return [
+        {
+            "iteration": i,
+            "reward/mean": 0.2 + 0.5 * i / n + noise.gauss(0, 0.02),
+            "reward/f/mean": 0.2 + 0.5 * i / n,
+            "reward/f/max": 1.0,
+            "reward/zero_std_groups": 0.3,
+            "reward/failures": 0,
+            "update/skipped": 0,
+            "completion/truncated": 0.05,
+            "clip/low": 0.01,
+            "clip/high": 0.02,
+            "entropy": 0.5 - 0.2 * i / n,
+            "loss": 0.0,
+            "grad_norm": 1.0,
+            "mismatch/mean_abs": 0.01,
+            "mismatch/effective_sample_size": 0.99,
+            "turns/malformed_calls": 0.02,
+            "stream/trainer_wait": 1.0,
+            "time/rollout": 6.0,
+            "time/update": 3.0,
+            "time/sync": 0.5,
+            "time/step": 10.0,
+            "perf/tokens_per_second": 1000.0,
+        }
+        | ({"eval/greedy_accuracy": 0.2 + 0.5 * i / n} if i % 20 == 0 else {})
+        for i in range(1, n + 1)
+    ]
+
+
+def with_values(name, value, n=100):
+    """A healthy run in which a metric is ``value(i)``."""
+    return [row | {name: value(row["iteration"])} for row in healthy(n)]
+
+
+def only(rows):
+    (finding,) = findings(rows)
+    return finding.metric, finding.update
+
+
+def test_a_healthy_run_has_none():
+    assert findings(healthy()) == [] and lines([]) == []
+    assert findings([]) == []
+    assert findings(healthy()[:3]) == []  # too few rows to judge
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [
+        ("reward/zero_std_groups", 0.95, 0.85),
+        ("completion/truncated", 0.2, 0.08),
+        ("clip/low", 0.3, 0.15),
+        ("clip/high", 0.3, 0.15),
+        ("clip/masked", 0.95, 0.5),
+        ("mismatch/clipped", 0.1, 0.02),
+        ("turns/malformed_calls", 0.5, 0.08),
+        ("environment/failed", 0.2, 0.01),
+        ("mismatch/effective_sample_size", 0.5, 0.95),
+    ],
+)
+def test_a_level_is_bad_from_the_update_at_which_its_mean_crosses_the_limit(name, bad, good):
+    assert only(with_values(name, lambda i: bad)) == (name, 1)
+    assert findings(with_values(name, lambda i: good)) == []
+    # From update 61 on bad: the mean of ten values crosses the limit a few updates later, by then all are bad.
+    metric, update = only(with_values(name, lambda i: bad if i > 60 else good))
+    assert metric == name and 61 <= update <= 70
+    assert findings(with_values(name, lambda i: bad if 40 < i <= 60 else good)) == []  # it is over
+
+
+def test_the_onset_is_where_the_mean_of_a_tenth_crosses():
+    """0 until update 60, 1 after it: the mean of the last ten values is above 0.9 from the tenth 1 on."""
+    assert only(with_values("reward/zero_std_groups", lambda i: float(i > 60))) == ("reward/zero_std_groups", 70)
+
+
+def test_values_that_are_not_finite_and_counts_are_found_at_their_first_update():
+    rows = with_values("grad_norm", lambda i: None if i in (7, 9) else 1.0)
+    assert only(rows) == ("grad_norm", 7) and "2 rows" in findings(rows)[0].text
+    assert only(with_values("loss", lambda i: None if i == 100 else 0.0)) == ("loss", 100)
+    rows = with_values("reward/failures", lambda i: 3 * (i == 5))
+    assert only(rows) == ("reward/failures", 5) and findings(rows)[0].text.startswith("3 calls")
+    assert only(with_values("update/skipped", lambda i: int(i == 8))) == ("update/skipped", 8)
+
+
+def test_a_flat_reward_is_found_and_not_one_at_its_ceiling():
+    flat = with_values("reward/mean", lambda i: 0.3 + 0.01 * (-1) ** i)
+    assert only([row | {"reward/f/mean": 0.3} for row in flat]) == ("reward/mean", 1)
+    assert findings(flat[:40]) == []  # too early to say
+    full = [row | {"reward/mean": 0.99 + 0.001 * (-1) ** row["iteration"], "reward/f/mean": 0.99} for row in healthy()]
+    assert findings(full) == []
+
+
+def test_a_reward_that_falls_is_found_at_its_best_update():
+    rows = with_values("reward/mean", lambda i: 0.01 * i if i <= 60 else max(0.0, 0.6 - 0.04 * (i - 60)))
+    metric, update = only([row for row in rows if row.pop("eval/greedy_accuracy", None) or True])
+    assert metric == "reward/mean" and 60 <= update <= 66
+    assert findings(with_values("reward/mean", lambda i: 0.01 * min(i, 80))) == []  # it stops rising
+
+
+def test_the_entropy_collapses_or_rises():
+    assert only(with_values("entropy", lambda i: 0.5 if i < 50 else 0.01))[0] == "entropy"
+    assert only(with_values("entropy", lambda i: 0.5 + 0.02 * i))[0] == "entropy"
+    assert findings(with_values("entropy", lambda i: 0.5 if i < 50 else 0.1)) == []
+
+
+def test_the_mismatch_grows_or_is_large():
+    assert only(with_values("mismatch/mean_abs", lambda i: 0.01 * math.exp(i / 40)))[0] == "mismatch/mean_abs"
+    assert only(with_values("mismatch/mean_abs", lambda i: 0.2)) == ("mismatch/mean_abs", 1)
+    assert findings(with_values("mismatch/mean_abs", lambda i: 1e-6 * i)) == []  # float32: grown, and tiny
+
+
+def test_an_evaluation_that_falls_while_the_reward_rises():
+    def accuracy(i):
+        return {20: 0.3, 40: 0.6, 60: 0.5, 80: 0.4, 100: 0.4}.get(i)
+
+    rows = [
+        row | ({"eval/greedy_accuracy": accuracy(row["iteration"])} if accuracy(row["iteration"]) else {})
+        for row in healthy()
+    ]
+    assert only(rows) == ("eval/greedy_accuracy", 40)
+
+
+def test_slow_phases_waits_and_a_falling_speed():
+    assert only(with_values("time/sync", lambda i: 4.0)) == ("time/sync", 1)
+    assert findings(with_values("time/sync", lambda i: 3.0)) == []
+    assert findings(with_values("time/rollout", lambda i: 9.0)) == []  # a rollout may take most of a step
+    assert only(with_values("stream/trainer_wait", lambda i: 4.0)) == ("stream/trainer_wait", 1)
+    assert findings(with_values("stream/trainer_wait", lambda i: 2.0)) == []
+    metric, update = only(with_values("perf/tokens_per_second", lambda i: 1000.0 if i <= 70 else 300.0))
+    assert metric == "perf/tokens_per_second" and 71 <= update <= 80
+
+
+def test_the_first_comes_first_and_each_has_its_cure():
+    rows = [
+        row | {"reward/failures": int(row["iteration"] == 3), "completion/truncated": 0.5 * (row["iteration"] > 40)}
+        for row in healthy()
+    ]
+    found = findings(rows)
+    assert [one.metric for one in found] == ["reward/failures", "completion/truncated"]
+    heading, first, second = lines(found)
+    assert heading == "What went wrong, first:"
+    assert first.startswith("  since update 3: reward/failures: ") and first.endswith(remedy("reward/failures"))
+    assert "--max-completion-length" in second
+    assert all(one.metric in METRICS and one.cure for one in found)
+
+
+def test_a_row_before_training_and_names_of_no_rule_do_not_matter():
+    assert findings([{"iteration": 0, "eval/greedy_accuracy": 0.9}, *with_values("__proto__", lambda i: None)]) == []
