@@ -257,7 +257,7 @@ QWEN3_NEXT_80B = {
     "vocab_size": 151936,
 }
 QWEN35_27B, QWEN35_35B_A3B = (
-    json.loads((REPO / "tests/data/model_configs" / f"{name}.json").read_text())
+    json.loads((REPO / "tests/data/instruct_models" / name / "config.json").read_text())
     for name in ("Qwen3.5-27B", "Qwen3.5-35B-A3B")
 )
 
