@@ -39,8 +39,9 @@ class StatusFile:
     def close(self, state: str) -> None:
         """Write the last state, ``finished`` or ``stopped``, and end the thread."""
         self.closing.set()
-        self.thread.join()
-        self._write(state)
+        self.thread.join(10 * INTERVAL)
+        if not self.thread.is_alive():  # else the file server hangs
+            self._write(state)
 
     def _write(self, state: str) -> None:
         position, now = str(progress.position), time.monotonic()
@@ -99,7 +100,7 @@ def state_in_words(status: dict[str, Any] | None, update: int, total: int | None
 
 def _number(fields: dict[str, Any], name: str) -> float:
     value = fields.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else 0.0  # neither nan nor inf
 
 
 def duration(seconds: float) -> str:
