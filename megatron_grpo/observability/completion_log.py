@@ -14,7 +14,7 @@ from megatron_grpo.data.tokenizer import Tokenizer
 from megatron_grpo.vision.encoded import data_uri
 from megatron_grpo.vision.images import RowImages
 
-TOKENS = 512  # tokens of a completion that are listed one by one; bounds a row to about 15 kB plus its two texts and its images
+TOKENS = 512  # tokens of a completion that are listed one by one; without texts and images a row has about 15 kB
 PICTURES, SIDE = 8, 320  # images of a completion that are written, and the longer side of each in pixels
 
 

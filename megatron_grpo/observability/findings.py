@@ -192,7 +192,7 @@ def _at_ceiling(rows: Sequence[Mapping[str, Any]]) -> bool:
         if name.startswith("reward/") and tops and means:
             lacking += max(tops) - fmean(means[-FEW:])
             ranges += max(tops) - min(lows or means)
-    return 0 < ranges and lacking <= 0.05 * ranges
+    return ranges > 0 and lacking <= 0.05 * ranges
 
 
 def _entropy(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
@@ -222,7 +222,7 @@ def _mismatch(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
 def _evaluation(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
     """Yield an accuracy that fell since its best two evaluations while the training reward rose.
 
-    It fell by more than a tenth, and by three binomial standard errors of an evaluation of PROMPTS prompts.
+    It fell by more than a tenth, and by 3.5 binomial standard errors of an evaluation of PROMPTS prompts.
     """
     reward = _series(rows, "reward/mean")
     for kind in ("greedy", "sampled"):
@@ -234,7 +234,7 @@ def _evaluation(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
         at, best = max(means, key=lambda pair: pair[1])
         end = means[-1][1]
         rate = (best + end) / 2
-        if best - end > max(0.1, 3 * max(0.0, rate * (1 - rate) / PROMPTS) ** 0.5):
+        if best - end > max(0.1, 3.5 * max(0.0, rate * (1 - rate) / PROMPTS) ** 0.5):
             yield Finding(at, name, f"it fell from {best:.3g} to {end:.3g} while the training reward rose")
 
 

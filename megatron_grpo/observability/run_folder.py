@@ -298,7 +298,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 def _numbers(values: Iterable[Any]) -> bool:
     """Return whether all values are finite numbers, or None, which replaces numbers that are not finite."""
-    return all(v is None or isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e300 for v in values)
+    return all(v is None or (isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e300) for v in values)
 
 
 def labels(paths: Sequence[Path]) -> list[str]:

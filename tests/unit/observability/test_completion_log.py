@@ -134,7 +134,9 @@ def test_images_are_small_pictures():
 
 def test_no_more_images_are_decoded_than_are_shown(monkeypatch):
     decoded = []
-    monkeypatch.setattr(row_images, "opened", lambda source, number: decoded.append(source) or PIL.Image.new("L", (9, 9)))
+    monkeypatch.setattr(
+        row_images, "opened", lambda source, number: decoded.append(source) or PIL.Image.new("L", (9, 9))
+    )
     images = RowImages(tuple(b"%d" % i for i in range(40)), (), (), 0, 1, 0)
     assert len(pictures(images)["images"]) == len(decoded) == 8
     assert len(images.open()) == 40

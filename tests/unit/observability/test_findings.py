@@ -120,7 +120,9 @@ def test_a_run_that_reaches_its_goal_is_not_told_that_it_has_no_signal():
     assert findings(rows) == []
     stuck = [row | {"reward/f/mean": 0.7} for row in rows]  # three in ten are unsolved, and the groups are equal
     assert {one.metric for one in findings(stuck)} == {"reward/zero_std_groups", "entropy"}
-    nothing = [row | {"reward/f/mean": 0.0, "reward/f/max": 0.0} for row in with_values("reward/zero_std_groups", float)]
+    nothing = [
+        row | {"reward/f/mean": 0.0, "reward/f/max": 0.0} for row in with_values("reward/zero_std_groups", float)
+    ]
     assert only(nothing)[0] == "reward/zero_std_groups"
 
 
