@@ -2,8 +2,8 @@
 
 Fields: ``state`` (running, finished or stopped), ``update`` and ``total``, ``phase`` and ``phase_seconds``,
 ``quiet_seconds`` (since the last sign of progress), ``rollout`` (completions, running, tokens and seconds of the
-present rollout) and ``waits`` (the ranks that wait, and for which, as the watchdog sees it). The time of the file is
-that of the last sign of life.
+present rollout), ``waits`` (the ranks that wait, and for which, as the watchdog sees it) and ``error`` (of rank 0, that
+ended the run). The time of the file is that of the last sign of life.
 """
 
 import contextlib
@@ -49,6 +49,7 @@ class StatusFile:
             self.phase, self.since = position, now
         content = {"state": state, "phase": position, "phase_seconds": round(now - self.since, 1)}
         content |= {"quiet_seconds": round(now - progress.moved, 1), "waits": progress.waits, "pid": os.getpid()}
+        content |= {"error": progress.error}
         temporary = self.path.with_suffix(".tmp")
         with contextlib.suppress(OSError):  # a full disk, or a folder that was deleted: the run goes on
             temporary.write_text(json.dumps(content | self.facts()), encoding="utf-8")
@@ -82,7 +83,8 @@ def state_in_words(status: dict[str, Any] | None, update: int, total: int | None
             return {"state": "finished", "text": f"finished: {update:,} updates"}
         return {"state": "silent", "text": f"{done}; the last row is {duration(row_age)} old"}
     if status.get("state") in ("finished", "stopped"):
-        return {"state": status["state"], "text": f"{status['state']}: {done}"}
+        error = f": {status['error']!s:.500}" if status.get("error") else ""
+        return {"state": status["state"], "text": f"{status['state']}: {done}{error}"}
     phase, age = str(status.get("phase", "")), _number(status, "age")
     if age > SILENT:
         return {"state": "silent", "text": f"silent for {duration(age)}: {done}, last in '{phase}'"}

@@ -102,6 +102,7 @@ def test_the_findings_are_printed_at_the_end_of_a_run_and_of_a_resumed_one(tmp_p
         ({"age": 600.0}, "silent", "silent for 10 min: update 57 of 120, last in 'rollout'"),
         ({"state": "finished"}, "finished", "finished: update 57 of 120"),
         ({"state": "stopped", "age": 9999.0}, "stopped", "stopped: update 57 of 120"),
+        ({"state": "stopped", "error": "no room"}, "stopped", "stopped: update 57 of 120: no room"),
         ({"rollout": {"finished": math.inf, "running": math.nan}}, "running", "0 of 0 completions, 0 tokens"),
         ({"rollout": "x", "phase_seconds": None, "waits": 0}, "running", "update 57 of 120: rollout for 0 s"),
     ],

@@ -183,10 +183,11 @@ def test_damaged_lines_of_a_run_that_is_followed_are_left_out_and_named(tmp_path
 
 
 def test_a_run_with_bad_numbers_or_files_does_not_take_the_page_from_the_others(tmp_path):
-    """NaN of another program is no value, as null; numbers without a float, and a folder in place of a file, are named."""
+    """NaN of another program is no value, as null; numbers that are too large, and a folder, are named."""
     bad = write_run(tmp_path / "bad", samples=[SAMPLE, SAMPLE | {"rewards": {"f1": math.nan, "f2": math.inf}}])
     with open(bad / "metrics.jsonl", "a") as file:
-        file.write('{"iteration": 4, "kl": NaN}\n{"iteration": 5, "kl": %d}\n{"iteration": 6, "kl": 1e999}\n' % 10**400)
+        for iteration, value in enumerate(("NaN", str(10**400), "1e999"), 4):
+            file.write(f'{{"iteration": {iteration}, "kl": {value}}}\n')
     (bad / "eval_completions.jsonl").mkdir()
     records = [report.Record(write_run(tmp_path / "good"), "good"), report.Record(bad, "bad")]
     for _ in range(2):  # the second time, too, the same sentences
