@@ -250,17 +250,15 @@ class MetricsLogger:
             self.bar.close()
 
     def end(self) -> None:
-        """Print the findings of the run and write its last state, once; an error of the run leads here without `close`.
-
-        It does not raise.
-        """
+        """Write the last state of the run and print its findings, once; an error leads here without `close`."""
         if self.ended:
             return
         self.ended = True
-        for line in findings.lines(findings.findings(self.judged)):
-            print_rank_0(line)
         if self.status is not None:
             self.status.close("finished" if self.iteration >= self.total else "stopped")
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            for line in findings.lines(findings.findings(self.judged)):
+                print_rank_0(line)
 
     def _write_row(self) -> None:
         if not self.interval:
