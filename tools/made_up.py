@@ -173,16 +173,21 @@ def weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return 1 + 0.1 * values if "norm" in name else 0.4 * values / shape[-1] ** 0.5
 
 
-def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] = weight) -> None:
-    """Set every weight of the model to ``value(name, shape)``; each rank sets its own shard."""
+def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] | None = None) -> None:
+    """Set every weight of the model to ``value(name, shape)``, by default `weight`; each rank sets its own shard."""
+
+    def made_up(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        centred = args.apply_layernorm_1p and "norm" in name and "linear_attn." not in name  # multiplies by 1 + weight
+        return weight(name, shape) - int(centred)
+
     weights = model_weights.table(args)
     shapes = {name: shape for weight in weights for name, shape in weight.hf.items()}
 
     def read(name: str, index: tuple[int | slice, ...]) -> torch.Tensor:
-        return value(name, shapes[name])[index]
+        return (value or made_up)(name, shapes[name])[index]
 
-    for weight, tensor in model_weights.local_weights(model, weights):
-        weight.fill(tensor, *model_weights.tensor_parallel(weight), read)
+    for own, tensor in model_weights.local_weights(model, weights):
+        own.fill(tensor, *model_weights.tensor_parallel(own), read)
 
 
 def trainer(args) -> SimpleNamespace:

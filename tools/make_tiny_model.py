@@ -38,6 +38,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 EOS, PAD = "<eos>", "<pad>"
 SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2"]
+SHAPES += ["qwen3_next", "qwen3_5_text"]
 VISION_SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"]
 POSITIVE = (
     "batch_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
@@ -86,6 +87,16 @@ def family_sizes(args: argparse.Namespace) -> dict:
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": max(1, args.ffn_hidden_size // 4)}
     if args.shape == "qwen3_moe":
         return {"head_dim": args.kv_channels, "num_experts": 8, "norm_topk_prob": True, **experts}
+    if args.shape in ("qwen3_next", "qwen3_5_text"):
+        hybrid = {
+            "head_dim": args.kv_channels,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,  # with 128 the only sizes of vLLM's CPU kernel
+            "linear_value_head_dim": 64,
+        }
+        own = {"num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": args.ffn_hidden_size // 4}
+        return {**hybrid, **own, **experts} if args.shape == "qwen3_next" else hybrid
     if args.shape == "minimax_m2":
         experts["intermediate_size"] = experts.pop("moe_intermediate_size")
         routing = {"num_local_experts": 8, "scoring_func": "sigmoid", "use_routing_bias": True}

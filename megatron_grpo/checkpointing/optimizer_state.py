@@ -127,6 +127,14 @@ class ShardedOptimizer(DistributedOptimizer):
             # megatron-core takes only the hyper-parameters from Adam's state dict, and gives Adam its own tensors back.
             self.optimizer.state_is_in_place = True
 
+        # megatron-core gives Adam the float32 parameters of a group first, but numbers them as they come: beside
+        # parameters of 16 bits (A_log of a gated delta net) the state of one would be taken for that of another.
+        of_rank = hasattr(self, "model_fp32_groups")  # a rank may have no parameter of this optimizer
+        groups = zip(self.model_fp32_groups, self.model_float16_groups, strict=True) if of_rank else ()
+        for group, (whole, halves) in enumerate(groups):
+            for place, parameter in enumerate([*whole, *halves]):
+                self.model_param_group_index_map[parameter] = group, place
+
     def sharded_state_dict(self, *args, **kwargs):
         """Extend megatron-core's method by leaving out its collection of garbage after the gathering.
 

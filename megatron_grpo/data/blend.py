@@ -1,6 +1,7 @@
 """The words of --train-data-path and --valid-data-path: weights, files, and data sets in the cache."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,9 +47,10 @@ def check_row_file(path: str | Path) -> None:
     if suffix in ROW_FILES or str(path).startswith(PREFIX) or Path(path).is_dir():
         return
     if suffix.lower() in TABLES:
+        output = Path(path).with_suffix(".parquet")
         raise GrpoError(
-            f"{path}: a run reads no {suffix}: python tools/data/own_rows.py --input {path} --prompt-column NAME "
-            "--answer-column NAME --output train.parquet makes a file of prompts"
+            f"{path}: a run reads no {suffix}: python tools/data/own_rows.py --input {shlex.quote(str(path))} "
+            f"--prompt-column NAME --answer-column NAME --output {shlex.quote(str(output))} makes a file of prompts"
         )
     if Path(path).exists():
         raise GrpoError(f"{path}: prompts are read from .jsonl, .parquet or .arrow files, not from {suffix or 'this'}")

@@ -18,7 +18,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_grpo.lora.fp8_base import fp8_weights
 from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import is_router, saved_weights
-from megatron_grpo.models.config import moe_layers, params_dtype, transformer_config_from_args
+from megatron_grpo.models.config import (
+    delta_net_state_bytes,
+    linear_layers,
+    moe_layers,
+    params_dtype,
+    transformer_config_from_args,
+)
+from megatron_grpo.models.delta_net import CHUNK as DELTA_NET_CHUNK
 from megatron_grpo.models.fp8_training import fp8_layers
 from megatron_grpo.models.fp8_weight import BLOCK
 from megatron_grpo.models.head import CHUNK, KEPT
@@ -161,7 +168,7 @@ class Plan:
     def drafts_share_of_cache(self) -> float:
         """Return the share of the engine's key-value cache that the drafts' layers take."""
         args, own = self.args, draft_args(self.args)
-        policys = _cache_per_token(args, args.num_layers)
+        policys = _cache_per_token(args, linear_layers(args).count(False))
         drafts = _cache_per_token(args, args.mtp_num_layers or 0) if method_of(args) == "mtp" else 0
         if own is not None:
             drafts = _cache_per_token(own, own.num_layers)
@@ -175,8 +182,9 @@ class Plan:
             heads = args.num_attention_heads // tp
             channels = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
         tokens = args.inference_max_requests * longest_sequence(args)
-        layers = sum(len(chunk.layers) for chunk in self.stages[stage])
-        return 2 * layers * tokens * heads * channels * params_dtype(args).itemsize
+        kinds = [linear_layers(args)[layer] for chunk in self.stages[stage] for layer in chunk.layers]
+        of_attention = 2 * kinds.count(False) * tokens * heads * channels * params_dtype(args).itemsize
+        return of_attention + kinds.count(True) * args.inference_max_requests * delta_net_state_bytes(args) // tp
 
     def memory(self, stage: int) -> Memory:
         """Return the bytes on a rank of a pipeline stage, without the engine's."""
@@ -378,13 +386,20 @@ class Plan:
         Includes the recomputed activations of the layers that are in the backward pass.
         """
         args, sparse = self.args, moe_layers(self.args) if self.args.num_experts else [False] * self.args.num_layers
+        linear = linear_layers(args)
         tokens = self.tokens() / args.context_parallel_size
         every = max(args.recompute_num_layers or 1, 1)
         kept: float = 0
         at_once: float = 0
         for chunk in self.stages[stage]:
             layers = self._layers(chunk)
-            kinds = [(sparse[layer if isinstance(layer, int) else -1], self._saved_share(layer)) for layer in layers]
+            numbers = [layer if isinstance(layer, int) else -1 for layer in layers]
+            kinds = [
+                (sparse[number], linear[number], self._saved_share(layer))
+                for number, layer in zip(numbers, layers, strict=True)
+            ]
+            if any(linear[number] for number in numbers):
+                at_once = max(at_once, tokens * _delta_net_chunks(args))
             whole = [tokens * _layer(args, *kind) for kind in kinds]
             if args.disable_parameter_transpose_cache:  # the backward pass needs both 8-bit copies, 2 bytes
                 whole = [size + self._quantized(layer) for size, layer in zip(whole, layers, strict=True)]
@@ -551,6 +566,34 @@ def _attention(args: Namespace, share: float) -> tuple[float, float]:
     return projected / tp, heads * (size + args.v_head_dim) / tp + latents / _sequence_split(args)
 
 
+def _delta_net(args: Namespace) -> float:
+    """Return the elements that a gated delta net stores per token: its projection, and its output twice.
+
+    The two scalars of each value head are float32; under context parallelism the projection is also stored by heads.
+    """
+    keys, values = args.linear_num_key_heads, args.linear_num_value_heads
+    mixed = 2 * keys * args.linear_key_head_dim + values * (args.linear_value_head_dim + 2)
+    out = values * args.linear_value_head_dim
+    exact = 4 / params_dtype(args).itemsize
+    copies = 2 if args.context_parallel_size > 1 else 1
+    return (copies * mixed + 3 * out + 2 * exact * values) / args.tensor_model_parallel_size
+
+
+def _delta_net_chunks(args: Namespace) -> float:
+    """Return the elements per token that the backward pass of one delta net holds while it computes its chunks again.
+
+    In float32: convolution and norm of queries, keys and values, their copies in chunks, the products of a chunk's
+    tokens, and the state that enters each chunk.
+    """
+    size, heads = DELTA_NET_CHUNK, args.linear_num_value_heads
+    qk, v = args.linear_num_key_heads * args.linear_key_head_dim, heads * args.linear_value_head_dim
+    by_head = heads * args.linear_key_head_dim
+    products = (4 * heads + 2 * args.linear_num_key_heads) * size
+    state = by_head * args.linear_value_head_dim / size
+    exact = 4 / params_dtype(args).itemsize
+    return exact * (3 * (2 * qk + v) + 5 * v + 4 * by_head + products + state) / args.tensor_model_parallel_size
+
+
 def _core_attention(args: Namespace) -> float:
     """Return the elements per token that recomputed attention does not store.
 
@@ -600,22 +643,32 @@ def _norm_outputs(args: Namespace, sparse: bool, share: float) -> float:
     return (attention + (1 if sparse else share)) * args.hidden_size / _sequence_split(args)
 
 
-def _layer(args: Namespace, sparse: bool, share: float) -> float:
-    """Return the elements that a layer stores per token; ``share``: `Plan._saved_share`.
+def _layer(args: Namespace, sparse: bool, linear: bool, share: float) -> float:
+    """Return the elements that a layer stores per token; ``share``: `Plan._saved_share`; ``linear``: a delta net.
 
     Inputs and outputs of its two norms; with --sandwich-norm, inputs of two more; attention; the MLP's inner size three
     times (gate, up, product).
     """
     mlp = sum(_experts(args, share)) + _shared_experts(args, share) if sparse else _dense_mlp(args, share)
     inputs = (4 if args.sandwich_norm else 2) * args.hidden_size / _sequence_split(args)
-    return inputs + _norm_outputs(args, sparse, share) + sum(_attention(args, share)) + mlp
+    attention = _delta_net(args) if linear else sum(_attention(args, share)) + _output_gate(args)
+    return inputs + _norm_outputs(args, sparse, share) + attention + mlp
 
 
-def _recomputed(args: Namespace, sparse: bool, share: float) -> float:
+def _output_gate(args: Namespace) -> float:
+    """Return the elements that the output gate of attention stores per token: gate, output before, and sigmoid."""
+    if not args.attention_output_gate:
+        return 0
+    exact = 4 / params_dtype(args).itemsize
+    return (2 + exact) * args.num_attention_heads * args.kv_channels / args.tensor_model_parallel_size
+
+
+def _recomputed(args: Namespace, sparse: bool, linear: bool, share: float) -> float:
     """Return the elements of `_layer` that selective recomputation does not store (flash attention stores none)."""
     if args.recompute_granularity != "selective":
         return 0
-    parts = {"layernorm": _norm_outputs(args, sparse, share), "core_attn": _core_attention(args)}
+    core_attention = 0 if linear else _core_attention(args)
+    parts = {"layernorm": _norm_outputs(args, sparse, share), "core_attn": core_attention}
     if args.multi_latent_attention:
         parts["mla_up_proj"] = _attention(args, share)[0]
     if not sparse:

@@ -27,12 +27,13 @@ def module_name(args: Namespace, name: str) -> str:
 def linear_layers(args: Namespace) -> dict[str, Weight]:
     """Return Hugging Face module name -> weight, for every linear layer of the decoder that can have an adapter.
 
-    Embeddings, the output layer, multi-token prediction and tensors of all experts of a layer are not among them.
+    Embeddings, the output layer, multi-token prediction, tensors of all experts of a layer and the gate of a shared
+    expert, a parameter without a layer of its own in megatron-core, are not among them.
     """
     return {
         name.removesuffix(".weight"): weight
         for weight in model_weights.table(args)
-        if weight.name.startswith("decoder.layers.") and not weight.all_experts
+        if weight.name.startswith("decoder.layers.") and weight.name.endswith(".weight") and not weight.all_experts
         for name, shape in weight.hf.items()
         if name.endswith(".weight") and len(shape) == 2
     }

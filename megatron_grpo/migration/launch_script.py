@@ -34,6 +34,11 @@ VARIABLES = {
 }
 
 
+# Values with one of these cannot be several words in ${VARIABLE:-...}; a } there would end it.
+_UNFIT = re.compile(r"[\s'\"\\`}]|\$\(")
+_NAMED = re.compile(r"\$\{\w+\}")
+
+
 class Words(str):
     """A variable that bash divides at spaces."""
 
@@ -70,7 +75,7 @@ def launch_script(
             default_of = f"?give {variable}" if runs_a_command(value) else f"-{value}"
             lines.append(f"{variable}=${{{variable}:{default_of}}}" + (f"  # {comment}" if comment else ""))
             given[flag] = Given(flag, [f"${variable}"], "")
-        elif flag in given and not any(re.search(r"[\s'\"\\`]|\$\(", value) for value in given[flag].values):
+        elif flag in given and not any(_UNFIT.search(_NAMED.sub("", value)) for value in given[flag].values):
             comment = given[flag].comment or "several, with spaces between them"
             lines.append(f"{variable}=${{{variable}:-{' '.join(given[flag].values)}}}  # {comment}")
             given[flag] = Given(flag, [Words(f"${variable}")], "")

@@ -112,6 +112,7 @@ def check_model(args: Namespace) -> None:
         if args.num_query_groups is None:
             raise GrpoError("--group-query-attention needs --num-query-groups, the number of key/value heads")
         divides(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
+    check_delta_net(args)
     if args.qk_layernorm_across_heads:
         needs(args, "qk_layernorm_across_heads", "qk_layernorm", "it says what that norms")
         if args.multi_latent_attention:
@@ -125,6 +126,23 @@ def check_model(args: Namespace) -> None:
             )
     if args.kv_channels is None:
         divides(args, "hidden_size", args.num_attention_heads, "--num-attention-heads, or --kv-channels be given")
+
+
+def check_delta_net(args: Namespace) -> None:
+    """Refuse a pattern of layers that does not fit, and heads of a gated delta net that do not divide."""
+    if not args.experimental_attention_variant:
+        return
+    pattern = args.linear_attention_freq
+    if not pattern or (isinstance(pattern, list) and len(pattern) != args.num_layers):
+        raise GrpoError(
+            f"--experimental-attention-variant gated_delta_net with --linear-attention-freq {pattern}: give n for "
+            f"attention in every n-th layer, or a list with 1 (delta net) or 0 for each of the {args.num_layers} layers"
+        )
+    divides(args, "linear_num_value_heads", args.linear_num_key_heads, "--linear-num-key-heads")
+    if args.transformer_impl != "local":
+        raise GrpoError(
+            "--experimental-attention-variant gated_delta_net needs --transformer-impl local, which has its layer"
+        )
 
 
 def resolve_model_sizes(args: Namespace) -> dict[str, Any]:
@@ -162,6 +180,7 @@ _UNRECORDED_MODELS: Excluded = (
     ("vision_config", "the layers of a vision-language model have not been recorded yet: leave the flag out"),
     ("rotary_base_local", "two rotary embeddings in one model have not been recorded yet: leave the flag out"),
     ("attn_logit_softcapping", "the mask of soft-capped attention is made for each pack: leave the flag out"),
+    ("experimental_attention_variant", "the chunks of a delta net are made for each pack: leave the flag out"),
 )
 _UNRECORDED: Excluded = (
     ("recompute_granularity", "recomputation has not been recorded yet: leave one of them out"),
@@ -223,6 +242,16 @@ def check_share_prompts(args: Namespace) -> None:
     if args.router_replay_mode != "disabled":
         raise GrpoError("--share-prompts with --router-replay-mode: experts are replayed for whole sequences only")
     _check_excluded(args, "share_prompts", _UNSHARED)
+
+
+def check_float32_parameters(args: Namespace) -> None:
+    """Refuse float32 parameters beside those of 16 bits where megatron-core cannot save their optimizer state."""
+    trained = args.experimental_attention_variant and not args.lora_rank and not args.eval_only
+    if trained and (args.bf16 or args.fp16) and not args.use_distributed_optimizer:
+        raise GrpoError(
+            "--experimental-attention-variant gated_delta_net in 16 bits needs --use-distributed-optimizer: A_log is "
+            "float32, and megatron-core's other optimizer cannot save it beside parameters of 16 bits"
+        )
 
 
 def check_excluded_models(args: Namespace) -> None:

@@ -75,3 +75,24 @@ def moe_layers(args: Namespace) -> list[bool]:
     if isinstance(args.moe_layer_freq, int):
         return [layer % args.moe_layer_freq == 0 for layer in range(args.num_layers)]
     return [bool(layer) for layer in args.moe_layer_freq]
+
+
+def linear_layers(args: Namespace) -> list[bool]:
+    """Return for each decoder layer whether it has a gated delta net in the place of attention.
+
+    By --linear-attention-freq: an integer n stands for attention in every n-th layer; a list has 1 (delta net) or 0 for
+    each layer.
+    """
+    if not args.experimental_attention_variant:
+        return [False] * args.num_layers
+    if isinstance(args.linear_attention_freq, int):
+        return [layer % args.linear_attention_freq != 0 for layer in range(1, args.num_layers + 1)]
+    return [bool(layer) for layer in args.linear_attention_freq]
+
+
+def delta_net_state_bytes(args: Namespace) -> int:
+    """Return the bytes that a gated delta net keeps of a sequence: the convolution's last inputs, the float32 state."""
+    keys, values = args.linear_num_key_heads, args.linear_num_value_heads
+    channels = 2 * keys * args.linear_key_head_dim + values * args.linear_value_head_dim
+    state = values * args.linear_key_head_dim * args.linear_value_head_dim
+    return (args.linear_conv_kernel_dim - 1) * channels * params_dtype(args).itemsize + 4 * state

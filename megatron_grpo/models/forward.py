@@ -18,6 +18,7 @@ from megatron_grpo.data.pack import Pack, pack_completions, shareable_tokens, sh
 from megatron_grpo.data.schedule import Schedule, attention_coefficient, hybrid_schedule, schedule
 from megatron_grpo.data.share import spread
 from megatron_grpo.models import balancing, router_replay
+from megatron_grpo.models.config import linear_layers
 from megatron_grpo.models.fp8_training import check_fp8_device, token_multiple
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.initialize import await_ranks
@@ -171,7 +172,8 @@ def _attention_coefficient(args) -> float:
         ffn = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
     key_value_heads = args.num_attention_heads if args.multi_latent_attention else query_groups(args)
     head = args.qk_head_dim + args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
-    return attention_coefficient(args.hidden_size, args.num_attention_heads * head, key_value_heads * head, ffn)
+    coefficient = attention_coefficient(args.hidden_size, args.num_attention_heads * head, key_value_heads * head, ffn)
+    return coefficient * linear_layers(args).count(False) / args.num_layers
 
 
 def scores(args, model: Model, forward_step: Callable, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:

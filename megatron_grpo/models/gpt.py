@@ -14,6 +14,7 @@ from megatron_grpo.models.expert_dispatch import replace_dispatchers
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
 from megatron_grpo.models.layer_graphs import LayerGraphs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
+from megatron_grpo.models.param_gather import wait_for_weights
 from megatron_grpo.models.rope import frequencies, set_attention_factor
 from megatron_grpo.models.shared_prompts import SharedPack, angles_of_tokens
 from megatron_grpo.models.softcap import soft_cap
@@ -88,9 +89,7 @@ class PolicyModel(GPTModel):
                 hidden_states=hidden_states, input_ids=input_ids, position_ids=position_ids, labels=labels, **kwargs
             )
             return soft_cap(out, self.final_logit_softcapping) if self.post_process else out
-        # The layer itself is not called: call its hooks, which wait for the weight with --overlap-param-gather.
-        for wait in self.output_layer._forward_pre_hooks.values():
-            wait(self.output_layer, ())
+        wait_for_weights(self.output_layer)
         weight = self._output_weight()
         kept = self._label_positions
         if kept is None:

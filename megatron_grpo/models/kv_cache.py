@@ -1,14 +1,16 @@
 """Key/value cache for generation with the training model.
 
 Within `generating` each attention layer of the model writes the keys and values of its tokens to a cache and attends to
-the cached tokens. The model is called without packing (``PolicyModel.hidden_states``), because megatron-core then uses
-a separate row of rotary frequencies for each token: the row of the token's own position.
+the cached tokens; each gated delta net keeps its `State` of every sequence. The model is called
+without packing (``PolicyModel.hidden_states``), because megatron-core then uses a separate row of rotary frequencies
+for each token: the row of the token's own position.
 """
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_grpo.models.attention import PackedAttention, attend, blocks, visible_keys
 from megatron_grpo.models.attention_kernels import Attention, Blocks, Varlen
+from megatron_grpo.models.delta_net import GatedDeltaNet, State, delta_net
 from megatron_grpo.models.softcap import soft_cap, soft_capped_attention
 
 
@@ -29,6 +32,8 @@ class Step:
     rows: torch.Tensor  # int64 [r], rows of the cache to write
     source: torch.Tensor  # int64 [r], the token for each of these rows; a prompt's tokens may go to several slots
     prompt_ends: tuple[int, ...]  # (0, end of the first prompt, ...)
+    new_slots: torch.Tensor  # int64 [m], slots of the completions that begin with this step
+    new_prompts: torch.Tensor  # int64 [m], number of the prompt of each
     slots: torch.Tensor  # int64 [n], slots of the running completions
     lengths: torch.Tensor  # int64 [n], cached tokens of each running completion, with the newest one
     longest: int  # maximum of `lengths`
@@ -50,27 +55,24 @@ class KVCache:
     def __init__(self, model: list[torch.nn.Module], slots: int, length: int):
         self.slots, self.length = slots, length
         self.step: Step | None = None  # tokens of the current forward pass
-        self._shapes = [_shape(attention) for attention in _attentions(model)]
+        self._shapes = [_shapes(attention, slots, length) for attention in _attentions(model)]
         self._dtype, self._device = next(model[0].parameters()).dtype, next(model[0].parameters()).device
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values [slots * length, heads, d]
+        # Keys and values [slots * length, heads, d]; of a delta net `State` of the slots.
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def num_bytes(self) -> int:
         """Return the size of the cache of all layers on this rank."""
-        rows = self.slots * self.length
-        return sum(2 * rows * heads * channels for heads, channels in self._shapes) * self._dtype.itemsize
+        return sum(prod(shape) * (dtype or self._dtype).itemsize for shapes in self._shapes for shape, dtype in shapes)
 
     def allocate(self) -> None:
         """Allocate the memory, if it is not allocated."""
         if not self.layers:
-            rows = self.slots * self.length
-            self.layers = [
-                # Zeros, because masked values must not be nan: 0 times nan is nan.
-                (zeros[0], zeros[1])
-                for zeros in (
-                    torch.zeros(2, rows, *shape, dtype=self._dtype, device=self._device) for shape in self._shapes
-                )
-            ]
+            # Zeros, because masked values must not be nan: 0 times nan is nan.
+            self.layers = [(self._zeros(*first), self._zeros(*second)) for first, second in self._shapes]
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype or self._dtype, device=self._device)
 
     def free(self) -> None:
         """Free the memory."""
@@ -84,15 +86,22 @@ def _attentions(model: list[torch.nn.Module]) -> Iterator[Any]:
             yield layer.self_attention
 
 
-def _shape(attention: Any) -> tuple[int, int]:
-    """Return (key/value heads on this rank, channels of a head).
+def _shapes(
+    attention: Any, slots: int, length: int
+) -> tuple[tuple[tuple[int, ...], torch.dtype | None], tuple[tuple[int, ...], torch.dtype | None]]:
+    """Return shape and dtype (None: the model's) of the two tensors of a layer's cache on this rank.
 
     With MLA keys and values differ in size; the smaller one is padded with zeros.
     """
     config = attention.config
+    if isinstance(attention, GatedDeltaNet):
+        inputs, memory = attention.state_shapes()
+        return ((slots, *inputs), None), ((slots, *memory), torch.float32)
     if config.multi_latent_attention:
-        return attention.num_attention_heads_per_partition, max(attention.q_head_dim, config.v_head_dim)
-    return attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+        heads, channels = attention.num_attention_heads_per_partition, max(attention.q_head_dim, config.v_head_dim)
+    else:
+        heads, channels = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+    return ((slots * length, heads, channels), None), ((slots * length, heads, channels), None)
 
 
 @contextlib.contextmanager
@@ -109,6 +118,9 @@ def generating(model: list[torch.nn.Module], cache: KVCache) -> Iterator[None]:
                 _patch(undo, chunk, "rotary_pos_emb", RopeByPosition(chunk.rotary_pos_emb, cache))
             _patch(undo, chunk.decoder, "input_tensor", None)
         for attention, (keys, values) in zip(_attentions(model), cache.layers, strict=True):
+            if isinstance(attention, GatedDeltaNet):
+                _patch(undo, attention, "generation", CachedDeltaNet(attention, cache, State(keys, values)))
+                continue
             if attention.config.multi_latent_attention:
                 _patch(undo, attention, "rotary_pos_emb", RopeByPosition(attention.rotary_pos_emb, cache))
             # The fused kernels of latent attention need cosines and sines of consecutive positions.
@@ -140,6 +152,40 @@ class RopeByPosition(torch.nn.Module):
         assert self.cache.step is not None
         rows = self.table.index_select(self.table.ndim - 4, self.cache.step.positions)
         return rows if self.factor is None else (rows, self.factor)
+
+
+class CachedDeltaNet:
+    """Replacement of a gated delta net's function over packs: over prompts, and over one token of each completion.
+
+    Takes the inputs of `delta_net` for the tokens of the cache's ``step``, and returns ``[t, a, r, d_v]``, padding 0.
+    """
+
+    def __init__(self, net: GatedDeltaNet, cache: KVCache, state: State):
+        self.key_size, self.cache, self.state = net.key_size, cache, state
+
+    def __call__(self, qkv, weight, log_decay, beta) -> torch.Tensor:
+        step = self.cache.step
+        assert step is not None
+        prompts, running = step.prompt_ends[-1], len(step.slots)
+        out = qkv.new_zeros(*log_decay.shape, (qkv.shape[-1] - 2 * self.key_size) // log_decay.shape[-1])
+
+        def compute(begin: int, end: int, offsets, before: State | None) -> State:
+            own = slice(begin, end)
+            inputs = weight, log_decay[own], beta[own], self.key_size, offsets, before
+            out[own], state = delta_net(qkv[own], *inputs)
+            return state
+
+        if running:
+            before = State(*(kept.index_select(0, step.slots) for kept in self.state))
+            self._keep(step.slots, compute(prompts, prompts + running, tuple(range(running + 1)), before))
+        if prompts:
+            state = compute(0, prompts, step.prompt_ends, None)
+            self._keep(step.new_slots, State(*(x.index_select(0, step.new_prompts) for x in state)))
+        return out
+
+    def _keep(self, slots: torch.Tensor, state: State) -> None:
+        for kept, new in zip(self.state, state, strict=True):
+            kept.index_copy_(0, slots, new.to(kept.dtype))
 
 
 class CachedAttention(torch.nn.Module):

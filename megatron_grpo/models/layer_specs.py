@@ -2,6 +2,8 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_grpo.models import weight_gradients
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
+from megatron_grpo.models.config import linear_layers
+from megatron_grpo.models.delta_net import delta_net_spec
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.norm import AllHeadsNorm, BranchNorm, RMSNorm, take_residual, with_post_layernorm
 from megatron_grpo.models.rope import rotate_pack
@@ -131,7 +135,9 @@ def _norm(transformer_impl: str) -> type:
 def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
     """Return the specification of every decoder layer of the whole model."""
     use_te = args.transformer_impl == "transformer_engine"
-    layers = get_gpt_decoder_layer_specs(config, use_te, normalization=config.normalization)
+    softmax = copy(config)
+    softmax.experimental_attention_variant = None  # megatron-core's function knows attention only
+    layers = get_gpt_decoder_layer_specs(softmax, use_te, normalization=config.normalization)
     kinds = {id(layer): layer for layer in layers}  # the list repeats two objects: a dense layer and an MoE layer
     for layer in kinds.values():
         if not use_te:
@@ -155,7 +161,24 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
                 mlp.experts = GroupedExperts
             elif config.add_bias_linear and not use_te:
                 _submodules(mlp.experts).linear_fc2 = ExpertRowParallelLinear
-    return layers
+    linear = linear_layers(args)
+    return [_with_delta_net(layer) if linear[i] else layer for i, layer in enumerate(layers)]
+
+
+def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
+    """Return a copy of a layer's specification with a gated delta net in the place of attention."""
+    linears = layer.submodules.self_attention.submodules
+    names = {
+        name: fused
+        for name, fused in layer.submodules.sharded_state_dict_keys_map.items()
+        if name not in _FUSED_INPUT_NORM
+    }
+    parts = replace(
+        layer.submodules,
+        self_attention=delta_net_spec(linears.linear_qkv, linears.linear_proj),
+        sharded_state_dict_keys_map=names,
+    )
+    return replace(layer, submodules=parts)
 
 
 def _submodules(spec: Any) -> Any:

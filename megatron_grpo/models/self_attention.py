@@ -13,6 +13,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.models.norm import AllHeadsNorm, RMSNorm, rms_norm
+from megatron_grpo.models.param_gather import wait_for_weights
 from megatron_grpo.models.rope import cosines_and_sines, host_offsets, rotate, rows_of_pack
 
 
@@ -44,8 +45,15 @@ class PackedSelfAttention(SelfAttention):
         finally:
             self._rotation = None
 
+    def _apply_output_gate(self, x, gate):
+        """Return x sigmoid(gate), as megatron-core's method, which would compile it: that needs a C++ compiler."""
+        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
+
     def get_query_key_value_tensors(self, hidden_states, key_value_states=None, **more):
-        """Return queries ``[t, 1, heads, d]``, keys and values ``[t, 1, groups, d]``; of a pack they are rotated."""
+        """Return queries ``[t, 1, heads, d]``, keys and values ``[t, 1, groups, d]``; of a pack they are rotated.
+
+        With --attention-output-gate the output gate, of the shape of the queries, follows them.
+        """
         if self._rotation is None:
             return super().get_query_key_value_tensors(hidden_states, key_value_states, **more)
         freqs, packed = self._rotation
@@ -53,18 +61,23 @@ class PackedSelfAttention(SelfAttention):
         heads = projected.view(
             len(projected), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
         )
+        gate: tuple[torch.Tensor, ...] = ()
+        if self.config.attention_output_gate:  # of each group: queries, their gates, a key and a value
+            queries, gates, rest = heads.split([(heads.shape[2] - 2) // 2, (heads.shape[2] - 2) // 2, 2], 2)
+            heads, gate = torch.cat((queries, rest), 2), (gates.flatten(1, 2)[:, None],)
         if isinstance(self.q_layernorm, AllHeadsNorm):
             queries, keys = self.q_layernorm(heads[:, :, :-2], 3), self.k_layernorm(heads[:, :, -2:-1], 3)
             heads = torch.cat([queries, keys, heads[:, :, -1:]], 2)
         cos, sin = rotation_of_pack(projected, packed, freqs, self.config, self.pg_collection.cp)
         interleaved = self.config.rotary_interleaved
+        wait_for_weights(self.q_layernorm, self.k_layernorm)
         norms = [
             Norm(norm.weight, norm.eps, norm.zero_centered) if type(norm) is RMSNorm else None
             for norm in (self.q_layernorm, self.k_layernorm)
         ]
         compute = _function(heads, cos, interleaved)
         queries, keys, values = compute(heads, *norms, cos, sin, interleaved)
-        return queries[:, None], keys[:, None], values[:, None]
+        return queries[:, None], keys[:, None], values[:, None], *gate
 
 
 def _function(heads: torch.Tensor, cos: torch.Tensor, interleaved: bool) -> Callable:

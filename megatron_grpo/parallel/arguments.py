@@ -167,6 +167,9 @@ def check_layers(args: Namespace) -> None:
             f"--multi-latent-attention with --tensor-model-parallel-size {tp} needs --sequence-parallel: without it "
             "megatron-core loses gradients of the rotary channels of the keys"
         )
+    if args.experimental_attention_variant:
+        both = tp * args.context_parallel_size
+        divides(args, "linear_num_key_heads", both, f"TP x CP ({tp} x {args.context_parallel_size})")
     excludes(args, "use_te_activation_func", "quick_geglu", "Transformer Engine has no quick GELU")
     backends = ("auto", "local", "flash") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:

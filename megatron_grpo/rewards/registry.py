@@ -120,9 +120,12 @@ def is_group_wise(name: str) -> bool:
 
 
 def load_plugins(paths: Sequence[str | Path]) -> None:
-    """Run the files of --external-plugins, each once, to register their definitions; GrpoError if one fails."""
+    """Run the files of --external-plugins, each once, to register their definitions; GrpoError if one fails.
+
+    A file that another one has imported is not run again.
+    """
     for path in map(Path, paths):
-        if path.resolve() in _loaded and path.is_file():
+        if path.is_file() and (path.resolve() in _loaded or _is_imported(path)):
             continue
         run_file(path, "--external-plugins")
         _loaded.add(path.resolve())
@@ -135,7 +138,7 @@ def run_file(path: Path, flag: str) -> ModuleType:
     """
     if not path.is_file():
         raise GrpoError(f"{flag} {path}: no such file")
-    name = f"{_package(path.parent)}.{path.stem.replace('.', '_')}"
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise GrpoError(f"{flag} {path}: not a Python file (.py)")
@@ -147,6 +150,15 @@ def run_file(path: Path, flag: str) -> ModuleType:
         del sys.modules[spec.name]
         raise GrpoError(f"{flag} {path}: {_error_location(error, path)}") from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    return f"{_package(path.parent)}.{path.stem.replace('.', '_')}"
+
+
+def _is_imported(path: Path) -> bool:
+    file = getattr(sys.modules.get(_module_name(path)), "__file__", None)
+    return file is not None and Path(file).resolve() == path.resolve()
 
 
 def _package(folder: Path) -> str:
@@ -162,8 +174,9 @@ def _package(folder: Path) -> str:
 
 def _error_location(error: BaseException, path: Path) -> str:
     """Return the error with the line of the plug-in that caused it, even if it was raised elsewhere."""
-    if isinstance(error, ModuleNotFoundError) and error.name and path.with_name(f"{error.name}.py").is_file():
-        return f"{error}: write from .{error.name} import NAME, because the file lies in the same folder"
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name and any((path.parent / file).is_file() for file in (f"{name}.py", f"{name}/__init__.py")):
+        return f"{error}: write from .{name} import NAME, because it lies in the same folder"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     number, text = (frames[-1].lineno, frames[-1].line) if frames else (None, None)
     if isinstance(error, SyntaxError) and error.filename == str(path):

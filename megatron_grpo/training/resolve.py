@@ -29,6 +29,7 @@ from megatron_grpo.lora.files import resolve_adapter
 from megatron_grpo.models.arguments import (
     check_cuda_graphs,
     check_excluded_models,
+    check_float32_parameters,
     check_model,
     check_settings,
     check_share_prompts,
@@ -176,6 +177,7 @@ MODEL: tuple[Step, ...] = (
     check_family,
     *parallel_steps(stage_costs),
     check_excluded_models,
+    check_float32_parameters,
     check_fp8_sizes,
     check_architecture,
     check_positions,

@@ -65,6 +65,7 @@ CHOICES = {
     "rope_type": ("rope", "yarn"),
     "moe_token_dispatcher_type": ("allgather", "alltoall"),
     "moe_router_score_function": ("softmax", "sigmoid"),
+    "experimental_attention_variant": ("gated_delta_net",),
 }
 
 # Ranges of the numeric fields; of a list, the range of its members.
@@ -78,10 +79,12 @@ RANGES = {
             "num_query_groups num_attention_heads kv_channels q_lora_rank kv_lora_rank qk_head_dim "
             "qk_pos_emb_head_dim v_head_dim original_max_position_embeddings "
             "moe_router_num_groups moe_router_group_topk moe_latent_size mrope_section hysteresis ddp_bucket_size "
-            "recompute_num_layers"
+            "recompute_num_layers linear_conv_kernel_dim linear_key_head_dim "
+            "linear_value_head_dim linear_num_key_heads linear_num_value_heads"
         ),
         COUNT_OR_0: (
-            "window_attn_skip_freq no_rope_freq moe_layer_freq cpu_offloading_num_layers min_offloaded_tensor_size "
+            "window_attn_skip_freq no_rope_freq moe_layer_freq linear_attention_freq cpu_offloading_num_layers "
+            "min_offloaded_tensor_size "
             "fine_grained_offloading_max_inflight_offloads"
         ),
         count_to(10**4): "num_layers decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",

@@ -135,13 +135,11 @@ EXCLUDED = {
         "megatron-core reduces the delayed gradients with Megatron FSDP only, which is not supported": (
             "overlap_dispatch_backward_with_experts_wgrad"
         ),
-        "only softmax attention is supported": (
-            "experimental_attention_variant experimental_attention_variant_loss_scale_func dsa_indexer_n_heads "
+        "sparse attention is not supported": (
+            "experimental_attention_variant_loss_scale_func dsa_indexer_n_heads "
             "dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_skip_topk_offset "
             "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_indexer_rope_interleaved "
-            "dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 "
-            "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim "
-            "linear_num_key_heads linear_num_value_heads"
+            "dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32"
         ),
         "Megatron-LM's training loop applies it, megatron-core does not": (
             "qk_clip qk_clip_alpha qk_clip_threshold batch_invariant_mode optimizer_cuda_graph"

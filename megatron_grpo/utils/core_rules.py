@@ -84,6 +84,12 @@ READ_WITH_MODEL: tuple[tuple[str, Condition, str], ...] = (
     ),
     ("window_attn_skip_freq", _given("window_size"), "--window-size"),
     (
+        "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+        "linear_num_value_heads",
+        _given("experimental_attention_variant"),
+        "--experimental-attention-variant gated_delta_net",
+    ),
+    (
         "moe_shared_expert_gate moe_shared_expert_overlap",
         _given("moe_shared_expert_intermediate_size"),
         "--moe-shared-expert-intermediate-size",
@@ -95,7 +101,11 @@ READ_WITH_MODEL: tuple[tuple[str, Condition, str], ...] = (
 
 # Modules that megatron-core's flags can name and no model of this program has: (attribute, module, reason and cure).
 _ABSENT_MODULES = (
-    ("recompute_modules", "gdn_norm_out", "gated delta nets are not supported: leave it out"),
+    (
+        "recompute_modules",
+        "gdn_norm_out",
+        "only megatron-core's own delta net can recompute its norm alone: give --recompute-granularity full instead",
+    ),
     (
         "offload_modules",
         "fused_group_mlp",

@@ -29,7 +29,7 @@ ARCHITECTURE = (
     "rotary_base max_position_embeddings vocab_size "
     "untie_embeddings_and_output_weights num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk "
     "moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups "
-    "moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_shared_expert_gate "
+    "moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size "
     "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type "
     "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim mtp_num_layers"
 ).split() + [*ABSENT]
@@ -40,7 +40,7 @@ _FAMILIES = "the supported model families (" + ", ".join(families.FAMILIES) + ")
 ONLY: tuple[Only, ...] = (
     ("normalization", ("RMSNorm",), f"{_FAMILIES} use RMSNorm: give --normalization RMSNorm"),
     (
-        "no_rope_freq qk_l2_norm attention_output_gate moe_latent_size apply_residual_connection_post_layernorm",
+        "no_rope_freq qk_l2_norm moe_latent_size apply_residual_connection_post_layernorm",
         (None, False),
         f"{_FAMILIES} do not have this feature, so the engine could not run the model: leave the flag out",
     ),

@@ -70,8 +70,8 @@ def open_weights(hf_dir: str | Path) -> Safetensors:
     names = [str(config.get("model_type")), *(config.get("architectures") or [])]
     family = next((by_name[name] for name in names if name in by_name), None)
     source = quantized.reader(hf_dir, family.text_config(config) if family in families.READ_AS else config)
-    if family is not None and family.published is not None:
-        source.rename(family.published)
+    if family is not None and family.published is not None and (unread := source.rename(family.published)):
+        print_rank_0(f"{hf_dir}: {len(unread)} tensors are not read, such as {unread[0]}: the model has no such part")
     if source.quantization:
         print_rank_0(
             f"{hf_dir}: weights in {source.quantization} are dequantized when they are read; config.json is written "

@@ -42,6 +42,7 @@ def dimensions(args: Namespace) -> Dimensions:
     head, heads, groups = args.kv_channels, args.num_attention_heads, query_groups(args)
     dims = Dimensions(
         {
+            "one": 1,
             "hidden": args.hidden_size,
             "two_hidden": 2 * args.hidden_size,
             "ffn": args.ffn_hidden_size,
@@ -49,6 +50,7 @@ def dimensions(args: Namespace) -> Dimensions:
             "head": head,
             "heads": heads,
             "q": head * heads,
+            "two_q": 2 * head * heads,
             "kv": head * groups,
             "qkv": head * (heads + 2 * groups),
             "groups": groups,
@@ -62,6 +64,20 @@ def dimensions(args: Namespace) -> Dimensions:
             "expert_ffn": args.moe_ffn_hidden_size,
             "two_expert_ffn": 2 * args.moe_ffn_hidden_size,
             "shared_ffn": args.moe_shared_expert_intermediate_size or 0,
+        }
+    if args.experimental_attention_variant:
+        keys, values = args.linear_num_key_heads, args.linear_num_value_heads
+        qk, v = keys * args.linear_key_head_dim, values * args.linear_value_head_dim
+        dims |= {
+            "linear_key_heads": keys,
+            "linear_value_heads": values,
+            "linear_two_value_heads": 2 * values,
+            "linear_qk": qk,
+            "linear_v": v,
+            "linear_value_head": args.linear_value_head_dim,
+            "linear_qkv": 2 * qk + v,
+            "linear_qkvz": 2 * qk + 2 * v,
+            "linear_width": args.linear_conv_kernel_dim,
         }
     if args.multi_latent_attention:
         dims |= {

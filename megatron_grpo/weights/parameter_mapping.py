@@ -60,7 +60,31 @@ def stacked(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list
 
 def grouped_qkv(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
     """Return the layout of `linear_qkv`: for each query group its query heads, its key head and its value head."""
-    groups = dims["groups"]
+    return _grouped(lines, dims["groups"])
+
+
+def gated_qkv(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
+    """Return the layout of `linear_qkv` with an output gate: a group's query heads, their gates, its key, its value.
+
+    The first tensor has the gate of each query head behind the head.
+    """
+    head, heads = dims["head"], range(dims["heads"])
+    queries = [Slice(0, 2 * number * head, (2 * number + 1) * head) for number in heads]
+    gates = [Slice(0, (2 * number + 1) * head, (2 * number + 2) * head) for number in heads]
+    of_group = _divide(len(heads), dims["groups"])
+    found = []
+    for group in range(dims["groups"]):
+        own = slice(group * of_group, (group + 1) * of_group)
+        found += [*queries[own], *gates[own], *(Slice(i, group * head, (group + 1) * head) for i in (1, 2))]
+    return found
+
+
+def by_key_heads(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
+    """Return the layout of a gated delta net's parameters: for each key head its equal part of every tensor."""
+    return _grouped(lines, dims["linear_key_heads"])
+
+
+def _grouped(lines: Sequence[int], groups: int) -> list[Slice]:
     chunks = [_divide(n, groups) for n in lines]
     return [Slice(i, group * n, (group + 1) * n) for group in range(groups) for i, n in enumerate(chunks)]
 

@@ -65,11 +65,13 @@ class Safetensors:
         else:
             raise GrpoError(f"{self.dir} holds neither {self.single} nor {self.index}")
 
-    def rename(self, published: Callable[[str], str | None]) -> None:
-        """Give the tensors other names: those that ``published`` returns, None to leave a tensor out."""
+    def rename(self, published: Callable[[str], str | None]) -> list[str]:
+        """Give the tensors other names, those that ``published`` returns; return those that it leaves out (None)."""
+        unread = sorted(name for name in self._where if published(name) is None)
         self._stored = {new: name for name in self._where if (new := published(name)) is not None}
         self._where = {new: self._where[name] for new, name in self._stored.items()}
         self._find_parts()
+        return unread
 
     def _find_parts(self) -> None:
         """Find the tensors that are stored in parts; called whenever the names have changed."""

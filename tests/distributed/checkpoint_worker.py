@@ -186,6 +186,10 @@ GEMMA = """--model-family gemma3_text --group-query-attention --num-query-groups
     --sandwich-norm --apply-layernorm-1p --scale-embeddings --softmax-scale 0.25 --window-size 3,0
     --window-attn-skip-freq 2 --rotary-base-local 100"""
 PHI = "--model-family phi3 --group-query-attention --num-query-groups 2 --kv-channels 8 --no-qk-layernorm"
+DELTA = f"""--model-family qwen3_next --group-query-attention --num-query-groups 2 --kv-channels 8 {EXPERTS}
+    --apply-layernorm-1p --attention-output-gate --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate
+    --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2
+    --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 6"""
 LORA = "--lora-rank 4 --lora-target-modules all-linear"
 SHARDED = "--use-distributed-optimizer"
 BUCKETS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
@@ -292,7 +296,7 @@ def check_truth(args, model, steps):
             name = COPIES.get(name, name)
             frozen = args.mtp_loss_scaling_factor == 0 and name.startswith("model.layers.4.")
             if (
-                frozen or args.lora_rank or name.endswith("bias")
+                frozen or args.lora_rank or name.endswith("correction_bias")
             ):  # the experts' biases are moved by the load, not by gradients
                 want = made_up(name, "weight", got.shape)
             else:
@@ -319,6 +323,16 @@ def few_chains(root):
     world_size = int(os.environ["WORLD_SIZE"])
     flags, layouts = list(CHAINS[world_size].items())[FEW[world_size]]
     chains(root, {flags: layouts[:FIRST]})
+
+
+def hybrid_chains(root):
+    """Layers of different kinds, and A_log in float32 beside weights in 16 bits."""
+    chains(root / "hybrid", {f"{DELTA} {SHARDED}": ["TP2 SP", "CP2 EP2", "PP2 VPP2", "TP2 SP"]})
+    chains(root / "hybrid16", {f"{DELTA} {SHARDED} --bf16": ["TP2 SP", f"EP2: {BUCKETS}", "PP2", "TP2 SP"]})
+
+
+def resumed_hybrid(root):
+    resume_elsewhere(root, [(f"{DELTA} {SHARDED}", "TP2 SP", "CP2 EP2")])
 
 
 def few_lora_chains(root):
@@ -561,5 +575,5 @@ if __name__ == "__main__":
     case, directory = sys.argv[1:]
     sys.argv[1:] = []
     cases = (reshard, one_rank, refuse, few_chains, all_chains, resumed, resumed_latent)
-    cases += (few_lora_chains, random_states, random_states_of_experts, own_shards)
+    cases += (hybrid_chains, resumed_hybrid, few_lora_chains, random_states, random_states_of_experts, own_shards)
     run(lambda: [function(Path(directory)) for function in cases if function.__name__ in case.split(",")])

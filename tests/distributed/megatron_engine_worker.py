@@ -52,6 +52,12 @@ LAYOUTS = {
     ),
     "CP2": ("gemma2", True, {"context_parallel_size": 2}),
     "DP2": ("qwen3", False, {}),
+    "TP2 SP, delta nets": (
+        "qwen3_next",
+        False,
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+    ),
+    "PP2, delta nets": ("qwen3_5_text", False, {"pipeline_model_parallel_size": 2}),
 }
 
 

@@ -23,7 +23,8 @@ from megatron_grpo.weights.stream import stream_hf
 DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
 MOE = ("qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "gpt_oss")
 SANDWICHED = ("gemma2", "gemma3_text", "glm4")
-FAMILIES = DENSE + MOE + SANDWICHED
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+FAMILIES = DENSE + MOE + SANDWICHED + HYBRID
 # (family, tied embeddings)
 _OTHERS = ("gpt_oss", True), ("minimax_m2", True), ("gemma2", False)  # variants that these families do not have
 MEMBERS = [member for family in FAMILIES for tied in (False, True) if (member := (family, tied)) not in _OTHERS]
@@ -31,7 +32,27 @@ VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
 # Small values, so that windows and caps affect sequences of 40 tokens.
 _GEMMA = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}
+# Key heads of another size than value heads, two value heads for each; a full layer between linear ones.
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+}
+_SHARED = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 SHAPES = {
+    "qwen3_next": {**_HYBRID, **_SHARED},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": {**_HYBRID, **_SHARED},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": {
         **_GEMMA,
@@ -197,15 +218,18 @@ def make(
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name else 0.0
+            ones = "linear_attn.norm" if family in HYBRID else "norm"  # the other norms multiply by 1 + weight
+            centre = 1.0 if ones in name else 0.0
             # gpt-oss clamps values beyond 7.
             deviation = 5.0 if name.endswith("gate_up_proj_bias") else 0.1
             parameter.copy_(centre + deviation * torch.randn(parameter.shape))
-            parameter.data = parameter.data.to(dtype)
+            if not name.endswith("A_log"):  # stays float32, as Qwen3.5's on the Hub
+                parameter.data = parameter.data.to(dtype)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # stays float32, as in transformers and on the Hub
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
-    model.save_pretrained(directory, max_shard_size="60KB")
+    # As published: transformers would write each expert of Qwen3.5 apart.
+    model.save_pretrained(directory, max_shard_size="60KB", save_original_format=family != "qwen3_5_moe_text")
     assert len(list(directory.glob("*.safetensors"))) > 1
     return model
 

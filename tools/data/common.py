@@ -125,12 +125,14 @@ def convert_files(
     key: Key = prompt_text,
     read: Callable[[Path], Originals] | None = None,
     keep: Callable[[Row], bool] = lambda row: True,
+    check: Callable[[argparse.Namespace], None] = lambda args: None,
 ) -> int:
     """Run the command line of a tool: convert the rows of --input, write every output, return the exit code.
 
     ``convert(row, args)`` raises GrpoError with the expected format for a bad row. ``parser`` may already have flags of
     the tool. ``key`` is that of `write_outputs`. ``read`` yields the rows of a path [`read_originals`]. ``keep(row)``
-    returns whether a converted row is written, and raises GrpoError for a bad one.
+    returns whether a converted row is written, and raises GrpoError for a bad one. ``check(args)`` raises GrpoError for
+    flags that contradict each other.
     """
     parser.description, parser.formatter_class = doc, argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -151,6 +153,7 @@ def convert_files(
     args = parser.parse_args(argv)
     rows, bad = [], []
     try:
+        check(args)
         originals = [item for path in args.input for item in (read or read_originals)(path)]
         for where, row in tqdm(originals, "converting", disable=len(originals) < 2000 or not sys.stderr.isatty()):
             try:

@@ -6,14 +6,16 @@
 A row of the output has "prompt" (chat messages, or with --prompt-style plain the text as it is), "answer" and all other
 columns of the input. An answer is written as text, 72.0 as "72" and a list of one value as this value. Without
 --answer-column rows have no answer. Repeated rows are left out. Bad rows are those whose prompt is empty or no text,
-whose answer is missing or has several values, or whose prompt has another answer in an earlier row.
+whose answer is missing or has several values, or whose prompt has another answer in an earlier row. Cells of .csv may
+have quotes around them; cells of .tsv are taken as they are.
 """
 
 import argparse
 import csv
 import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,12 @@ from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import Originals, chat, convert_files, read_originals
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_WHOLE_NUMBER = re.compile(r"(0|-?[1-9][0-9]*)\.0")  # as pandas writes a column of whole numbers with gaps
+_QUOTED = re.compile(r'"[^"]*(?:""[^"]*)+"')  # as a CSV writer writes a cell with quotes
+
+
+class Cells(dict[str, Any]):
+    """A row of a .csv or .tsv file: all values are text."""
 
 
 def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
@@ -43,7 +51,10 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         prompt = chat(question.strip(), args.instruction)
     answer = {}
     if args.answer_column:
-        answer = {"answer": _answer(row[args.answer_column], args.answer_column)}
+        value = row[args.answer_column]
+        if isinstance(row, Cells) and (number := _WHOLE_NUMBER.fullmatch(value.strip())):
+            value = number[1]
+        answer = {"answer": _answer(value, args.answer_column)}
     named = (args.prompt_column, args.answer_column, "prompt", "answer")
     return {"prompt": prompt, **answer, **{name: value for name, value in row.items() if name not in named}}
 
@@ -86,22 +97,56 @@ def read_table(path: Path) -> Originals:
         return
     try:
         yield from _separated(path, separator)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise GrpoError(f"{path}: cannot be read as UTF-8 text with {separator!r} between columns: {error}") from error
 
 
 def _separated(path: Path, separator: str) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, delimiter=separator)
-        for row in reader:
-            yield f"{path}:{reader.line_num}", partial(_whole, row)
+        reader = csv.DictReader(
+            file,
+            delimiter=separator,
+            quoting=csv.QUOTE_NONE
+            if separator == "\t"
+            else csv.QUOTE_MINIMAL,  # text/tab-separated-values has no quotes
+            strict=True,
+        )
+        start = 1
+        try:
+            _check_header(reader.fieldnames or [], path, separator)
+            start = reader.line_num + 1
+            for row in reader:
+                yield f"{path}:{reader.line_num}", partial(_whole, row, separator)
+                start = reader.line_num + 1
+        except csv.Error as error:
+            raise GrpoError(
+                f"{path}: the row that begins in line {start} has a wrong quote ({error}): a cell that begins with a "
+                'quote ends with one, and has "" for each quote inside'
+            ) from error
 
 
-def _whole(row: dict[Any, Any]) -> dict[str, Any]:
+def _check_header(names: Sequence[str], path: Path, separator: str) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise GrpoError(f'{path}: the header has "{name}" more than once: give each column a name of its own')
+    if len(names) == 1 and (other := next((mark for mark in ",;\t" if mark in names[0]), None)):
+        raise GrpoError(
+            f"{path}: the header has {other!r} and no {separator!r}: {path.suffix} needs {separator!r} between columns"
+        )
+
+
+def _whole(row: dict[Any, Any], separator: str) -> Cells:
     if None in row or None in row.values():
         raise GrpoError(f"the header has {len(row) - (None in row)} columns, and the line has more or fewer")
-    return row
+    if separator == "\t" and (name := next((name for name in row if _QUOTED.fullmatch(row[name])), None)) is not None:
+        raise GrpoError(f'"{name}" is quoted as in CSV, but TSV has no quotes: save the table as .csv')
+    return Cells(row)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.instruction and args.prompt_style == "plain":
+        raise GrpoError("--instruction has no effect with --prompt-style plain: leave it out")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -121,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         help="format of prompts; plain for a base model [chat]",
     )
     seen = Seen()
-    code = convert_files(__doc__, convert, parser, argv, read=read_table, keep=seen.is_new)
+    code = convert_files(__doc__, convert, parser, argv, read=read_table, keep=seen.is_new, check=_check)
     if seen.repeated:
         print(f"left out {seen.repeated:,} repeated rows")
     return code

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.lora.targets import targets
-from megatron_grpo.models.config import moe_layers, params_dtype
+from megatron_grpo.models.config import delta_net_state_bytes, linear_layers, moe_layers, params_dtype
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import await_ranks, host_group
 from megatron_grpo.patches import vllm as patches
@@ -532,6 +532,14 @@ def _cpu_options(args) -> dict:
             "--router-replay-mode R3: vLLM on a CPU does not report its choice of experts (this needs its model "
             "runner V2 and so Triton): give R2, or use a GPU"
         )
+    nets = args.linear_key_head_dim, args.linear_value_head_dim
+    dtype = args.vllm_dtype or str(params_dtype(args)).removeprefix("torch.")
+    if args.experimental_attention_variant and (dtype != "bfloat16" or not {64, 128}.issuperset(nets)):
+        raise GrpoError(
+            f"vLLM on a CPU computes gated delta nets in bfloat16 and with heads of 64 or 128 channels only, and here "
+            f"they are {dtype}, {nets[0]} and {nets[1]}: give --vllm-dtype bfloat16 and such a model, "
+            "--rollout-engine megatron, or use a GPU"
+        )
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     flags = "--qk-head-dim + --qk-pos-emb-head-dim" if args.multi_latent_attention else "--kv-channels"
     channels = args.qk_head_dim + args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
@@ -596,7 +604,10 @@ def _cache_bytes_on_a_cpu(args) -> int:
     layers = args.num_layers + len(mtp_prefixes(args))
     if draft_directory(args):  # a model that is at most as large
         layers *= 2
-    return min(tokens * layers * 2 * heads * channels * 4, 2**30)
+    size = tokens * layers * 2 * heads * channels * 4
+    if any(linear_layers(args)):  # a sequence has a block in every layer, and all blocks have the size of a state
+        size = max(size, (args.vllm_max_num_seqs + 1) * layers * delta_net_state_bytes(args))
+    return min(size, 2**30)
 
 
 @functools.lru_cache(1024)  # every row can have its own sampling

@@ -24,7 +24,10 @@ from megatron_grpo.weights.families import (
     qwen2,
     qwen2_5_vl,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     qwen3_vl,
     qwen3_vl_moe,
 )
@@ -40,6 +43,9 @@ FAMILIES: dict[str, Family] = {
         qwen2_5_vl,
         qwen3,
         qwen3_moe,
+        qwen3_next,
+        qwen3_5,
+        qwen3_5_moe,
         qwen3_vl,
         qwen3_vl_moe,
         mixtral,
@@ -74,7 +80,7 @@ REFUSED = {
 }
 
 # Directories that are read as one of these families, and exported as one.
-READ_AS = (kimi_k25.FAMILY,)
+READ_AS = (kimi_k25.FAMILY, qwen3_5.WITH_VISION, qwen3_5_moe.WITH_VISION)
 
 
 def for_hf_config(config: Config) -> Family:

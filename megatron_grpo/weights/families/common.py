@@ -40,6 +40,15 @@ ABSENT: dict[str, Any] = {
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
     "quick_geglu": False,
+    "attention_output_gate": False,
+    "moe_shared_expert_gate": False,
+    "experimental_attention_variant": None,
+    "linear_attention_freq": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
 }
 DENSE = {**COMMON, "num_experts": None, "multi_latent_attention": False}
 

@@ -77,6 +77,20 @@ MLP = (
 )
 
 
+def with_gated_shared_expert(mappings: Sequence[ParameterMapping]) -> tuple[ParameterMapping, ...]:
+    """Return the mappings of ``MLP`` with the shared expert's gate, and with Qwen's name of the expert."""
+    gate = ParameterMapping(
+        MCORE + "mlp.shared_experts.gate_weight", {HF + "mlp.shared_expert_gate.weight": "one hidden"}, when=_shared
+    )
+    renamed = [
+        replace(
+            one, hf={name.replace("mlp.shared_experts.", "mlp.shared_expert."): dims for name, dims in one.hf.items()}
+        )
+        for one in mappings
+    ]
+    return (*renamed, gate)
+
+
 # Softmax router without expert groups, expert biases, scaling or shared experts.
 SOFTMAX_ROUTER = {
     "moe_router_score_function": "softmax",

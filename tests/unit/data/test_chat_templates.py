@@ -26,6 +26,7 @@ DATE = {"date_string": "26 Jul 2024"}  # Llama's templates print today's date ot
 VARIABLES = {"Llama-3.1-8B-Instruct": DATE, "Llama-3.2-3B-Instruct": DATE}
 THINKING = {  # the model's switch: (variables, end of the prompt without it, and with it)
     "Qwen3-8B": ({"enable_thinking": False}, "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"),
+    "Qwen3.5-27B": ({"enable_thinking": False}, "<|im_start|>assistant\n<think>\n", "<think>\n\n</think>\n\n"),
     "GLM-4.5-Air": ({"enable_thinking": False}, "<|assistant|>", "Two?/nothink<|assistant|>\n<think></think>"),
     "GLM-4.7-Flash": ({"enable_thinking": False}, "Two?<|assistant|><think>", "Two?<|assistant|></think>"),
     "Kimi-K2.5": (

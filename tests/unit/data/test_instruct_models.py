@@ -68,6 +68,9 @@ TEXTS = {
     "Qwen2.5-7B-Instruct": CHATML,
     "Qwen3-30B-A3B-Instruct-2507": CHATML,
     "Qwen3-8B": CHATML,
+    "Qwen3-Next-80B-A3B-Instruct": CHATML,
+    "Qwen3.5-27B": CHATML + "<think>\n",
+    "Qwen3.5-35B-A3B": CHATML + "<think>\n",
     "gemma-2-2b-it": "<bos><start_of_turn>user\n" + GEMMA_TURNS,
     "gemma-3-1b-it": "<bos><start_of_turn>user\nBe brief.\n\n" + GEMMA_TURNS,
     "gpt-oss-20b": (

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import Counter
 
 import numpy as np
@@ -278,6 +279,11 @@ def test_bad_files(tmp_path):
         PromptDataset([tmp_path / "link.jsonl"], Characters(), flags())
     with pytest.raises(GrpoError, match=r"reads no \.csv: python tools/data/own_rows.py --input \S+a\.csv "):
         PromptDataset([tmp_path / "a.csv"], Characters(), flags())
+    command = (
+        f"--input '{tmp_path}/held out.csv' --prompt-column NAME --answer-column NAME --output '{tmp_path}/held out.p"
+    )
+    with pytest.raises(GrpoError, match=re.escape(command)):
+        PromptDataset([tmp_path / "held out.csv"], Characters(), flags())
     (tmp_path / "a.txt").write_text("1")
     with pytest.raises(GrpoError, match=r"not from \.txt"):
         PromptDataset([tmp_path / "a.txt"], Characters(), flags())

@@ -38,6 +38,8 @@ MODELS = {  # with its tokens, the parser of the documentation
     "Kimi-K2-Instruct": "kimi_k2",
     "MiniMax-M2.5": "minimax_m2",
     "Qwen3-Coder-30B-A3B-Instruct": "qwen3_coder",
+    "Qwen3-Next-80B-A3B-Instruct": "hermes",
+    "Qwen3.5-27B": "qwen3_coder",
     "gpt-oss-20b": "openai",
 }
 ADD = {

@@ -1,8 +1,11 @@
 """Whole published configurations: each has a family, and the dry run counts the parameters that transformers counts."""
 
+import json
+
 import pytest
 import torch
 from instruct_models import NAMES, published
+from ranks import REPO
 from slow import slow_except
 
 from megatron_grpo.patches import cpu_backend
@@ -37,6 +40,9 @@ CARDS = {  # 10^9 parameters, as the model cards say
     "Qwen2.5-7B-Instruct": 7.61,
     "Qwen3-30B-A3B-Instruct-2507": 30.5,
     "Qwen3-8B": 8.2,
+    "Qwen3-Next-80B-A3B-Instruct": 80,
+    "Qwen3.5-27B": 27,
+    "Qwen3.5-35B-A3B": 35,
     "gemma-2-2b-it": 2.6,
     "gemma-3-1b-it": 1,
     "gpt-oss-20b": 21,
@@ -71,6 +77,19 @@ def arguments(name: str):
 
 def test_every_model_has_its_card():
     assert sorted(CARDS) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [pytest.param("Qwen3.5-27B", 26.9), pytest.param("Qwen3.5-35B-A3B", 34.7)]
+)
+def test_the_language_models_of_hybrid_ones(name, billions):
+    """Without the vision tower and multi-token prediction; the cards count both."""
+    whole = json.loads((REPO / "tests/data/model_configs" / f"{name}.json").read_text())
+    family = families.for_hf_config(whole)
+    args = resolve_architecture(parse_args(FLAGS.split()), family.args_from_hf(whole), name)
+    args = resolve_args(replaced(parse_args(FLAGS.split()), **args), 1)
+    count = Plan(args).whole_model()
+    assert count == transformers_count(whole["text_config"]) and count == pytest.approx(billions * 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize("name", NAMES)

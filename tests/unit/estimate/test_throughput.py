@@ -10,6 +10,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -95,6 +96,28 @@ def test_by_hand():
     forward = 3 * (2 * layer * 7 + 2 * 4 * (head + head) * pairs) + 2 * 32 * 100 * 3
     assert ModelFlops(args).forward(lengths, labels) == forward
     assert ModelFlops(args).update(lengths, labels) == pytest.approx(3 * forward / 1e12)
+
+
+def test_delta_nets_by_hand():
+    """Of three layers the second attends, with an output gate; the others have 2 key heads and 4 value heads."""
+    linear, full = "linear_attention", "full_attention"
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    config = Qwen3_5TextConfig(**SHAPE, **sizes, linear_value_head_dim=6, layer_types=[linear, full, linear])
+    args = arguments(config, "--transformer-impl", "local")
+    mlp, head = 3 * 32 * 40, 16
+    attention = 32 * (2 * 4 + 2 + 2) * head + 4 * head * 32
+    net = 32 * (2 * 2 * 8 + 2 * 4 * 6 + 2 * 4) + 4 * 6 * 32
+    tokens, pairs = 5 + 2, (1 + 2 + 3 + 4 + 5) + (1 + 2)
+    # For each value head: what the state recalls for the key, the correction, and the output for the query.
+    recurrence = 2 * 3 * 4 * 8 * 6
+    layers = 2 * (attention + 2 * net + 3 * mlp) * tokens + 2 * recurrence * tokens + 2 * 4 * (head + head) * pairs
+    lengths, labels = np.array([5, 2]), np.array([3, 0])
+    assert ModelFlops(args).forward(lengths, labels) == layers + 2 * 32 * 100 * 3
+    args = replaced(args, max_prompt_length=2, max_completion_length=5)
+    costs, _ = throughput.stage_costs(args)
+    pairs_of_longest = 2 * 4 * (head + head) * (7 * 8 // 2) / 7
+    assert costs[0] == costs[2] == 3 * (2 * (net + mlp) + recurrence)
+    assert costs[1] == 3 * (2 * (attention + mlp) + pairs_of_longest)
 
 
 def test_adapters_by_hand():

@@ -33,6 +33,8 @@ CASES = [
     ("qwen3", ["k_proj"], {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
     ("glm4", "all-linear", {}),
     ("gemma3_text", "all-linear", {}),
+    ("qwen3_5_text", "all-linear", {}),
+    ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj", *MLP], {}),
     ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
     ("minimax_m2", ["q_proj", "k_proj", "v_proj", "o_proj"], {"modules_to_save": ["q_norm", "k_norm"]}),
     ("glm4_moe_lite", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
@@ -180,7 +182,7 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
             assert (tensor - merged[name]).abs().max() < 1e-5, name
     files.save_adapter(args, [model], tmp_path / "ours")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    if not config and family in ("qwen3_moe", "deepseek_v3", "glm4_moe_lite"):
+    if not config and family in ("qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite"):
         # PEFT stacks the experts' matrices for transformers' modules, if no other layer has names like theirs.
         base = with_separate_experts(base)
     again = PeftModel.from_pretrained(base, tmp_path / "ours")

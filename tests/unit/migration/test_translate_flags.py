@@ -304,6 +304,17 @@ def test_train_data_takes_the_place_of_several_files(tmp_path, monkeypatch, grou
     assert words[place : place + 2] == files and words[place + 2].startswith("--")
 
 
+def test_a_brace_in_one_of_several_files(tmp_path, monkeypatch, groups):
+    """A } would end ${TRAIN_DATA:-...}."""
+    monkeypatch.setattr(translate_flags, "groups", lambda: groups)
+    path = tmp_path / "run.sh"
+    assert "/d/a.parquet" in VERL and "/d/b.parquet" in VERL
+    path.write_text(VERL.replace("/d/a.parquet", "/d/a}b.parquet"))
+    words = printed_flags(translate_flags.translated(path, None, None, None), tmp_path)
+    place = words.index("--train-data-path") + 1
+    assert words[place : place + 2] == ["/d/a}b.parquet", "/d/b.parquet"]
+
+
 def test_flags_of_the_command_line_name_the_gpus(tmp_path, monkeypatch, groups):
     monkeypatch.setattr(translate_flags, "groups", lambda: groups)
     path = tmp_path / "grpo.yaml"

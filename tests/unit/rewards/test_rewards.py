@@ -194,6 +194,20 @@ def test_plugins(clean_registry, tmp_path):
     assert reward("p", "abc") == 3
 
 
+def test_a_plugin_that_another_one_imports(clean_registry, tmp_path):
+    plugin(tmp_path / "a.py", "def same(sample):\n    return 2\n\nregister_reward('ra')(same)\n")
+    plugin(tmp_path / "b.py", "from .a import same\nregister_reward('rb')(same)\n")
+    load_plugins([tmp_path / "b.py", tmp_path / "a.py"])
+    assert (reward("ra", ""), reward("rb", "")) == (2, 2)
+
+
+def test_a_folder_of_a_plugin_is_named(clean_registry, tmp_path):
+    (tmp_path / "my_helpers").mkdir()
+    (tmp_path / "my_helpers" / "__init__.py").touch()
+    with pytest.raises(GrpoError, match=r"p\.py: No module named 'my_helpers': write from \.my_helpers import NAME"):
+        load_plugins([plugin(tmp_path / "p.py", "import my_helpers\n")])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -27,11 +27,16 @@ def test_every_form_of_a_table(tmp_path, suffix):
         {"q": "5 と 6 の合計は？", "a": "11", "level": "1"},
     ]
     source = tmp_path / f"in.{suffix}"
-    if suffix in ("csv", "tsv"):
+    if suffix == "csv":
         with source.open("w", encoding="utf-8-sig", newline="") as file:
-            writer = csv.DictWriter(file, rows[0], delimiter="\t" if suffix == "tsv" else ",")
+            writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
+    elif suffix == "tsv":  # has no line breaks in cells, and no quotes around them
+        rows[0]["q"] = '"Was" ist 3 + 4? 😀'
+        source.write_text(
+            "".join("\t".join(cells) + "\r\n" for cells in [rows[0], *(r.values() for r in rows)]), "utf-8-sig"
+        )
     elif suffix == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
     else:
@@ -109,9 +114,39 @@ def test_many_rows_with_one_error_are_three_lines_and_a_number(tmp_path, capsys)
         ("q,a\n1,2,3\n", "more or fewer"),
         ("q,a\n1\n", "more or fewer"),
         (b"q,a\n\xff,1\n", "cannot be read as UTF-8"),
+        ('q,a\n1?,1\n2?,"2\n3?,3\n', "in.csv: the row that begins in line 3 has a wrong quote"),
+        ('q,a\n"Why" he asked,1\n', "in.csv: the row that begins in line 2 has a wrong quote"),
+        ('q,"a\n1?,1\n', "in.csv: the row that begins in line 1 has a wrong quote"),
+        ("q,a,a\n1?,1,9\n", 'in.csv: the header has "a" more than once'),
+        ("q;a\n1?;1\n", "the header has ';' and no ','"),
     ],
 )
 def test_a_broken_table(tmp_path, capsys, content, message):
     (tmp_path / "in.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert converted(tmp_path, tmp_path / "in.csv", *COLUMNS) == (1, None)
     assert message in capsys.readouterr().err
+
+
+def test_a_cell_of_tsv_that_begins_with_a_quote_ends_with_its_line(tmp_path, capsys):
+    (tmp_path / "in.tsv").write_text('q\ta\n1?\t"one\n2?\t"two"\n3?\t"""\n')
+    code, found = converted(tmp_path, tmp_path / "in.tsv", *COLUMNS)
+    assert (code, [row["answer"] for row in found]) == (0, ['"one', '"two"', '"""'])
+    (tmp_path / "in.tsv").write_text('q\ta\n"say ""1"""\t1\n')
+    assert converted(tmp_path, tmp_path / "in.tsv", *COLUMNS)[0] == 1
+    assert 'in.tsv:2: "q" is quoted as in CSV' in capsys.readouterr().err
+
+
+def test_a_whole_number_of_pandas_in_csv(tmp_path):
+    """pandas writes a column of whole numbers with gaps as 72.0; other columns and other texts stay."""
+    cells = ["72.0", "-3.0", "0.0", "0.50", "007", "1.0.0", "007.0"]
+    (tmp_path / "in.csv").write_text("q,a,b\n" + "".join(f"{n}.0,{cell},{cell}\n" for n, cell in enumerate(cells)))
+    code, found = converted(tmp_path, tmp_path / "in.csv", *COLUMNS, "--prompt-style", "plain")
+    assert (code, [row["answer"] for row in found]) == (0, ["72", "-3", "0", "0.50", "007", "1.0.0", "007.0"])
+    assert [row["b"] for row in found] == cells and found[0]["prompt"] == "0.0"
+
+
+def test_an_instruction_needs_chat_messages(tmp_path, capsys):
+    (tmp_path / "in.csv").write_text("q,a\n1?,1\n")
+    words = ["--prompt-style", "plain", "--instruction", "Short."]
+    assert converted(tmp_path, tmp_path / "in.csv", *COLUMNS, *words) == (1, None)
+    assert "--instruction has no effect with --prompt-style plain" in capsys.readouterr().err

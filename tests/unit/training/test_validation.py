@@ -95,6 +95,9 @@ def test_what_is_missing_is_named(dest):
 PP2 = "--pipeline-model-parallel-size 2"
 SHARED = "--share-prompts --max-tokens-per-microbatch 4096"
 HYBRID = "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 4096"
+DELTA = """--model-family qwen3_5_text --apply-layernorm-1p --attention-output-gate --rotary-percent 0.25
+ --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4
+ --linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 16"""
 MINIMAX = """--model-family minimax_m2 --num-experts 8 --moe-ffn-hidden-size 192 --qk-layernorm-across-heads
  --moe-router-score-function sigmoid --moe-router-enable-expert-bias --untie-embeddings-and-output-weights"""
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
@@ -317,6 +320,19 @@ REFUSED = {
     "--cp-comm-type p2p": "--cp-comm-type needs --context-parallel-size 2 or more",
     "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local only all_gather exists",
     "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
+    "--linear-num-key-heads 8": "--linear-num-key-heads has no effect without --experimental-attention-variant gated",
+    f"{DELTA} --linear-attention-freq [1,1,0]": "with --linear-attention-freq [1, 1, 0]: give n for attention in every",
+    f"{DELTA} --linear-attention-freq 0": "with --linear-attention-freq 0: give n for attention in every n-th layer",
+    f"{DELTA} --linear-num-value-heads 6": "--linear-num-value-heads (6) must be divisible by --linear-num-key",
+    f"{DELTA} --linear-num-key-heads 2 --context-parallel-size 2 --tensor-model-parallel-size 2": (
+        "--linear-num-key-heads (2) must be divisible by TP x CP (2 x 2) (4)"
+    ),
+    f"{DELTA} --bf16": "gated_delta_net in 16 bits needs --use-distributed-optimizer: A_log is float32",
+    f"{DELTA} --transformer-impl transformer_engine --dry-run": "gated_delta_net needs --transformer-impl local",
+    DELTA.replace("qwen3_5_text", "qwen3").replace(
+        "--rotary-percent 0.25", ""
+    ): "model family qwen3 has apply_layernorm_1p = False",
+    DELTA.replace("--attention-output-gate", ""): "model family qwen3_5_text has attention_output_gate = True",
     "--share-prompts": "--share-prompts needs --max-tokens-per-microbatch",
     f"{SHARED} --transformer-impl transformer_engine --dry-run": "--share-prompts needs --transformer-impl local",
     f"{SHARED} --context-parallel-size 2 --hybrid-context-parallel": "--share-prompts with --hybrid-context-parallel",
@@ -367,7 +383,7 @@ REFUSED = {
         "model family llama has window_size = None, but the arguments say [128, 0]"
     ),
     "--window-size 128,0 --window-attn-skip-freq 2": "qwen3 has window_attn_skip_freq = None, but the arguments say 2",
-    "--sandwich-norm": "model family qwen3 has sandwich_norm = False, but the arguments say True",
+    "--sandwich-norm": "model family qwen3 has sandwich_norm = False, but the arguments say",
     "--rollout-engine megatron --check-weight-sync": "--check-weight-sync needs an engine with weights of its own",
     "--rollout-engine megatron --rollout-balancing dynamic": "--rollout-balancing dynamic is for colocated vLLM",
     "--attn-logit-softcapping 0": "--attn-logit-softcapping (0.0) must be greater than 0",
@@ -402,7 +418,7 @@ REFUSED = {
     "--offload-modules core_attn": "--offload-modules has no effect without --fine-grained-activation-offloading",
     "--fine-grained-offloading-max-inflight-offloads 2": "has no effect without --fine-grained-activation-offloading",
     "--offload-modules fused_group_mlp": "--offload-modules fused_group_mlp: the program does not use Transformer",
-    "--recompute-granularity selective --recompute-modules gdn_norm_out": "gdn_norm_out: gated delta nets are not",
+    "--recompute-granularity selective --recompute-modules gdn_norm_out": "gdn_norm_out: only megatron-core's own",
     "--bf16 --hysteresis 1": "--hysteresis has no effect without --fp16: add that, or leave it out",
     "--optimizer sgd --adam-beta1 0.8": "--adam-beta1 has no effect without --optimizer adam",
     f"{PP2} --decoder-first-pipeline-num-layers 2 --account-for-loss-in-pipeline-split": "cannot both be given: each",

@@ -1,10 +1,12 @@
 """config.json <-> arguments: published configurations, transformers' own classes, and refusals."""
 
+import json
 from argparse import Namespace
 
 import pytest
 import torch
 from instruct_models import published
+from ranks import REPO
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -22,11 +24,14 @@ from transformers import (
     MixtralConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
-from megatron_grpo.models.config import moe_layers
+from megatron_grpo.models.config import linear_layers, moe_layers
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
@@ -218,6 +223,52 @@ GLM4_9B_CHAT = {
     "model_type": "glm",
     "rms_norm_eps": 1.5625e-07,
 }
+# Qwen3-Next-80B-A3B: transformers' defaults are its sizes; the rotary base is from memory.
+QWEN3_NEXT_80B = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+QWEN35_27B, QWEN35_35B_A3B = (
+    json.loads((REPO / "tests/data/model_configs" / f"{name}.json").read_text())
+    for name in ("Qwen3.5-27B", "Qwen3.5-35B-A3B")
+)
+
+
+def _text_part(config: dict, architecture: str) -> dict:
+    """The language model of a vision-language config.json, as transformers writes it alone."""
+    text = {**config["text_config"], "architectures": [architecture]}
+    rope = {key: value for key, value in text["rope_parameters"].items() if not key.startswith("mrope")}
+    return {**text, "rope_parameters": rope, "tie_word_embeddings": config["tie_word_embeddings"]}
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
 CONFIGS = {
     "gpt_oss": GPT_OSS_20B,
@@ -237,6 +288,9 @@ CONFIGS = {
     "qwen3_moe": QWEN3_30B_A3B,
     "deepseek_v2": DEEPSEEK_V2_LITE,
     "deepseek_v3": DEEPSEEK_V3,
+    "qwen3_next": QWEN3_NEXT_80B,
+    "qwen3_5_text": _text_part(QWEN35_27B, "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": _text_part(QWEN35_35B_A3B, "Qwen3_5MoeForCausalLM"),
 }
 CLASSES = {
     "gpt_oss": GptOssConfig,
@@ -256,6 +310,9 @@ CLASSES = {
     "qwen3_moe": Qwen3MoeConfig,
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
 }
 
 
@@ -391,6 +448,46 @@ def test_layers_with_experts_are_those_of_transformers(name, change):
     assert family.args_from_hf(family.hf_from_args(args)) == arguments
 
 
+def test_the_text_part_of_a_vision_language_model_is_read():
+    """Published Qwen3.5 models have a vision tower; the language model within is that of the text families."""
+    for whole, name in ((QWEN35_27B, "qwen3_5_text"), (QWEN35_35B_A3B, "qwen3_5_moe_text")):
+        family = families.for_hf_config(whole)
+        assert family.name == name
+        assert family.args_from_hf(whole) == families.FAMILIES[name].args_from_hf(CONFIGS[name])
+    found = families.for_hf_config(QWEN35_35B_A3B).args_from_hf(QWEN35_35B_A3B)
+    expected = {
+        "linear_attention_freq": 4,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16,
+        "rotary_percent": 0.25,
+        "rotary_base": 10000000,
+        "attention_output_gate": True,
+        "apply_layernorm_1p": True,
+        "moe_shared_expert_gate": True,
+        "moe_shared_expert_intermediate_size": 512,
+        "moe_router_pre_softmax": False,
+        "num_experts": 256,
+        "moe_router_topk": 8,
+        "kv_channels": 256,
+    }
+    assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("change", [{}, {"layer_types": ["full_attention"] + ["linear_attention"] * 4}])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_layers_with_delta_nets_are_those_of_transformers(name, change):
+    config = {key: value for key, value in CONFIGS[name].items() if key != "layer_types"}
+    config |= {"num_hidden_layers": 5, **change}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CLASSES[name].from_dict(dict(config)))
+    family = families.for_hf_config(config)
+    arguments = family.args_from_hf(config)
+    args = Namespace(**arguments)
+    assert linear_layers(args) == [hasattr(layer, "linear_attn") for layer in model.model.layers]
+    assert family.args_from_hf(family.hf_from_args(args)) == arguments
+
+
 def test_megatron_counts_every_nth_layer_from_the_first():
     assert moe_layers(Namespace(num_layers=5, moe_layer_freq=2)) == [True, False, True, False, True]
 
@@ -417,7 +514,9 @@ def test_both_spellings_of_rope_give_the_same_arguments(name):
 # Not the model's arguments, or written in another way.
 NOT_ARGUMENTS = """bos_token_id eos_token_id pad_token_id dtype max_window_layers cache_implementation auto_map ep_size
     sliding_window_pattern use_mtp num_mtp_modules mtp_transformer_layers
-    quantization_config experts_per_token initial_context_length router_aux_loss_coef""".split()
+    quantization_config experts_per_token initial_context_length router_aux_loss_coef
+    attn_output_gate full_attention_interval mtp_num_hidden_layers
+    mtp_use_dedicated_embeddings""".split()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -431,6 +530,12 @@ def test_arguments_become_the_configuration_again(name):
     ours, theirs = (CLASSES[name].from_dict(dict(c)).to_dict() for c in (written, CONFIGS[name]))
     for key in NOT_ARGUMENTS:
         ours.pop(key, None), theirs.pop(key, None)
+    if name == "qwen3_next":
+        assert ours.pop("mamba_ssm_dtype") == "float32"  # not published with this family
+    if name == "qwen3_5_moe_text":
+        assert ours.pop("intermediate_size") == 512  # of no layer; our families need one
+    if name == "qwen3_5_text":
+        assert theirs.pop("mlp_only_layers") == []  # of no layer
     if name == "mixtral":
         assert ours.pop("head_dim") == 128 and theirs.pop("head_dim") is None  # 4096 / 32
     if name == "phi3":  # switches that transformers does not know, and the old name of a key
@@ -523,6 +628,12 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("qwen3_moe", {"num_experts": None}, "lacks 'num_experts'"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob true and num_experts_per_tok 1"),
         ("qwen3_moe", {"mlp_only_layers": list(range(48))}, "no layer with experts"),
+        ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate False: only True"),
+        ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid': only 'silu'"),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "layer_types of 3 layers"),
+        ("qwen3_5_text", {"layer_types": ["sliding_attention"] * 64}, "64 layers, sliding_attention: give linear_att"),
+        ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]"),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob False: every layer"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit 6.0: the engine supports only 7.0 for gpt-oss"),
         ("gpt_oss", {"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06: the engine supports only 1e-05 for gpt-oss"),
         ("gpt_oss", {"tie_word_embeddings": True}, "tie_word_embeddings True: the engine supports only False"),

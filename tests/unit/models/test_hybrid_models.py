@@ -1,0 +1,130 @@
+"""Models with gated delta nets against transformers: log-probabilities and all gradients of a pack of three lengths."""
+
+import json
+
+import pytest
+from toy_checkpoints import HYBRID, VOCAB, build, logits, make, tensors_of, toy_args
+
+# isort: split
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from megatron_grpo.models.delta_net import GatedDeltaNet
+from megatron_grpo.models.gpt import packed_seq_params
+from megatron_grpo.weights import hf, model_weights
+
+LENGTHS = (3, 70, 21)  # less than the convolution's width, more than a chunk, and between
+
+
+def theirs_of(model: torch.nn.Module, name: str) -> torch.Tensor:
+    """The gradient of a tensor of the files; transformers stacks the experts of a layer."""
+    parameters = dict(model.named_parameters())
+    if name in parameters:
+        return parameters[name].grad
+    block, _, rest = name.partition(".experts.")
+    expert, part, _ = rest.split(".")
+    if part == "down_proj":
+        return parameters[f"{block}.experts.down_proj"].grad[int(expert)]
+    gate, up = parameters[f"{block}.experts.gate_up_proj"].grad[int(expert)].chunk(2)
+    return gate if part == "gate_proj" else up
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("family", HYBRID)
+def test_gradients_of_a_pack_equal_transformers(world, tmp_path, family, recompute):
+    theirs = make(tmp_path, family, tied=False)
+    flags = {"recompute_granularity": recompute, "recompute_method": recompute and "uniform"}
+    args = toy_args(tmp_path, **flags, recompute_num_layers=1 if recompute else None)
+    (model,) = chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(4, VOCAB, (sum(LENGTHS),), generator=generator)  # transformers' padding has no gradient
+    cu = np.append(0, np.cumsum(LENGTHS)).astype(np.int32)
+    factors = torch.randn(len(ids), generator=generator)
+
+    expected = torch.cat([theirs(part[None]).logits[0] for part in ids.split(LENGTHS)])
+    (expected.log_softmax(-1).gather(1, ids[:, None])[:, 0] * factors).sum().backward()
+    found = model(
+        ids[None],
+        torch.cat([torch.arange(length) for length in LENGTHS])[None],
+        attention_mask=None,
+        packed_seq_params=packed_seq_params(torch.from_numpy(cu), max(LENGTHS), "local"),
+    )[0]
+    (found[:, :VOCAB].log_softmax(-1).gather(1, ids[:, None])[:, 0] * factors).sum().backward()
+    assert (found[:, :VOCAB] - expected).abs().max() < 1e-5 * expected.abs().max()
+
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    compared = 0
+    tensors = dict(model_weights.named_weights(chunks))
+    by_tensor = {}
+    for name, parameter in model.named_parameters():
+        by_tensor |= dict(model_weights.canonical(model, name, parameter.grad))
+    assert by_tensor.keys() == tensors.keys()
+    for weight in model_weights.table(args):
+        for name, own in zip(weight.hf, weight.split([by_tensor[weight.name]]), strict=True):
+            want = theirs_of(theirs, name)
+            want = want[weight.expert] if weight.all_experts else want
+            error, size = (own - want).norm(), want.norm()
+            bound = 2e-5 if family == "qwen3_5_moe_text" else 1e-5  # rounding: 1.3e-5 of the embedding's
+            assert error <= bound * max(size, 1e-2), f"{name}: {error} of {size}"
+            compared += 1
+    assert compared > 40
+
+
+def test_a_planted_error_is_found(world, tmp_path):
+    """The bound of the test above is a bound: with the decay of one head changed by a percent it fails."""
+    theirs = make(tmp_path, "qwen3_5_text", tied=False)
+    args = toy_args(tmp_path)
+    (model,) = chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    net = next(module for module in model.modules() if isinstance(module, GatedDeltaNet))
+    net.A_log.data[3] += 0.01
+    ids = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+    cu = torch.tensor([0, 40], dtype=torch.int32)
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+        pack = packed_seq_params(cu, 40, "local")
+        found = model(ids[None], torch.arange(40)[None], attention_mask=None, packed_seq_params=pack)[0]
+    assert (found[:, :VOCAB] - expected).abs().max() > 1e-5 * expected.abs().max()
+
+
+def test_a_log_stays_float32_in_a_model_of_16_bits(world, tmp_path):
+    make(tmp_path, "qwen3_5_text", tied=False, dtype=torch.bfloat16)
+    args = toy_args(tmp_path, bf16=True)
+    chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    dtypes = {name: tensor.dtype for name, tensor in model_weights.named_weights(chunks)}
+    assert {dtype for name, dtype in dtypes.items() if not name.endswith("A_log")} == {torch.bfloat16}
+    assert {dtype for name, dtype in dtypes.items() if name.endswith("A_log")} == {torch.float32}
+    source = hf.open_weights(tmp_path)
+    stored = source.read("model.layers.0.linear_attn.A_log")
+    own = dict(model_weights.named_weights(chunks))["decoder.layers.0.self_attention.A_log"]
+    assert torch.equal(own, stored) and not torch.equal(stored, stored.bfloat16().float())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_the_text_part_of_a_vision_language_checkpoint(world, tmp_path, capsys, family):
+    """Published names and config.json: the tower and multi-token prediction are not read, and one line says so."""
+    text, whole = tmp_path / "text", tmp_path / "whole"
+    theirs = make(text, family, tied=False)
+    whole.mkdir()
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors_of(text).items()}
+    extra = {"model.visual.pos_embed.weight": torch.ones(2, 3), "mtp.fc.weight": torch.ones(4, 8)}
+    save_file(tensors | extra, whole / "model.safetensors")
+    config = json.loads((text / "config.json").read_text())
+    architecture = config.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")
+    config["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    nested = {"architectures": [architecture], "model_type": family.removesuffix("_text"), "text_config": config}
+    nested |= {"vision_config": {"depth": 1}, "tie_word_embeddings": config.pop("tie_word_embeddings")}
+    (whole / "config.json").write_text(json.dumps(nested))
+    args = toy_args(whole)
+    assert args.model_family == family and args.vision_config is None
+    (model,) = chunks = build(args)
+    hf.load_hf(chunks, args, whole)
+    assert "2 tensors are not read, such as model.visual.pos_embed.weight" in capsys.readouterr().out
+    ids = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    assert (logits(model, ids)[:, :VOCAB] - expected).abs().max() < 1e-5 * expected.abs().max()
