@@ -14,7 +14,7 @@ from megatron_grpo.data.tokenizer import Tokenizer
 from megatron_grpo.vision.encoded import data_uri
 from megatron_grpo.vision.images import RowImages
 
-TOKENS = 512  # tokens of a completion that are listed one by one; bounds a row to about 15 kB plus its two texts
+TOKENS = 512  # tokens of a completion that are listed one by one; without texts and images a row has about 15 kB
 PICTURES, SIDE = 8, 320  # images of a completion that are written, and the longer side of each in pixels
 
 
@@ -105,7 +105,7 @@ def pictures(images: RowImages | None) -> dict[str, list[str]]:
     import PIL.Image
 
     uris = []
-    for found in images.open()[:PICTURES]:
+    for found in images.open(PICTURES):
         image = PIL.Image.fromarray(found[0]) if isinstance(found, np.ndarray) else found.convert("RGB")
         image.thumbnail((SIDE, SIDE))
         written = io.BytesIO()

@@ -9,13 +9,16 @@ which on the rule was broken without a pause.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from operator import lt
-from statistics import fmean, median, pvariance
+from statistics import fmean, median, variance
 from typing import Any
 
 from megatron_grpo.observability.metric_guide import remedy
 
 FEW = 5  # values of a metric, below which no rule judges it
+FLAT = 100  # rows, after which a reward should have risen
+PROMPTS = 30  # held-out prompts that an accuracy has at least: its rows do not tell
 PHASES = ("scoring", "logprobs", "sync", "offload", "save", "eval", "ledger")  # rollout and update may take most
 
 # metric: (bad above this mean, sentence)
@@ -138,6 +141,8 @@ def _counted(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
 def _levels(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
     for name, (limit, text) in ABOVE.items():
         series = _series(rows, name)
+        if name == "reward/zero_std_groups" and _at_ceiling(rows):  # nothing is left to learn
+            continue
         if series and series.end() > limit:
             yield Finding(series.since(partial(lt, limit)), name, text.format(series.end()))
     name = "mismatch/effective_sample_size"
@@ -147,41 +152,47 @@ def _levels(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
 
 
 def _reward(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
-    """Yield a flat reward (no significant rise in 50 updates, not at its ceiling) or a collapsed one."""
+    """Yield a collapsed reward, or a flat one (no significant rise in more than FLAT rows, not at its ceiling).
+
+    It has collapsed if the mean of its last third is below that of an earlier third by four standard errors and by half
+    of the rise.
+    """
     series = _series(rows, "reward/mean")
-    if series is None:
+    if series is None or len(series.values) < 30:
         return
-    means = series.means()[series.window - 1 :]  # of whole windows
-    best, start, end = max(means), series.start(), series.end()
-    if best - end > max(0.5 * (best - min(start, end)), 4 * _error(series.values[-series.window :])):
-        at = means.index(best) + series.window - 1
-        yield Finding(series.updates[at], "reward/mean", f"it fell from {best:.3g} to {end:.3g}")
-    elif len(series.values) >= 50:
-        third = len(series.values) // 3
-        first, last = series.values[:third], series.values[-third:]
-        error = (_error(first) ** 2 + _error(last) ** 2) ** 0.5
-        if fmean(last) - fmean(first) <= 2 * error and not _at_ceiling(rows):
-            text = f"it did not rise in {len(series.values)} rows: {fmean(first):.3g}, then {fmean(last):.3g}"
-            yield Finding(series.updates[0], "reward/mean", text)
+    third = len(series.values) // 3
+    first, middle, last = series.values[:third], series.values[third:-third], series.values[-third:]
+    best = max(first, middle, key=fmean)
+    start, top, end = fmean(first), fmean(best), fmean(last)
+    if top - end > max(0.5 * (top - min(start, end)), 4 * _error(best, last)):
+        means = series.means()[series.window - 1 :]  # of whole windows
+        at = means.index(max(means)) + series.window - 1
+        yield Finding(series.updates[at], "reward/mean", f"it fell from {top:.3g} to {end:.3g}")
+    elif len(series.values) > FLAT and end - start <= 2 * _error(first, last) and not _at_ceiling(rows):
+        text = f"it did not rise in {len(series.values)} rows: {start:.3g}, then {end:.3g}"
+        yield Finding(series.updates[0], "reward/mean", text)
 
 
-def _error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean."""
-    return (pvariance(values) / len(values)) ** 0.5
+def _error(*samples: Sequence[float]) -> float:
+    """Return the standard error of the difference of two means."""
+    return sum(variance(values) / len(values) for values in samples) ** 0.5
 
 
 def _at_ceiling(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the mean of every reward function is within 5% of its largest value in the last rows."""
-    last = rows[-FEW:]
-    names = {name for row in last for name in row if name.startswith("reward/") and name.endswith("/max")}
-    if not names:
-        return False
-    for name in names:
-        tops = [row[name] for row in last if row.get(name) is not None]
-        means = [row[mean] for row in last if row.get(mean := name.removesuffix("max") + "mean") is not None]
-        if not tops or not means or max(tops) - fmean(means) > 0.05 * abs(max(tops)):
-            return False
-    return True
+    """Return whether the reward functions lack at most 5% of their ranges, all together, in the last rows.
+
+    The range of a function is that of its values in the whole run: a small penalty then counts little.
+    """
+    lacking = ranges = 0.0
+    for name in dict.fromkeys(name for row in rows[-FEW:] for name in row if name.endswith("/max")):
+        function = name.removesuffix("/max")
+        tops = [row[name] for row in rows if row.get(name) is not None]
+        means = [row[mean] for row in rows if row.get(mean := f"{function}/mean") is not None]
+        lows = [row[low] for row in rows if row.get(low := f"{function}/min") is not None]
+        if name.startswith("reward/") and tops and means:
+            lacking += max(tops) - fmean(means[-FEW:])
+            ranges += max(tops) - min(lows or means)
+    return ranges > 0 and lacking <= 0.05 * ranges
 
 
 def _entropy(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
@@ -209,16 +220,21 @@ def _mismatch(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
 
 
 def _evaluation(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
-    """Yield an accuracy that fell by a tenth or more since its best evaluation while the training reward rose."""
+    """Yield an accuracy that fell since its best two evaluations while the training reward rose.
+
+    It fell by more than a tenth, and by 3.5 binomial standard errors of an evaluation of PROMPTS prompts.
+    """
     reward = _series(rows, "reward/mean")
     for kind in ("greedy", "sampled"):
         name = f"eval/{kind}_accuracy"
         pairs = [(row["iteration"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
-        if reward is None or len(pairs) < 3:
+        if reward is None or len(pairs) < 4 or reward.end() <= reward.start():
             continue
-        at, best = max(pairs, key=lambda pair: pair[1])
-        end = fmean(value for _, value in pairs[-2:])
-        if best - end >= 0.1 and reward.end() > reward.start():
+        means = [(at, (before + value) / 2) for (_, before), (at, value) in pairwise(pairs)]
+        at, best = max(means, key=lambda pair: pair[1])
+        end = means[-1][1]
+        rate = (best + end) / 2
+        if best - end > max(0.1, 3.5 * max(0.0, rate * (1 - rate) / PROMPTS) ** 0.5):
             yield Finding(at, name, f"it fell from {best:.3g} to {end:.3g} while the training reward rose")
 
 

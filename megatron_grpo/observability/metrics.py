@@ -42,6 +42,7 @@ _MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/pea
 _MINIMA = {"completion/length_min", "ratio/min"}
 _LAST_VALUES = {"lr", "params_norm", "tokens/total", "consumed/prompts", "consumed/left_out"}
 _SUMS = {"tokens/update", "tokens/rollout", "flops/update", "reward/failures", "drafts/proposed", "drafts/accepted"}
+_SUMS |= {"update/skipped", "stream/trainer_wait", "stream/engine_idle"}
 
 
 class Timers:
@@ -125,6 +126,7 @@ class MetricsLogger:
         self.judged: list[dict] = []  # what findings read of the rows so far
         self.rollout: dict[str, Any] | None = None  # progress of the rollout under way, for status.json
         self.status: StatusFile | None = None
+        self.ended = False
         if not self.active:
             return
         if args.save:
@@ -239,16 +241,24 @@ class MetricsLogger:
     def close(self) -> None:
         """Flush and close; print the findings of the run; further calls are errors."""
         self.flush()
-        for line in findings.lines(findings.findings(self.judged)):
-            print_rank_0(line)
-        if self.status is not None:
-            self.status.close("finished" if self.iteration >= self.total else "stopped")
+        self.end()
         for name, file in self.files.items():
             with self._file_errors(name):
                 file.close()
         self._to_trackers("close")
         if self.bar is not None:
             self.bar.close()
+
+    def end(self) -> None:
+        """Write the last state of the run and print its findings, once; an error leads here without `close`."""
+        if self.ended:
+            return
+        self.ended = True
+        if self.status is not None:
+            self.status.close("finished" if self.iteration >= self.total else "stopped")
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            for line in findings.lines(findings.findings(self.judged)):
+                print_rank_0(line)
 
     def _write_row(self) -> None:
         if not self.interval:

@@ -68,6 +68,7 @@ class GrowingFile:
         self.offset = self.lines = 0
         self.inode: int | None = None
         self.damaged: list[str] = []
+        self.unreadable = ""  # why the file could not be read the last time
 
     def replaced(self) -> bool:
         """Return whether the file is another one than before: a resumed run has written it anew."""
@@ -79,11 +80,16 @@ class GrowingFile:
 
     def new_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each row since the last call, and where its line begins; not a last line that is being written."""
+        self.unreadable = ""
         try:
-            file = open(self.file, "rb")  # noqa: SIM115
+            yield from self._new_rows()
         except FileNotFoundError:
             return
-        with file:
+        except OSError as error:
+            self.unreadable = f"{self.file} cannot be read: {error.strerror}"
+
+    def _new_rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        with open(self.file, "rb") as file:
             self.inode = os.fstat(file.fileno()).st_ino
             file.seek(self.offset)
             for line in file:
@@ -122,10 +128,10 @@ class SampleFile(GrowingFile):
     def samples(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
         """Return the rows with these numbers, with ``id``, the number."""
         found = []
-        with contextlib.suppress(FileNotFoundError), open(self.file, "rb") as file:
+        with contextlib.suppress(OSError), open(self.file, "rb") as file:
             for number in numbers:
                 file.seek(self.places[number][0])
-                found.append(json.loads(file.readline().decode("utf-8", "replace")) | {"id": number})
+                found.append(_loaded(file.readline().decode("utf-8", "replace")) | {"id": number})
         return found
 
     def with_text(self, text: str, most: int) -> list[dict[str, Any]]:
@@ -169,7 +175,8 @@ class Record:
         self.rows += [row for _, row in self.metrics.new_rows()]
         self.completions.read()
         self.held_out.read()
-        self.damaged = [text for file in files for text in file.damaged]
+        self.damaged = [file.unreadable for file in files if file.unreadable]
+        self.damaged += [text for file in files for text in file.damaged]
         if not self.args or len(self.rows) != before:
             self._read_others()
         return len(self.rows) != before
@@ -265,12 +272,17 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def parsed(line: str, where: str, name: str) -> dict[str, Any]:
     """Return the row in a line; raise GrpoError, which begins with ``where``, for what is no row of ``name``."""
     try:
-        row = json.loads(line)
+        row = _loaded(line)
     except (ValueError, RecursionError) as error:
         raise GrpoError(f"{where} is not JSON ({error}): is it the {name} of a run?") from error
     if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
         raise GrpoError(f"{where} is not a row of a run (a JSON object with an 'iteration'): {line[:80]}")
     return row
+
+
+def _loaded(line: str) -> Any:
+    """Return the JSON value in a line, with None for NaN and Infinity, which other programs write."""
+    return json.loads(line, parse_constant=lambda constant: None)
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -285,8 +297,8 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _numbers(values: Iterable[Any]) -> bool:
-    """Return whether all values are numbers, or None, which replaces numbers that are not finite."""
-    return all(isinstance(v, int | float | None) and not isinstance(v, bool) for v in values)
+    """Return whether all values are finite numbers, or None, which replaces numbers that are not finite."""
+    return all(v is None or (isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e300) for v in values)
 
 
 def labels(paths: Sequence[Path]) -> list[str]:

@@ -2,8 +2,8 @@
 
 Fields: ``state`` (running, finished or stopped), ``update`` and ``total``, ``phase`` and ``phase_seconds``,
 ``quiet_seconds`` (since the last sign of progress), ``rollout`` (completions, running, tokens and seconds of the
-present rollout) and ``waits`` (the ranks that wait, and for which, as the watchdog sees it). The time of the file is
-that of the last sign of life.
+present rollout), ``waits`` (the ranks that wait, and for which, as the watchdog sees it) and ``error`` (of rank 0, that
+ended the run). The time of the file is that of the last sign of life.
 """
 
 import contextlib
@@ -39,8 +39,9 @@ class StatusFile:
     def close(self, state: str) -> None:
         """Write the last state, ``finished`` or ``stopped``, and end the thread."""
         self.closing.set()
-        self.thread.join()
-        self._write(state)
+        self.thread.join(10 * INTERVAL)
+        if not self.thread.is_alive():  # else the file server hangs
+            self._write(state)
 
     def _write(self, state: str) -> None:
         position, now = str(progress.position), time.monotonic()
@@ -48,6 +49,7 @@ class StatusFile:
             self.phase, self.since = position, now
         content = {"state": state, "phase": position, "phase_seconds": round(now - self.since, 1)}
         content |= {"quiet_seconds": round(now - progress.moved, 1), "waits": progress.waits, "pid": os.getpid()}
+        content |= {"error": progress.error}
         temporary = self.path.with_suffix(".tmp")
         with contextlib.suppress(OSError):  # a full disk, or a folder that was deleted: the run goes on
             temporary.write_text(json.dumps(content | self.facts()), encoding="utf-8")
@@ -81,7 +83,8 @@ def state_in_words(status: dict[str, Any] | None, update: int, total: int | None
             return {"state": "finished", "text": f"finished: {update:,} updates"}
         return {"state": "silent", "text": f"{done}; the last row is {duration(row_age)} old"}
     if status.get("state") in ("finished", "stopped"):
-        return {"state": status["state"], "text": f"{status['state']}: {done}"}
+        error = f": {status['error']!s:.500}" if status.get("error") else ""
+        return {"state": status["state"], "text": f"{status['state']}: {done}{error}"}
     phase, age = str(status.get("phase", "")), _number(status, "age")
     if age > SILENT:
         return {"state": "silent", "text": f"silent for {duration(age)}: {done}, last in '{phase}'"}
@@ -99,7 +102,7 @@ def state_in_words(status: dict[str, Any] | None, update: int, total: int | None
 
 def _number(fields: dict[str, Any], name: str) -> float:
     value = fields.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else 0.0  # neither nan nor inf
 
 
 def duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_grpo.parallel.agreement import peer_has_ended
 from megatron_grpo.parallel.initialize import host_group, joint
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import GrpoError, Preempted, of_file, prints_for_host, record_for_torchrun
 from megatron_grpo.utils.launch import rank
 from megatron_grpo.utils.log import print_rank_0
@@ -48,6 +49,7 @@ def run(main) -> None:
     except Exception as error:
         code, raised = 1, time.time()
         message, gone = _in_words(error), peer_has_ended(error)
+        progress.error = message or f"{type(error).__name__}: {error}"
         if not _prints_error(after_rank_0=message is not None):
             _let_cause_end_first()
         elif message is not None:

@@ -241,6 +241,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     held_out = held_out_prompts(args, inputs.valid)
     progress.step("logs")
     logger = _open_logs(args, iteration)
+    before_exit(logger.end)
     timers = Timers(memory.phase, logger.show_phase)
     common = {"args": args, "dataset": inputs.train, "sampler": sampler, "timers": timers}
     common |= {"ledger": ledger, "replay": replay}

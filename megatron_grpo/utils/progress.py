@@ -31,6 +31,7 @@ position = Position()
 moved = time.monotonic()  # of the last sign of progress
 signs = 0  # of progress so far
 waits = ""  # which ranks wait for which, as the watchdog of this rank saw it last
+error = ""  # that ended the run
 _ended: set[str] = set()  # phases that have ended
 _board: mmap.mmap | None = None
 BOARD_BYTES = 256

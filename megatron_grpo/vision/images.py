@@ -94,12 +94,14 @@ class RowImages:
             steps=(*self.steps, *more.steps),
         )
 
-    def open(self) -> list[Image | npt.NDArray[np.uint8]]:
+    def open(self, most: int | None = None) -> list[Image | npt.NDArray[np.uint8]]:
         """Return the decoded images, and videos [frames, height, width, 3]; GrpoError for a damaged one.
+
+        ``most``: only so many, the first ones.
 
         The newest are kept: each turn of a conversation has the images of all earlier ones.
         """
-        return [opened(source, number) for source, number in _numbered(self.sources)]
+        return [opened(source, number) for source, number in list(_numbered(self.sources))[:most]]
 
     def check(self) -> None:
         """Decode all images and videos, and keep none; GrpoError for a damaged one."""

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.observability import completion_log
 from megatron_grpo.observability.completion_log import bounded_tokens, chosen, completion_row, pictures, token_texts
+from megatron_grpo.vision import images as row_images
+from megatron_grpo.vision.images import RowImages
 
 VIDEO = np.zeros((2, 20, 40, 3), np.uint8)
 VIDEO[0, :, :, 2] = 255
@@ -120,7 +122,7 @@ def test_tokens_beyond_the_bound_of_the_importance_weights_are_marked():
 
 
 def test_images_are_small_pictures():
-    images = SimpleNamespace(sources=(1, 2), open=lambda: [PIL.Image.new("RGB", (900, 300), "red"), VIDEO])
+    images = SimpleNamespace(sources=(1, 2), open=lambda most: [PIL.Image.new("RGB", (900, 300), "red"), VIDEO])
     assert pictures(None) == {} and pictures(SimpleNamespace(sources=())) == {}
     shown = [
         PIL.Image.open(io.BytesIO(base64.b64decode(uri.removeprefix("data:image/jpeg;base64,"))))
@@ -128,6 +130,16 @@ def test_images_are_small_pictures():
     ]
     assert [picture.size for picture in shown] == [(320, 107), (40, 20)]
     assert shown[0].getpixel((100, 50))[0] > 240 and shown[1].getpixel((5, 5))[2] > 240  # red; blue, the first frame
+
+
+def test_no_more_images_are_decoded_than_are_shown(monkeypatch):
+    decoded = []
+    monkeypatch.setattr(
+        row_images, "opened", lambda source, number: decoded.append(source) or PIL.Image.new("L", (9, 9))
+    )
+    images = RowImages(tuple(b"%d" % i for i in range(40)), (), (), 0, 1, 0)
+    assert len(pictures(images)["images"]) == len(decoded) == 8
+    assert len(images.open()) == 40
 
 
 def test_an_episode_has_its_mask():

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_grpo.observability.findings import findings, lines
 from megatron_grpo.observability.metric_guide import METRICS, remedy
+from megatron_grpo.observability.metrics import aggregate
 
 
 def healthy(n=100):
@@ -96,11 +97,57 @@ def test_values_that_are_not_finite_and_counts_are_found_at_their_first_update()
 
 
 def test_a_flat_reward_is_found_and_not_one_at_its_ceiling():
-    flat = with_values("reward/mean", lambda i: 0.3 + 0.01 * (-1) ** i)
+    flat = with_values("reward/mean", lambda i: 0.3 + 0.01 * (-1) ** i, n=120)
     assert only([row | {"reward/f/mean": 0.3} for row in flat]) == ("reward/mean", 1)
-    assert findings(flat[:40]) == []  # too early to say
-    full = [row | {"reward/mean": 0.99 + 0.001 * (-1) ** row["iteration"], "reward/f/mean": 0.99} for row in healthy()]
+    assert findings(flat[:100]) == []  # too early to say
+    full = [
+        row | {"reward/mean": 0.99 + 0.001 * (-1) ** row["iteration"], "reward/f/mean": 0.99, "reward/f/min": 0.0}
+        for row in healthy(120)
+    ]
     assert findings(full) == []
+
+
+def test_a_run_that_reaches_its_goal_is_not_told_that_it_has_no_signal():
+    """Binary rewards rise to 0.99: most groups are equal, and little entropy is left. A small penalty has maximum 0."""
+    rows = [
+        row
+        | {"reward/mean": (mean := min(0.99, 0.4 + 0.012 * row["iteration"])) - 0.01}
+        | {"reward/f/mean": mean, "reward/f/min": 0.0, "reward/length/mean": -0.01, "reward/length/max": 0.0}
+        | {"reward/zero_std_groups": min(0.94, 0.2 + 0.015 * row["iteration"])}
+        | {"entropy": max(0.02, 0.5 - 0.01 * row["iteration"])}
+        for row in healthy()
+    ]
+    assert findings(rows) == []
+    stuck = [row | {"reward/f/mean": 0.7} for row in rows]  # three in ten are unsolved, and the groups are equal
+    assert {one.metric for one in findings(stuck)} == {"reward/zero_std_groups", "entropy"}
+    nothing = [
+        row | {"reward/f/mean": 0.0, "reward/f/max": 0.0} for row in with_values("reward/zero_std_groups", float)
+    ]
+    assert only(nothing)[0] == "reward/zero_std_groups"
+
+
+def test_noise_is_no_finding():
+    """At most 1% of the healthy runs have a finding: batch noise of the reward, evaluations of 30 prompts."""
+    noise, alarms, runs = random.Random(1), 0, 0
+    shapes = [
+        lambda i, n: 0.5,  # flat
+        lambda i, n: 0.99,  # at its ceiling
+        lambda i, n: min(0.7, 0.3 + 0.8 * i / n),  # rises, then a plateau
+        lambda i, n: 0.3 + 0.1 * i / n,
+    ]
+    for n in (10, 20, 30, 49, 60, 100):
+        for shape in shapes:
+            for _ in range(125):
+                rows = []
+                for i in range(1, n + 1):
+                    mean = shape(i, n) + noise.gauss(0, 0.05 if shape(i, n) < 0.9 else 0.005)
+                    row = {"iteration": i, "reward/mean": mean, "reward/f/mean": mean}
+                    row |= {"reward/f/min": 0.0, "reward/f/max": 1.0, "reward/zero_std_groups": abs(2 * mean - 1)}
+                    if i % max(1, n // 10) == 0:
+                        row["eval/greedy_accuracy"] = sum(noise.random() < 0.3 for _ in range(30)) / 30
+                    rows.append(row)
+                alarms, runs = alarms + bool(findings(rows)), runs + 1
+    assert alarms <= 0.01 * runs
 
 
 def test_a_reward_that_falls_is_found_at_its_best_update():
@@ -124,13 +171,13 @@ def test_the_mismatch_grows_or_is_large():
 
 def test_an_evaluation_that_falls_while_the_reward_rises():
     def accuracy(i):
-        return {20: 0.3, 40: 0.6, 60: 0.5, 80: 0.4, 100: 0.4}.get(i)
+        return {20: 0.5, 40: 0.8, 60: 0.7, 80: 0.3, 100: 0.2}.get(i)
 
     rows = [
         row | ({"eval/greedy_accuracy": accuracy(row["iteration"])} if accuracy(row["iteration"]) else {})
         for row in healthy()
     ]
-    assert only(rows) == ("eval/greedy_accuracy", 40)
+    assert only(rows) == ("eval/greedy_accuracy", 60)  # the second of the best two
 
 
 def test_slow_phases_waits_and_a_falling_speed():
@@ -141,6 +188,20 @@ def test_slow_phases_waits_and_a_falling_speed():
     assert findings(with_values("stream/trainer_wait", lambda i: 2.0)) == []
     metric, update = only(with_values("perf/tokens_per_second", lambda i: 1000.0 if i <= 70 else 300.0))
     assert metric == "perf/tokens_per_second" and 71 <= update <= 80
+
+
+def test_a_row_of_several_updates_tells_the_same():
+    """Seconds and counts of a row are sums: the trainer waits for 90 of 100 s; one update is left out."""
+    updates = [
+        {"time/step": 100.0, "time/rollout": 90.0, "stream/trainer_wait": 90.0, "update/skipped": float(i == 5)}
+        for i in range(100)
+    ]
+    rows = [{"iteration": i + 10} | aggregate(updates[i : i + 10]) for i in range(0, 100, 10)]
+    texts = {one.metric: one.text for one in findings(rows)}
+    assert texts == {
+        "stream/trainer_wait": "the trainer waits for the engines for 90% of the step",
+        "update/skipped": "1 bad updates were left out",
+    }
 
 
 def test_the_first_comes_first_and_each_has_its_cure():

@@ -1,6 +1,7 @@
 """status.json: what a run does now, and the sentence about it."""
 
 import json
+import math
 import os
 import time
 from dataclasses import replace
@@ -62,6 +63,19 @@ def test_a_logger_says_finished_or_stopped(tmp_path):
         assert (found["state"], found["update"], found["total"]) == (state, last, 2)
 
 
+def test_an_error_of_the_run_ends_it_as_stopped_with_its_findings(tmp_path, capsys):
+    """`entry_point.run` calls `end` after an error, which leaves no time for `close`; after `close` it does nothing."""
+    args = replaced(parse_args(["--save", str(tmp_path)]), world_size=1)
+    logger = MetricsLogger(args, 0, 12, 0)
+    for i in range(1, 7):
+        logger.log(i, {"lr": 0.1, "completion/truncated": 0.5})
+    logger.end()
+    assert read_status(tmp_path)["state"] == "stopped"
+    assert "What went wrong, first:" in capsys.readouterr().out
+    logger.close()
+    assert "What went wrong" not in capsys.readouterr().out
+
+
 def test_the_findings_are_printed_at_the_end_of_a_run_and_of_a_resumed_one(tmp_path, capsys):
     args = replaced(parse_args(["--save", str(tmp_path)]), world_size=1)
     for start, stop in ((0, 6), (6, 12)):
@@ -88,6 +102,8 @@ def test_the_findings_are_printed_at_the_end_of_a_run_and_of_a_resumed_one(tmp_p
         ({"age": 600.0}, "silent", "silent for 10 min: update 57 of 120, last in 'rollout'"),
         ({"state": "finished"}, "finished", "finished: update 57 of 120"),
         ({"state": "stopped", "age": 9999.0}, "stopped", "stopped: update 57 of 120"),
+        ({"state": "stopped", "error": "no room"}, "stopped", "stopped: update 57 of 120: no room"),
+        ({"rollout": {"finished": math.inf, "running": math.nan}}, "running", "0 of 0 completions, 0 tokens"),
         ({"rollout": "x", "phase_seconds": None, "waits": 0}, "running", "update 57 of 120: rollout for 0 s"),
     ],
 )

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import importlib.util
 import json
+import math
 import re
 import socket
 import subprocess
@@ -179,6 +180,26 @@ def test_damaged_lines_of_a_run_that_is_followed_are_left_out_and_named(tmp_path
     assert record.rows[-1] == {"iteration": 4, "\ufffd": 1.0}
     assert [text.partition(":")[2].partition(":")[0].split()[0] for text in record.damaged] == ["6", "7", "2"]
     assert len(report.part(record, None, 9)["completions"]["samples"]) == 1
+
+
+def test_a_run_with_bad_numbers_or_files_does_not_take_the_page_from_the_others(tmp_path):
+    """NaN of another program is no value, as null; numbers that are too large, and a folder, are named."""
+    bad = write_run(tmp_path / "bad", samples=[SAMPLE, SAMPLE | {"rewards": {"f1": math.nan, "f2": math.inf}}])
+    with open(bad / "metrics.jsonl", "a") as file:
+        for iteration, value in enumerate(("NaN", str(10**400), "1e999"), 4):
+            file.write(f'{{"iteration": {iteration}, "kl": {value}}}\n')
+    (bad / "eval_completions.jsonl").mkdir()
+    records = [report.Record(write_run(tmp_path / "good"), "good"), report.Record(bad, "bad")]
+    for _ in range(2):  # the second time, too, the same sentences
+        for record in records:
+            record.read()
+        good, shown = Page(report.page(records, 9)).data["runs"]
+        assert good["damaged"] == [] and len(good["completions"]["samples"]) == 1
+        assert shown["completions"]["samples"][1]["rewards"] == {"f1": None, "f2": None}
+        assert shown["x"]["iteration"] == [0, 1, 2, 3, 4] and shown["metrics"]["kl"][-1] is None
+        folder, huge, infinite = shown["damaged"]
+        assert "eval_completions.jsonl cannot be read: Is a directory" in folder
+        assert "metrics.jsonl:6: kl is 1000" in huge and "metrics.jsonl:7: kl is inf" in infinite
 
 
 @pytest.fixture
