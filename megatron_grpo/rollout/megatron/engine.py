@@ -152,9 +152,10 @@ class MegatronEngine:
         flat = [np.concatenate([np.asarray(part, np.int64) for part in parts]) for parts in arrays]
         # One copy to the device is faster than nine.
         both = torch.from_numpy(np.concatenate(flat)).to(device(), non_blocking=True)
-        tokens, positions, rows, source, slots, on_device, sampled, *new_ones = both.split([len(part) for part in flat])
-        longest = int(lengths.max(initial=0))
-        return Step(tokens, positions, rows, source, tuple(ends), *new_ones, slots, on_device, longest, sampled)
+        tokens, positions, rows, source, slots, on_device, *others = both.split([len(part) for part in flat])
+        sampled, new_slots, new_prompts = others
+        longest, begins = int(lengths.max(initial=0)), (tuple(ends), new_slots, new_prompts)
+        return Step(tokens, positions, rows, source, *begins, slots, on_device, longest, sampled)
 
     def _forward(self, step: Step) -> torch.Tensor:
         """Run the step through all stages and virtual stages in order; the last one returns the hidden states."""
