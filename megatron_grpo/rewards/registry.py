@@ -124,8 +124,9 @@ def load_plugins(paths: Sequence[str | Path]) -> None:
 
     A file that another one has imported is not run again.
     """
+    before = set(sys.modules)
     for path in map(Path, paths):
-        if path.is_file() and (path.resolve() in _loaded or _is_imported(path)):
+        if path.is_file() and (path.resolve() in _loaded or (_module_name(path) not in before and _is_imported(path))):
             continue
         run_file(path, "--external-plugins")
         _loaded.add(path.resolve())

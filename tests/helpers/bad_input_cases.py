@@ -130,7 +130,7 @@ DATA: list[Case] = [
         lambda b: ["--train-data-path", str(b.root)],
         r"is a directory, .*: give the \.jsonl, \.parquet or \.arrow files",
     ),
-    ("other kind of file", data("1", name="p.csv"), r"p\.csv: prompts are read from \.jsonl, \.parquet or \.arrow"),
+    ("other kind of file", data("1", name="p.csv"), r"p\.csv: a run reads no \.csv: python tools/data/own_rows\.py"),
     (
         "a row's own temperature",
         data(

@@ -92,11 +92,11 @@ def launch(script, words, world_size=1):
 def files(root):
     """Return {path: digest} of all files under a directory.
 
-    Python's cache of plug-ins, the records of the start (args.json, environment.json) and the lock of a rank 0 that
-    torchrun has ended are left out.
+    Python's cache of plug-ins, the records of the start (args.json, environment.json), the state of the run and the
+    lock of a rank 0 that torchrun has ended are left out.
     """
     files = (path for path in Path(root).rglob("*") if path.is_file() and path.parent.name != "__pycache__")
-    records = ("args.json", "environment.json", run_lock.NAME)
+    records = ("args.json", "environment.json", "status.json", run_lock.NAME)
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.name not in records}
 
 

@@ -189,7 +189,8 @@ def test_a_plugin_asks_and_reads(double, pool, tmp_path):
     flags = f"--reward-funcs say --reward-model say={two.url} --reward-model-plugin say=blunt"
     values, failures = pool(f"{flags} --external-plugins {tmp_path}/own.py").score(samples(6, "y"))
     assert values.ravel() == pytest.approx([0, 0.1, 0.2, np.nan, np.nan, 0.5], nan_ok=True)  # None is no failure
-    assert [(f.source, f.reason) for f in failures] == [("data:4", "raised ValueError: not four")]
+    place = f"{tmp_path}/own.py, line 8"
+    assert [(f.source, f.reason) for f in failures] == [("data:4", f"raised ValueError: not four, {place}")]
 
 
 def test_an_answer_without_a_score_costs_that_sample(double, pool, template):
