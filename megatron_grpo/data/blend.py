@@ -42,7 +42,10 @@ def _parse_number(word: str) -> float | None:
 
 
 def check_row_file(path: str | Path) -> None:
-    """Raise GrpoError for a file whose name has no suffix of `ROW_FILES`; directories and the cache have any name."""
+    """Raise GrpoError for a file of prompts whose suffix is not one of `ROW_FILES`.
+
+    Directories and datasets of the cache may have any name.
+    """
     suffix = Path(path).suffix
     if suffix in ROW_FILES or str(path).startswith(PREFIX) or Path(path).is_dir():
         return

@@ -201,11 +201,12 @@ class PromptDataset:
 
     def _is_plain(self, row: Mapping[str, Any]) -> bool:
         """Return whether the prompt is a text that no chat template makes or has made, and the tokenizer has one."""
-        column = row.get(self._args.prompt_key)
-        if not isinstance(column, str) or self._args.system_prompt is not None or self._is_json(row):
+        if self._args.system_prompt is not None or not getattr(self._tokenizer, "has_chat_template", False):
             return False
-        rendered = any(token in column for token in self._tokenizer.special_tokens)
-        return getattr(self._tokenizer, "has_chat_template", False) and not rendered
+        column = row.get(self._args.prompt_key)
+        if not isinstance(column, str) or self._is_json(row):
+            return False
+        return not any(token in column for token in self._tokenizer.special_tokens)
 
     def _has_start(self, row: Mapping[str, Any]) -> bool:
         """Return whether the prompt of a row is a text that begins with the tokens which the tokenizer adds."""

@@ -37,9 +37,8 @@ def program(name: str) -> Any:
 
 
 def _file(path: str) -> Any:
-    package = types.ModuleType(
-        "folder of --agent"
-    )  # "from .helpers import f" imports helpers.py in the folder of the file
+    # A package of the file's folder: "from .helpers import f" imports helpers.py there.
+    package = types.ModuleType("folder of --agent")
     package.__path__ = [os.path.dirname(os.path.abspath(path))]
     sys.modules[package.__name__] = package
     name = os.path.basename(path).removesuffix(".py").replace(".", "_")
