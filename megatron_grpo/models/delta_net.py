@@ -9,6 +9,7 @@ whole key heads, as it cuts ``linear_qkv`` into query groups.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
@@ -234,7 +235,6 @@ def _by_kernels(
     heads, per_key = log_decay.shape[1:]
     # Their state has one more input, which no later output depends on, and has the channels before the inputs.
     inputs = None if before is None else F.pad(before.inputs.mT, (1, 0)).contiguous()
-    memory = None if before is None else before.memory.flatten(1, 2)
     mixed, inputs = causal_conv1d(
         qkv.flatten(1)[None],
         weight.flatten(0, 1).contiguous(),
@@ -243,19 +243,36 @@ def _by_kernels(
         activation="silu",
         **offsets,
     )
+    inputs = inputs[..., 1:].mT
     q, k, v = mixed[0].view(qkv.shape).split(_sizes(qkv, key_size), -1)
+    v = v.unflatten(-1, (per_key, -1))
+    if not _rule_has_kernel():
+        memory = None if before is None else before.memory
+        out, memory = gated_delta_rule(unit_length(q), unit_length(k), v, log_decay, beta, cu_seqlens, memory)
+        return out, State(inputs, memory)
     out, memory = chunk_gated_delta_rule(
         q[None].contiguous(),
         k[None].contiguous(),
-        v.reshape(1, len(qkv), heads * per_key, -1),
+        v.flatten(1, 2)[None].contiguous(),
         log_decay.flatten(1)[None],
         beta.flatten(1)[None],
-        initial_state=memory,
+        initial_state=None if before is None else before.memory.flatten(1, 2),
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         **offsets,
     )
-    return out[0].unflatten(1, (heads, per_key)), State(inputs[..., 1:].mT, memory.unflatten(1, (heads, per_key)))
+    return out[0].unflatten(1, (heads, per_key)), State(inputs, memory.unflatten(1, (heads, per_key)))
+
+
+@lru_cache(maxsize=1)
+def _rule_has_kernel() -> bool:
+    """Whether the rule has a kernel here: those of Triton 3.4 to 3.7.0 give wrong gradients on Hopper GPUs.
+
+    https://github.com/fla-org/flash-linear-attention/issues/640; the package refuses them without TileLang.
+    """
+    triton = tuple(int(number) for number in version("triton").split(".")[:3])
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    return not (hopper and (3, 4) <= triton < (3, 7, 1)) or find_spec("tilelang") is not None
 
 
 @lru_cache(maxsize=8)  # the kernels remember what they derive from these tensors: the layers of a micro-batch share it

@@ -6,6 +6,7 @@ from typing import Any
 # Read by vLLM at import: the engine core runs in this process, so that it shares the GPU and the process groups.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # vLLM switches it on for the trainer's kernels, too
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # numba, with which vLLM drafts n-grams, sets the OpenMP threads of the whole process, by default to all processors.
