@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ranks
 from huggingface_hub.errors import StrictDataclassError
 from test_weights_families import CLASSES, CONFIGS
 from transformers import (
     AutoConfig,
     InternVLConfig,
     LlavaOnevisionConfig,
+    PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
@@ -27,6 +29,8 @@ from megatron_grpo.weights import families
 # Not read in the same way: the identity of a family; and the layers of multi-token prediction, which transformers'
 # models do not have, so that files without the key hold none.
 EXCEPT = {"architectures", "model_type", "quantization_config", "num_nextn_predict_layers"}
+# Of every class of transformers, whatever the model; by default these are not left out.
+OF_EVERY_CLASS = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings", "dtype"}
 TEXT = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
 TEXT |= {"num_attention_heads": 64, "num_key_value_heads": 4, "max_position_embeddings": 4096, "hidden_act": "silu"}
 TEXT |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -54,7 +58,7 @@ def whole(cls, config: dict[str, Any], architecture: str) -> dict[str, Any]:
 def paths(config: dict[str, Any], start: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the path of every key, also those within parts."""
     for key, value in config.items():
-        if key not in EXCEPT:
+        if key not in EXCEPT and (ranks.thorough or key not in OF_EVERY_CLASS):
             yield (*start, key)
             if isinstance(value, dict):
                 yield from paths(value, (*start, key))
