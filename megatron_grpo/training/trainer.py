@@ -190,10 +190,17 @@ class Trainer:
 
         Print a line after `WITHOUT_SIGNAL` rollouts in a row in which no prompt teaches anything.
         """
+        if np.isnan(rewards).all():
+            names = " and ".join(f'"{name}"' for name in self.args.reward_funcs)
+            raise GrpoError(
+                f"reward {names} returned None for all {len(rewards)} completions of a rollout, and nothing can be "
+                f"learned from it. Does the function return its value? {newest_in_words(self.args.save)}"
+            )
         metrics = rollout_metrics(self.args, rollout, rewards) | self.lifecycle.memory
         estimator = ADVANTAGES.get(self.args.advantage_estimator)
         others = {"function_rewards", "turn_rewards"} & estimator.parameters.keys()  # may differ where the sums do not
-        none = estimator.compares_group and not others and metrics["reward/zero_std_groups"] == 1
+        compares = estimator.compares_group and not others and not self.args.teacher_kl_coef
+        none = compares and metrics["reward/zero_std_groups"] == 1
         self.without_signal = self.without_signal + 1 if none else 0
         if self.without_signal == WITHOUT_SIGNAL:
             print_rank_0(
