@@ -4,6 +4,8 @@
 const COLOURS = 8; // --colour-0 to --colour-7; --colour-8 is the phases' "rest"
 const FEW_POINTS = 30; // up to this many points, as of evaluations, are marked and not smoothed
 const MOST_BARS = 90;
+const STEPS = Array.from({ length: 19 }, (_, i) => i - 6).flatMap((power) => [1, 2, 5].map((digit) => Number(`${digit}e${power}`))); // between ticks
+const WHOLE_STEPS = STEPS.filter((step) => step >= 1); // there is no update 2.5
 const PHASES = ["rollout", "update", "scoring", "logprobs", "sync", "offload", "eval", "save"]; // from the bottom up
 const state = { hidden: new Set(), zoom: null };
 const runs = []; // {label, x, metrics: Map, completions, held_out, status, findings, ...}: script.js fills it
@@ -181,7 +183,7 @@ class Panel {
       width, height: this.height(), series: [{}, ...series], bands, legend: { show: false }, padding: [8, 16, 0, 0],
       scales: { x: { time: false, range: () => this.ranges.x }, y: { range: () => this.ranges.y, distr: kind === "log" ? 3 : 1 } },
       axes: [
-        { ...axis, values: (_, splits) => splits.map(this.tick), size: 24, gap: 2 },
+        { ...axis, values: (_, splits) => splits.map(this.tick), size: 26, gap: 6, incrs: () => (this.synced && byId("x-axis").value === "minutes" ? STEPS : WHOLE_STEPS) },
         { ...axis, values: (_, splits) => splits.map(tickLabel), size: 48, gap: 3, space: 32 },
       ],
       cursor: {
