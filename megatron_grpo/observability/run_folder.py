@@ -190,6 +190,7 @@ class Record:
         self.held_out = SampleFile(directory / "eval_completions.jsonl", _in_words(wrong_held_out))
         self.rows: list[dict[str, Any]] = []
         self.damaged: list[str] = []
+        self.others_damaged: list[str] = []  # of the files that are read whole
         self.args: dict[str, Any] = {}
         self.environment: dict[str, Any] = {"given": []}
         self.profiles: list[dict[str, Any]] = []  # rank{R}.phases.json of each rank with --use-pytorch-profiler
@@ -206,13 +207,14 @@ class Record:
         self.rows += [row for _, row in self.metrics.new_rows()]
         self.completions.read()
         self.held_out.read()
-        self.damaged = [file.unreadable for file in files if file.unreadable]
-        self.damaged += [text for file in files for text in file.damaged]
         if not self.args or len(self.rows) != before:
             self._read_others()
+        self.damaged = [file.unreadable for file in files if file.unreadable]
+        self.damaged += [text for file in files for text in file.damaged] + self.others_damaged
         return len(self.rows) != before
 
     def _read_others(self) -> None:
+        self.others_damaged = []
         try:
             self.args = read_object(self.directory / "args.json")
             file = self.directory / "environment.json"
@@ -222,7 +224,7 @@ class Record:
             self.environment = environment
             self.profiles = [read_profile(file) for file in sorted(self.directory.glob("profile/rank*.phases.json"))]
         except GrpoError as error:
-            self.damaged.append(str(error))
+            self.others_damaged.append(str(error))
 
 
 def _not_a_number(row: dict[str, Any]) -> str | None:
@@ -256,7 +258,7 @@ def wrong_field(sample: dict[str, Any]) -> str | None:
     if wrong := _wrong_kind(sample, TEXTS | {"picked": str}):
         return wrong
     tokens = sample.get("tokens")
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {str}:
         return "tokens"
     for name in ("log_probs", "token_advantages", "rollout_log_probs", "response_mask", "clipped"):
         values = sample.get(name) if name in sample or name == "log_probs" else [0.0] * len(tokens)
@@ -328,8 +330,17 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _numbers(values: Iterable[Any]) -> bool:
-    """Return whether all values are finite numbers, or None, which replaces numbers that are not finite."""
-    return all(v is None or (isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e300) for v in values)
+    """Return whether all values are finite numbers, or None, which replaces numbers that are not finite.
+
+    Without a loop in Python: a log of gigabytes is mostly lists of numbers.
+    """
+    values = list(values)
+    if not set(map(type, values)) <= {int, float, type(None)}:
+        return False
+    try:
+        return sum(map(abs, filter(None, values)), 0.0) < 1e300
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def labels(paths: Sequence[Path]) -> list[str]:

@@ -46,6 +46,7 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.export import export_adapter, export_hf
 from megatron_grpo.training.saves import Position, Saves
 from megatron_grpo.training.update_flops import UpdateFlops
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.arguments import Arguments
 from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
 from megatron_grpo.utils.log import log, print_rank_0
@@ -331,6 +332,8 @@ class Trainer:
                 step()
             except GrpoError as error:
                 failed.append(str(error))
+        if failed:
+            progress.error = "; ".join(failed)  # for the last state, which is written below
         self.close()
         if self.args.keep_best:
             print_rank_0(on_rank_0(best_in_words, self.args))

@@ -312,6 +312,11 @@ REWARDS: list[Case] = [
     (
         "nothing registered",
         plugin("def mine(sample):\n    return 1.0\n"),
+        r'mine: \S+plugin\.py defines the function and does not register it: write @register_reward\("mine"\) above',
+    ),
+    (
+        "another name registered",
+        plugin("@register_reward('own')\ndef own(sample):\n    return 1.0\n"),
         r'unknown reward function "mine".*by @register_reward in a file of --external-plugins',
     ),
 ]

@@ -237,6 +237,7 @@ def test_a_run_with_bad_numbers_or_files_does_not_take_the_page_from_the_others(
         for iteration, value in enumerate(("NaN", str(10**400), "1e999"), 4):
             file.write(f'{{"iteration": {iteration}, "kl": {value}}}\n')
     (bad / "eval_completions.jsonl").mkdir()
+    (bad / "environment.json").write_text("{}")
     records = [report.Record(write_run(tmp_path / "good"), "good"), report.Record(bad, "bad")]
     for _ in range(2):  # the second time, too, the same sentences
         for record in records:
@@ -245,7 +246,8 @@ def test_a_run_with_bad_numbers_or_files_does_not_take_the_page_from_the_others(
         assert good["damaged"] == [] and len(good["completions"]["samples"]) == 1
         assert shown["completions"]["samples"][1]["rewards"] == {"f1": None, "f2": None}
         assert shown["x"]["iteration"] == [0, 1, 2, 3, 4] and shown["metrics"]["kl"][-1] is None
-        folder, huge, infinite = shown["damaged"]
+        folder, huge, infinite, other = shown["damaged"]
+        assert "environment.json has no list 'given'" in other and len(huge) < 300
         assert "eval_completions.jsonl cannot be read: Is a directory" in folder
         assert "metrics.jsonl:6: kl is 1000" in huge and "metrics.jsonl:7: kl is inf" in infinite
 

@@ -267,6 +267,23 @@ def test_what_is_known_of_an_update_only_as_a_whole_is_told(browser, tmp_path):
     assert browser.evaluate("document.querySelector('.tokens .clipped').textContent") == SAMPLE["tokens"][0]
 
 
+def test_a_live_page_forgets_the_oldest_completions_and_asks_for_them_again(browser, tmp_path):
+    picture = "data:image/gif;base64," + "A" * 20_000_000
+    samples = [SAMPLE | {"iteration": i, "completion": f"answer {i}", "images": [picture]} for i in range(1, 6)]
+    folder = write_run(tmp_path / "run", ROWS, samples)
+    server = report.server([report.Record(folder, "run")], 30, 0, "secret")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        browser.open(f"http://127.0.0.1:{server.server_address[1]}/secret/")
+        kept = "[...runs[0].completions.samples.values()].map((sample) => sample.iteration)"
+        assert browser.evaluate(kept) == [2, 3, 4, 5]  # 100 MB
+        browser.evaluate("state.at = 1; buildCompletions()")
+        browser.wait("document.querySelector('#completions').innerText.includes('answer 1')")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_ticks_of_updates_are_whole_numbers(browser, tmp_path):
     rows = [{"iteration": i, "reward/mean": i / 10, "time/step": 30.0} for i in range(1, 8)]
     shown(browser, tmp_path, write_run(tmp_path / "run", rows))

@@ -5,6 +5,7 @@ seconds; a stub stands in for vLLM. test_bad_input_ranks.py has torchrun, two ra
 """
 
 import errno
+import json
 import os
 import re
 
@@ -93,6 +94,8 @@ def test_a_last_save_and_an_export_that_fail_are_both_said(bench, capfd):
         rf"The newest checkpoint is iteration 2: --load {run} resumes from it",
         error,
     ), error
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "stopped" and status["error"].startswith(f"checkpoint {run}/iter_0000004.tmp cannot be")
     assert files(run / "iter_0000002") == before
     assert not [path.name for path in run.iterdir() if path.name.endswith((".partial", ".tmp"))]
 
