@@ -391,19 +391,19 @@ function drawPhases(run) {
   const sums = list.map(({ seconds }) => { let sum = 0; return seconds.map(([, value]) => (sum += value)); });
   const totals = visible().flatMap((other) => bars(other.run).list.map(({ seconds }) => seconds.reduce((sum, [, value]) => sum + value, 0))).sort((a, b) => a - b);
   const usual = totals[Math.floor((totals.length - 1) * 0.95)], most = totals.at(-1) || 1; // one scale, to compare by eye
-  const data = [list.map((_, i) => i + 0.5), ...names.map((_, k) => sums.map((sum) => sum[k])).reverse()];
+  const data = [list.map((_, i) => i), ...names.map((_, k) => sums.map((sum) => sum[k])).reverse()];
   const series = names.map((name, k) => {
     const colour = paint(`colour-${phaseNumber(names, name)}`);
     return { id: `${name}${k}`, stroke: colour, fill: colour, width: 0, paths: uPlot.paths.bars({ size: [0.88, 60] }), points: { show: false } };
   }).reverse();
-  return { data, series, bands: [], x: [0, list.length || 1], y: [0, (byId("y-axis").value === "robust" && most > 3 * usual ? 1.5 * usual : most) * 1.04], kind: "bars" };
+  return { data, series, bands: [], x: [-0.5, (list.length || 1) - 0.5], y: [0, (byId("y-axis").value === "robust" && most > 3 * usual ? 1.5 * usual : most) * 1.04], kind: "bars" };
 }
 
 function buildPhases() {
   for (const figure of byId("phases").children) figure.panel.close();
   byId("phases").replaceChildren(...visible().filter(({ run }) => bars(run).list.length).map(({ run }) => {
     const figure = element("figure", {}, element("figcaption", {}, run.label), element("div", { class: "shares" }));
-    const barAt = (at) => { const { list } = bars(run); return list[Math.max(0, Math.min(list.length - 1, Math.floor(at)))]; };
+    const barAt = (at) => { const { list } = bars(run); return list[Math.max(0, Math.min(list.length - 1, Math.round(at)))]; };
     const rows = (at) => {
       const { names } = bars(run), bar = barAt(at);
       return [...bar.seconds].reverse().filter(([, value]) => value > 0).map(([name, value]) => [`--own: var(--colour-${phaseNumber(names, name)})`, name, `${number(value)} s`]);
@@ -419,7 +419,7 @@ function buildPhases() {
     }, rows, (at) => {
       const { first, last } = barAt(at);
       return first === last ? `update ${first}` : `updates ${first} to ${last}, mean`;
-    }, (at) => (barAt(at) && at < bars(run).list.length ? tickLabel(barAt(at).first) : ""), false);
+    }, (at) => (at >= 0 && at < bars(run).list.length ? tickLabel(barAt(at).first) : ""), false);
     return figure;
   }));
 }

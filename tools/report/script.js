@@ -3,7 +3,7 @@
 const content = JSON.parse(byId("data").textContent);
 const { live, titles } = content;
 const SETTINGS = ["smooth", "y-axis", "x-axis", "table", "mode", "order", "colour", "prompt", ...FILTERS]; // in the address
-const MOST_KEPT = 1e8; // characters of completions and their images in a live page
+const limits = { kept: 1e8 }; // characters of completions and their images in a live page
 const EVERY = 1000; // ms between two questions of a live page
 
 // Drop the completions that came first, with their images: a live page stays open for days, and its server has them.
@@ -12,7 +12,7 @@ function forget(samples) {
   let all = 0;
   for (const sample of samples.values()) all += size(sample);
   for (const [id, sample] of samples) {
-    if (all <= MOST_KEPT) return;
+    if (all <= limits.kept) return;
     all -= size(sample);
     samples.delete(id);
     fetched.clear();

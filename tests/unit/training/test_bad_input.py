@@ -100,6 +100,18 @@ def test_a_last_save_and_an_export_that_fail_are_both_said(bench, capfd):
     assert not [path.name for path in run.iterdir() if path.name.endswith((".partial", ".tmp"))]
 
 
+def test_a_save_that_fails_ends_a_run_that_is_to_stop(bench, capfd):
+    words = [*bench.good, *bench.resume("--train-iters", "8", "--save-interval", "2", "--on-save-error", "stop")]
+    with files_up_to(60_000):
+        code = launch(TRAIN, words)
+    run, error = bench.root / "run", capfd.readouterr().err.strip()
+    assert code == 1 and re.fullmatch(
+        rf"pretrain_grpo\.py: error: checkpoint {run}/iter_0000004.tmp cannot be written: .*\. Make room, or correct "
+        rf"the path \(--on-save-error stop\)\. The newest checkpoint is iteration 2: --load {run} resumes from it",
+        error,
+    ), error
+
+
 def test_a_checkpoint_of_another_user(bench, monkeypatch, capfd):
     """The file system's answer is made up: root, who may run the tests, reads every file."""
     words, stat = bench.resume(), os.stat
