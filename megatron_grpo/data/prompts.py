@@ -280,6 +280,11 @@ class PromptDataset:
 
         return [list(islice(of(int(begin), int(end)), count)) for begin, end in pairwise(self._bounds)]
 
+    def row_in_file(self, prompt: Prompt) -> int:
+        """Return the number of a prompt's row in its file, from 0."""
+        bounds = self._files.row_bounds
+        return prompt.id - int(bounds[np.searchsorted(bounds, prompt.id, side="right") - 1])
+
     def sampler(self) -> PromptSampler | BlendedSampler:
         """Build the sampler of the prompt order, from --seed, --no-shuffle, --curriculum and the weights of files."""
 

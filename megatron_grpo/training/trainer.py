@@ -280,12 +280,13 @@ class Trainer:
 
     def log_held_out(self, kind: str, batch: RolloutBatch) -> None:
         """Write some completions of an evaluation to ``eval_completions.jsonl``; ``kind``: greedy or sampled."""
-        rows = [
-            {"file": self.held_out.file_of(int(batch.group_ids[i])), "kind": kind}
-            | held_out_row(batch, i, self.args.reward_funcs, self.tokenizer)
-            | pictures(self.held_out.prompts[int(batch.group_ids[i])].images)
-            for i in np.flatnonzero(self.held_out_to_log(batch)).tolist()
-        ]
+        rows = []
+        for i in np.flatnonzero(self.held_out_to_log(batch)).tolist():
+            place = int(batch.group_ids[i])
+            row = {"file": self.held_out.file_of(place), "kind": kind}
+            row |= held_out_row(batch, i, self.args.reward_funcs, self.tokenizer)
+            row["row"] = self.held_out.rows[place]
+            rows.append(row | pictures(self.held_out.prompts[place].images))
         self.logger.log_completions(self.iteration, rows, held_out=True)
         if self.args.eval_only:
             self.held_out_rows += rows
