@@ -9,6 +9,7 @@ from megatron_grpo.utils.errors import GrpoError, prints_for_host, record_for_to
 NAMES = {
     "cutlass": "nvidia-cutlass-dsl",
     "cv2": "opencv-python-headless",
+    "fla": "fla-core",
     "math_verify": "math-verify",
     "megatron": "megatron-core",
     "quack": "quack-kernels",
