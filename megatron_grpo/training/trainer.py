@@ -85,6 +85,7 @@ class Trainer:
     iteration: int = 0
     tokens: int = 0
     without_signal: int = 0  # rollouts in a row in which all completions of each prompt have the same reward
+    without_reward: int = 0  # rollouts in a row in which no completion has a reward
     held_out_rows: list[dict[str, Any]] = field(default_factory=list)  # logged completions of --eval-only
     started: float = field(default_factory=time.monotonic)
 
@@ -191,12 +192,7 @@ class Trainer:
 
         Print a line after `WITHOUT_SIGNAL` rollouts in a row in which no prompt teaches anything.
         """
-        if np.isnan(rewards).all():
-            names = " and ".join(f'"{name}"' for name in self.args.reward_funcs)
-            raise GrpoError(
-                f"reward {names} returned None for all {len(rewards)} completions of a rollout, and nothing can be "
-                f"learned from it. Does the function return its value? {newest_in_words(self.args.save)}"
-            )
+        self._check_rewards(rewards)
         metrics = rollout_metrics(self.args, rollout, rewards) | self.lifecycle.memory
         estimator = ADVANTAGES.get(self.args.advantage_estimator)
         others = {"function_rewards", "turn_rewards"} & estimator.parameters.keys()  # may differ where the sums do not
@@ -209,6 +205,24 @@ class Trainer:
                 f'{metrics["reward/mean"]:g}): rewards teach nothing. See docs/troubleshooting.md, "The reward stays 0"'
             )
         return metrics
+
+    def _check_rewards(self, rewards: np.ndarray) -> None:
+        """Print a line if no completion of a rollout has a reward, unless a teacher is the signal.
+
+        Raise GrpoError at the `WITHOUT_SIGNAL`-th such rollout in a row.
+        """
+        none = np.isnan(rewards).all() and not self.args.teacher_kl_coef
+        self.without_reward = self.without_reward + 1 if none else 0
+        if self.without_reward not in (1, WITHOUT_SIGNAL):
+            return
+        names = " and ".join(f'"{name}"' for name in self.args.reward_funcs)
+        message = (
+            f"reward {names} returned None for all {len(rewards)} completions of a rollout, which teaches nothing. "
+            "Does the function return its value? "
+        )
+        if self.without_reward == WITHOUT_SIGNAL:
+            raise GrpoError(f"{message}It was the {WITHOUT_SIGNAL}rd in a row. {newest_in_words(self.args.save)}")
+        print_rank_0(f"note: {message}The run ends after {WITHOUT_SIGNAL} such rollouts in a row")
 
     def advance(self, metrics: dict[str, float]) -> None:
         """Count one finished update and its tokens; after the last one of a rollout, do what --on-bad-update says."""
