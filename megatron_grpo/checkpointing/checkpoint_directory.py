@@ -94,7 +94,8 @@ def find(root: str | Path) -> tuple[int, Path]:
             "again with another one"
         )
     if iteration is None:
-        raise GrpoError(f"no checkpoint in {root}: there is no {LATEST}")
+        cure = "; it is a Hugging Face directory, for --load-hf" if (root / "config.json").exists() else ""
+        raise GrpoError(f"no checkpoint in {root}: there is no {LATEST}{cure}")
     if is_single(root):
         return iteration, root
     directory = iteration_directory(root, iteration)

@@ -255,7 +255,7 @@ class MetricsLogger:
             return
         self.ended = True
         if self.status is not None:
-            self.status.close("finished" if self.iteration >= self.total else "stopped")
+            self.status.close("finished" if self.iteration >= self.total and not progress.error else "stopped")
         with contextlib.suppress(OSError):  # a terminal that is gone
             for line in findings.lines(findings.findings(self.judged)):
                 print_rank_0(line)

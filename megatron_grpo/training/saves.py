@@ -179,8 +179,11 @@ class Saves:
         try:
             yield
         except GrpoError as error:
-            if last or self.args.on_save_error == "stop":
-                raise
+            if last:
+                raise  # Trainer.finish adds the cure
+            if self.args.on_save_error == "stop":
+                newest = newest_in_words(self.args.save)
+                raise GrpoError(f"{error}. Make room, or correct the path (--on-save-error stop). {newest}") from error
             newest = checkpoint.latest_iteration(self.args.save)
             rest = "there is none yet" if newest is None else f"the newest is iteration {newest}"
             print_rank_0(f"the run goes on without a new checkpoint, {rest} (--on-save-error continue): {error}")

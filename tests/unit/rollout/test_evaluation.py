@@ -35,7 +35,7 @@ def batch(rewards=REWARDS, generations=2, order=None):
 
 
 def held_out(judges=(0, 0, 0), files=FILES):
-    return HeldOut([Prompt(i, [1], {}, "made up") for i in range(3)], files, np.array(judges))
+    return HeldOut([Prompt(i, [1], {}, "made up") for i in range(3)], files, judges=np.array(judges))
 
 
 def flags(**values):
