@@ -13,7 +13,6 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from megatron_grpo.observability.run_status import StatusFile
-from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -42,4 +41,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    if sys.argv[1].startswith("SIG") and os.environ["RANK"] == "1":
+        main()  # without the imports of the entry point, which take seconds
+    else:
+        from megatron_grpo.training.entry_point import run
+
+        run(main)
