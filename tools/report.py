@@ -316,8 +316,9 @@ def server(records: list[Record], num_rollouts: int, port: int, token: str) -> T
             }
             for header in headers.items():
                 self.send_header(*header)
-            self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # a tab that was closed meanwhile
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, *arguments: Any) -> None:
             """Print nothing for each request."""

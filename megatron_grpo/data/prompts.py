@@ -281,9 +281,9 @@ class PromptDataset:
         return [list(islice(of(int(begin), int(end)), count)) for begin, end in pairwise(self._bounds)]
 
     def row_in_file(self, prompt: Prompt) -> int:
-        """Return the number of a prompt's row in its file, from 0."""
-        bounds = self._files.row_bounds
-        return prompt.id - int(bounds[np.searchsorted(bounds, prompt.id, side="right") - 1])
+        """Return the number of a prompt's row in its file, from 0; rows that are left out count, too."""
+        row, bounds = prompt.id if self._numbers is None else int(self._numbers[prompt.id]), self._files.row_bounds
+        return row - int(bounds[np.searchsorted(bounds, row, side="right") - 1])
 
     def sampler(self) -> PromptSampler | BlendedSampler:
         """Build the sampler of the prompt order, from --seed, --no-shuffle, --curriculum and the weights of files."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.arguments import may_need_scores, needs_old_log_probs
-from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
+from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words, room_in_words
 from megatron_grpo.data.batch import Bool, RolloutBatch
 from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.data.tokenizer import Tokenizer
@@ -353,7 +353,7 @@ class Trainer:
         if self.args.keep_best:
             print_rank_0(on_rank_0(best_in_words, self.args))
         if failed:
-            raise GrpoError(f"{'; '.join(failed)}. Make room, or correct the path. {newest_in_words(self.args.save)}")
+            raise GrpoError(f"{'; '.join(failed)}. {room_in_words(self.args.save)}")
         if self.args.save and not self.left_early and dist.get_rank() == 0:
             unmark(self.args.save)
         done = f"{self.source.taken} rollouts" if self.args.rollout_only else f"{self.iteration} updates"

@@ -119,6 +119,9 @@ class Data:
         files = [[Prompt(0, [1], {"data_source": "a"}, "")], [Prompt(1, [1], {"data_source": "b"}, "")] * 2]
         return [prompts[:count] for prompts in files]
 
+    def row_in_file(self, prompt):
+        return 0
+
 
 def test_the_first_function_of_a_rows_route_judges_it():
     args = Namespace(valid_data_path=["x.jsonl", "b=y.jsonl"], eval_max_prompts=None, reward_funcs=["f", "g"])

@@ -107,7 +107,7 @@ def test_a_save_that_fails_ends_a_run_that_is_to_stop(bench, capfd):
     run, error = bench.root / "run", capfd.readouterr().err.strip()
     assert code == 1 and re.fullmatch(
         rf"pretrain_grpo\.py: error: checkpoint {run}/iter_0000004.tmp cannot be written: .*\. Make room, or correct "
-        rf"the path \(--on-save-error stop\)\. The newest checkpoint is iteration 2: --load {run} resumes from it",
+        rf"the path\. The newest checkpoint is iteration 2: --load {run} resumes from it",
         error,
     ), error
 
