@@ -123,7 +123,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-# Layers like glm4's, delta nets and latent attention: by default in one family each.
+# Fused matrices, delta nets and latent attention: by default in one family each.
 QUICK = [case for case in CASES if case[0] not in ("glm4", "qwen3_5_text", "glm4_moe_lite")]
 
 
