@@ -9,7 +9,6 @@ whole key heads, as it cuts ``linear_qkv`` into query groups.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -38,6 +37,7 @@ from megatron_grpo.models.shared_prompts import SharedPack
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
 from megatron_grpo.utils.device import to_device
+from megatron_grpo.utils.packages import missing
 
 CHUNK = 64  # tokens that are computed by matrix products; the recurrence goes from chunk to chunk
 
@@ -212,7 +212,7 @@ def delta_net(
 
 def _rule(v: torch.Tensor) -> Callable:
     """Return `gated_delta_rule`, or on a GPU the kernels of flash-linear-attention if that is installed."""
-    return _by_kernel if v.is_cuda and find_spec("fla") else gated_delta_rule
+    return _by_kernel if v.is_cuda and not missing("fla") else gated_delta_rule
 
 
 def _by_kernel(q, k, v, log_decay, beta, cu_seqlens, before):
