@@ -13,7 +13,7 @@
 #
 # Each of the 8 ranks of a node holds 32 of the 256 experts (EP 8, expert TP 1), so the token dispatch stays within a node;
 # both nodes have the same experts and share their optimizer's state. Trainer and engine take turns on the memory of the
-# GPUs. The delta nets have not run on a GPU yet.
+# GPUs. This script was planned by its dry run and has not run yet.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -27,7 +27,7 @@ MODEL_ARGS=(
     --model-family qwen3_5_moe_text
     --num-layers 40
     --hidden-size 2048
-    --ffn-hidden-size 512           # no layer is dense
+    --ffn-hidden-size 512
     --num-attention-heads 16
     --group-query-attention
     --num-query-groups 2
