@@ -59,7 +59,7 @@ EXPERT_ROUTER = Replacement(
     None,
     "Choose experts by sigmoids without groups as by one group of all experts: vLLM 0.32 asserts softmax.",
     by="megatron_grpo/rollout/vllm/colocate.py",
-    proof="tests/distributed/test_stream.py::test_streamed_weights_answer_like_those_from_files[minimax_m2]",
+    proof="tests/distributed/test_stream.py::test_streamed_weights_answer_like_those_from_files",
     needed="experts on a CPU",
 )
 SHARED_MEMORY = Replacement(

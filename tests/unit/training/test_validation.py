@@ -372,7 +372,7 @@ REFUSED = {
     f"{MOE} --vllm-enable-expert-parallel": "--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes",
     f'{MOE} --vllm-engine-kwargs {{"enable_expert_parallel":true}}': "--vllm-enable-expert-parallel needs a GPU",
     f"{MINIMAX} --tensor-model-parallel-size 8 --sequence-parallel": "8 and 4 key/value heads: ranks that share a head",
-    f"{MINIMAX} {SERVER} http://a:1": "a server's reload of the weights fails at its norms",
+    f"{MINIMAX} {SERVER} http://localhost:1": "a server's reload of the weights fails at its norms",
     f"{MINIMAX} --no-qk-layernorm": "--qk-layernorm-across-heads needs --qk-layernorm",
     "--qk-layernorm-across-heads": "model family qwen3 has qk_layernorm_across_heads = False",
     f"{MOE} --moe-router-topk 9": "--moe-router-topk (9) must be at most --num-experts (8)",
