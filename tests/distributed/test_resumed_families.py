@@ -1,4 +1,4 @@
-"""Ten updates of the newest families with a colocated vLLM, whose weights every sync compares; a resume in between.
+"""Ten updates of the newest families: vLLM, whose weights every sync compares, and a resume in between.
 
 The run goes on in another parallel configuration.
 """
