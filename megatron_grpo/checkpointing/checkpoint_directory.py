@@ -81,6 +81,11 @@ def newest_in_words(root: str | Path | None) -> str:
     return f"The newest checkpoint is iteration {newest}: --load {root} resumes from it"
 
 
+def room_in_words(root: str | Path | None) -> str:
+    """Return the cure of a file that cannot be written, and how to resume the run with ``--save ROOT``."""
+    return f"Make room, or correct the path. {newest_in_words(root)}"
+
+
 def find(root: str | Path) -> tuple[int, Path]:
     """Return iteration and directory of the newest checkpoint under ``root``; raise GrpoError if there is none.
 
@@ -94,7 +99,8 @@ def find(root: str | Path) -> tuple[int, Path]:
             "again with another one"
         )
     if iteration is None:
-        raise GrpoError(f"no checkpoint in {root}: there is no {LATEST}")
+        cure = "; it is a Hugging Face directory, for --load-hf" if (root / "config.json").exists() else ""
+        raise GrpoError(f"no checkpoint in {root}: there is no {LATEST}{cure}")
     if is_single(root):
         return iteration, root
     directory = iteration_directory(root, iteration)

@@ -28,6 +28,7 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from megatron.core.utils import divide
+from packaging.version import Version
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
@@ -284,9 +285,8 @@ def _rule_has_kernel() -> bool:
 
     https://github.com/fla-org/flash-linear-attention/issues/640; the package refuses them without TileLang.
     """
-    triton = tuple(int(number) for number in version("triton").split(".")[:3])
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    return not (hopper and (3, 4) <= triton < (3, 7, 1)) or find_spec("tilelang") is not None
+    is_hopper, triton = torch.cuda.get_device_capability()[0] == 9, Version(version("triton"))
+    return not (is_hopper and Version("3.4") <= triton < Version("3.7.1")) or find_spec("tilelang") is not None
 
 
 @lru_cache(maxsize=8)  # the kernels remember what they derive from these tensors: the layers of a micro-batch share it

@@ -63,6 +63,7 @@ def test_other_ranks_read_no_data_and_verify_no_checkpoint(start, tmp_path):
     assert "is damaged: __0_0.distcp has" in line
 
 
+@pytest.mark.slow  # test_slow_ranks.py has other waits without a time-out
 def test_the_others_wait_for_rank_0_as_long_as_it_reads(start):
     """Rank 0 needs longer than the time-out of collectives for the checkpoint, and then for the data."""
     late = {"SLOW_RANK": "0", "SLOW_SECONDS": "5", "SLOW_PHASES": "origin,data"}

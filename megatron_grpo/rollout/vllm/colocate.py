@@ -22,6 +22,7 @@ import importlib
 import json
 import logging
 import random
+import re
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -475,6 +476,11 @@ def _build(args, directory: str):
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         if is_out_of_memory(error):
             raise
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown and unknown[1] in (args.vllm_engine_kwargs or {}):
+            raise GrpoError(
+                f"--vllm-engine-kwargs: {unknown[1]!r} is no argument of vLLM's EngineArgs: correct it, or leave it out"
+            ) from error
         raise GrpoError(
             f"vLLM could not be started: {error} (in {_innermost(error)}). Check the --vllm-* flags and the model's "
             "config.json"
