@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +225,16 @@ def _damaged_items(directory: Path) -> Iterator[str]:
             for offset, (length, checksum) in items.items():
                 if Checksum.of(file, length) != checksum:
                     yield f"{name} has changed since it was written, in bytes {offset} to {offset + length}"
+
+
+def check_delta_nets(directory: str | Path, keys: Iterable[str]) -> None:
+    """Raise GrpoError if a checkpoint with these ``keys`` has gated delta nets of megatron-core's own layer."""
+    if any(key.endswith(".in_proj.weight.query") for key in keys):
+        raise GrpoError(
+            f"checkpoint {directory} holds gated delta nets of Megatron-LM's own layer, whose projections are divided "
+            "and ordered otherwise than here, and is not read: give the model's Hugging Face directory (--load-hf, or "
+            "--hf-to-megatron of tools/checkpoint/convert.py)"
+        )
 
 
 def has_checksums(directory: Path) -> bool:

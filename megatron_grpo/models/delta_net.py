@@ -204,7 +204,7 @@ def delta_net(
     ``qkv`` ``[t, a, 2 d_k + r d_v]`` has the query, the key and the r values of each key head; ``weight`` ``[a, 2 d_k
     + r d_v, width]``; ``log_decay`` and ``beta`` ``[t, a, r]``; ``key_size`` is d_k. Queries and keys have unit length.
     """
-    if len(qkv) and qkv.is_cuda and qkv.dtype in KERNEL_DTYPES and find_spec("fla"):
+    if len(qkv) and qkv.is_cuda and _has_kernels(qkv.dtype):
         return _by_kernels(qkv, weight, log_decay, beta, key_size, cu_seqlens, before)
     inputs, memory = (None, None) if before is None else before
     mixed, inputs = causal_convolution(qkv.flatten(1), weight.flatten(0, 1), cu_seqlens, inputs)
@@ -212,6 +212,20 @@ def delta_net(
     v = v.unflatten(-1, (log_decay.shape[2], -1))
     out, memory = gated_delta_rule(unit_length(q), unit_length(k), v, log_decay, beta, cu_seqlens, memory)
     return out, State(inputs, memory)
+
+
+def _has_kernels(dtype: torch.dtype) -> bool:
+    return dtype in KERNEL_DTYPES and find_spec("fla") is not None
+
+
+def kernels(dtype: torch.dtype) -> str:
+    """Return what computes `delta_net` in tensors of this dtype on this device, for the log."""
+    if not (torch.cuda.is_available() and _has_kernels(dtype)):
+        return "plain torch"
+    package = f"flash-linear-attention (fla-core {version('fla-core')})"
+    return (
+        package if _rule_has_kernel() else f"convolution {package}, recurrence plain torch (Triton's fails on Hopper)"
+    )
 
 
 def _sizes(qkv: torch.Tensor, key_size: int) -> tuple[int, int, int]:
