@@ -41,16 +41,18 @@ PAGE = Path(__file__).resolve().parent / "report"
 SCRIPTS = "vendor/uPlot.iife.min.js", "curves.js", "completions.js", "script.js"
 PORT = 8060
 MOST_FOUND = 100  # completions that a search returns
+MOST_BYTES = 200_000_000  # completions in a page: a browser reads no more than 512 MB at once
 Cursor = tuple[int, int, int, int]  # generation, rows, completions and held-out ones that a page has
 
 
 # ---- data of the scripts
 
 
-def part(record: Record, cursor: Cursor | None, num_rollouts: int) -> dict[str, Any]:
+def part(record: Record, cursor: Cursor | None, num_rollouts: int, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """Return what a page that has read up to ``cursor`` lacks of a run; all for None or another generation.
 
-    Of completions all iterations are told, and those of ``num_rollouts`` rollouts are in it; later only the newest.
+    Of completions all iterations are told, and those of ``num_rollouts`` rollouts are in it, fewer if they have more
+    than ``most_bytes``; later only the newest.
     """
     whole = cursor is None or cursor[0] != record.generation
     _, rows, *taken = (0, 0, 0, 0) if cursor is None or whole else cursor
@@ -66,7 +68,7 @@ def part(record: Record, cursor: Cursor | None, num_rollouts: int) -> dict[str, 
     for name, file, begin in zip(
         ("completions", "held_out"), (record.completions, record.held_out), taken, strict=True
     ):
-        shown[name] = part_of_samples(file, begin, num_rollouts)
+        shown[name] = part_of_samples(file, begin, num_rollouts, most_bytes // 2)
     shown["damaged"] = record.damaged[:20]
     try:
         age = time.time() - record.metrics.file.stat().st_mtime
@@ -89,7 +91,7 @@ def part_of_rows(rows: Sequence[dict[str, Any]], begin: int) -> dict[str, Any]:
     order: dict[str | None, int] = {name: place for place, name in enumerate(METRICS)}
     names = sorted(found, key=lambda name: order.get(documented(name), len(order)))
     tokens, minutes, sums = 0.0, 0.0, []
-    for row in rows:
+    for row in rows if new else ():
         tokens = _rounded(row.get("tokens/total")) or tokens
         minutes += (_rounded(row.get("time/step")) or 0.0) / 60
         sums.append((tokens, minutes))
@@ -107,11 +109,17 @@ def part_of_rows(rows: Sequence[dict[str, Any]], begin: int) -> dict[str, Any]:
     }
 
 
-def part_of_samples(file: SampleFile, begin: int, num_rollouts: int) -> dict[str, Any]:
-    """Return iterations and (file, row) of the samples from ``begin`` on, and some of these samples whole."""
+def part_of_samples(file: SampleFile, begin: int, num_rollouts: int, most_bytes: int) -> dict[str, Any]:
+    """Return iterations and (file, row) of the samples from ``begin`` on, and some of these samples whole.
+
+    From the first on those of ``num_rollouts`` iterations, fewer if they have more than ``most_bytes``, at least two.
+    """
     new = range(begin, len(file.places))
     iterations = list(dict.fromkeys(file.places[number][1] for number in new))
     kept = evenly(iterations, num_rollouts) if begin == 0 else set(iterations[-1:])
+    size = file.bytes_of(number for number in new if file.places[number][1] in kept)
+    if begin == 0 and size > most_bytes:
+        kept = evenly(iterations, max(2, len(kept) * most_bytes // size))
     prompts = dict.fromkeys(file.places[number][2:] for number in new) if file.file.name.startswith("eval") else {}
     return {
         "iterations": iterations,
@@ -241,7 +249,11 @@ def page(records: list[Record], num_rollouts: int, live: bool = False) -> str:
     script but its own.
     """
     runs = [record.label for record in records]
-    content = {"live": live, "titles": TITLES, "runs": [part(record, None, num_rollouts) for record in records]}
+    content = {
+        "live": live,
+        "titles": TITLES,
+        "runs": [part(record, None, num_rollouts, MOST_BYTES // len(records)) for record in records],
+    }
     data = json.dumps(content, allow_nan=False, separators=(",", ":"))
     script = "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = [(PAGE / name).read_text(encoding="utf-8") for name in ("vendor/uPlot.min.css", "style.css")]

@@ -9,7 +9,6 @@ whole key heads, as it cuts ``linear_qkv`` into query groups.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
@@ -222,10 +221,8 @@ def kernels(dtype: torch.dtype) -> str:
     """Return what computes `delta_net` in tensors of this dtype on this device, for the log."""
     if not (torch.cuda.is_available() and _has_kernels(dtype)):
         return "plain torch"
-    package = f"flash-linear-attention (fla-core {version('fla-core')})"
-    return (
-        package if _rule_has_kernel() else f"convolution {package}, recurrence plain torch (Triton's fails on Hopper)"
-    )
+    package = "flash-linear-attention"
+    return package if _rule_has_kernel() else f"{package} (convolution) and plain torch (Triton's recurrence is wrong)"
 
 
 def _sizes(qkv: torch.Tensor, key_size: int) -> tuple[int, int, int]:
@@ -285,8 +282,10 @@ def _rule_has_kernel() -> bool:
 
     https://github.com/fla-org/flash-linear-attention/issues/640; the package refuses them without TileLang.
     """
-    is_hopper, triton = torch.cuda.get_device_capability()[0] == 9, Version(version("triton"))
-    return not (is_hopper and Version("3.4") <= triton < Version("3.7.1")) or find_spec("tilelang") is not None
+    import triton  # absent without a GPU
+
+    is_hopper, found = torch.cuda.get_device_capability()[0] == 9, Version(triton.__version__)
+    return not (is_hopper and Version("3.4") <= found < Version("3.7.1")) or find_spec("tilelang") is not None
 
 
 @lru_cache(maxsize=8)  # the kernels remember what they derive from these tensors: the layers of a micro-batch share it

@@ -141,7 +141,8 @@ def _counted(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
 def _levels(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
     for name, (limit, text) in ABOVE.items():
         series = _series(rows, name)
-        if name == "reward/zero_std_groups" and (_at_ceiling(rows) or _has_teacher(rows)):
+        none_scored = bool(rows) and rows[-1].get("reward/mean", 0) is None
+        if name == "reward/zero_std_groups" and (none_scored or _at_ceiling(rows) or _has_teacher(rows)):
             continue  # nothing is left to learn, or the teacher is the signal
         if series and series.end() > limit:
             yield Finding(series.since(partial(lt, limit)), name, text.format(series.end()))

@@ -136,6 +136,11 @@ class SampleFile(GrowingFile):
                 found.append(_loaded(file.readline().decode("utf-8", "replace")) | {"id": number})
         return found
 
+    def bytes_of(self, numbers: Iterable[int]) -> int:
+        """Return the length of the lines of the samples with these numbers; that of the last line counts as 0."""
+        starts = [start for start, *_ in self.places]
+        return sum(starts[number + 1] - starts[number] for number in numbers if number + 1 < len(starts))
+
     def with_text(self, text: str, most: int, begin: int = 0) -> list[dict[str, Any]]:
         """Return the newest rows from number ``begin`` on, at most ``most``, whose prompt or completion has the text.
 

@@ -85,7 +85,8 @@ class Trainer:
     iteration: int = 0
     tokens: int = 0
     without_signal: int = 0  # rollouts in a row in which all completions of each prompt have the same reward
-    without_reward: int = 0  # rollouts in a row in which no completion has a reward
+    checked_rollouts: int = 0  # of this process, as the functions that have returned a value
+    with_value: set[str] = field(default_factory=set)
     held_out_rows: list[dict[str, Any]] = field(default_factory=list)  # logged completions of --eval-only
     started: float = field(default_factory=time.monotonic)
 
@@ -192,7 +193,7 @@ class Trainer:
 
         Print a line after `WITHOUT_SIGNAL` rollouts in a row in which no prompt teaches anything.
         """
-        self._check_rewards(rewards)
+        self._check_rewards(rollout.batch.rewards)
         metrics = rollout_metrics(self.args, rollout, rewards) | self.lifecycle.memory
         estimator = ADVANTAGES.get(self.args.advantage_estimator)
         others = {"function_rewards", "turn_rewards"} & estimator.parameters.keys()  # may differ where the sums do not
@@ -207,22 +208,29 @@ class Trainer:
         return metrics
 
     def _check_rewards(self, rewards: np.ndarray) -> None:
-        """Print a line if no completion of a rollout has a reward, unless a teacher is the signal.
+        """Print a line about functions without a value in this process's first `WITHOUT_SIGNAL` rollouts.
 
-        Raise GrpoError at the `WITHOUT_SIGNAL`-th such rollout in a row.
+        ``rewards``: ``[n, functions]``. Raise GrpoError if no function had one: a function that has returned values may
+        leave rows out for as long as it likes, and so may functions of some rows only (--reward-routing).
         """
-        none = np.isnan(rewards).all() and not self.args.teacher_kl_coef
-        self.without_reward = self.without_reward + 1 if none else 0
-        if self.without_reward not in (1, WITHOUT_SIGNAL):
+        self.checked_rollouts += 1
+        if self.checked_rollouts > WITHOUT_SIGNAL or self.args.teacher_kl_coef or self.args.rollout_only:
             return
-        names = " and ".join(f'"{name}"' for name in self.args.reward_funcs)
-        message = (
-            f"reward {names} returned None for all {len(rewards)} completions of a rollout, which teaches nothing. "
-            "Does the function return its value? "
-        )
-        if self.without_reward == WITHOUT_SIGNAL:
-            raise GrpoError(f"{message}It was the {WITHOUT_SIGNAL}rd in a row. {newest_in_words(self.args.save)}")
-        print_rank_0(f"note: {message}The run ends after {WITHOUT_SIGNAL} such rollouts in a row")
+        names, valued = self.args.reward_funcs, ~np.isnan(rewards).all(axis=0)
+        self.with_value |= {name for name, has_value in zip(names, valued, strict=True) if has_value}
+        silent = [name for name in names if name not in self.with_value]
+        if not silent or self.args.reward_routing or self.checked_rollouts not in (1, WITHOUT_SIGNAL):
+            return
+        is_last, all_silent = self.checked_rollouts == WITHOUT_SIGNAL, len(silent) == len(names)
+        message = f"reward {' and '.join(f'"{name}"' for name in silent)} returned None for every completion of "
+        message += f"the first {WITHOUT_SIGNAL} rollouts. " if is_last else "the first rollout. "
+        message += "Does the function return its value?"
+        if is_last and all_silent:
+            raise GrpoError(f"{message} {newest_in_words(self.args.save)}")
+        if all_silent:
+            print_rank_0(f"note: {message} The run ends after {WITHOUT_SIGNAL} such rollouts")
+        elif is_last:
+            print_rank_0(f"note: {message} The run goes on with the others")
 
     def advance(self, metrics: dict[str, float]) -> None:
         """Count one finished update and its tokens; after the last one of a rollout, do what --on-bad-update says."""

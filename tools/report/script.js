@@ -7,7 +7,7 @@ const limits = { kept: 1e8 }; // characters of completions and their images in a
 const EVERY = 1000; // ms between two questions of a live page
 
 // Drop the completions that came first, with their images: a live page stays open for days, and its server has them.
-const size = ({ prompt, completion, images = [] }) => 15000 + prompt.length + completion.length + images.reduce((sum, { length }) => sum + length, 0);
+const size = ({ prompt, completion, images }) => 15000 + prompt.length + completion.length + (Array.isArray(images) ? images.join("").length : 0);
 function forget(samples) {
   let all = 0;
   for (const sample of samples.values()) all += size(sample);
