@@ -305,7 +305,7 @@ class Trainer:
         rows = []
         for i in np.flatnonzero(self.held_out_to_log(batch)).tolist():
             place = int(batch.group_ids[i])
-            row = {"file": self.held_out.file_of(place), "kind": kind}
+            row: dict[str, Any] = {"file": self.held_out.file_of(place), "kind": kind}
             row |= held_out_row(batch, i, self.args.reward_funcs, self.tokenizer)
             row["row"] = self.held_out.rows[place]
             rows.append(row | pictures(self.held_out.prompts[place].images))

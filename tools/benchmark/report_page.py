@@ -111,7 +111,7 @@ def main() -> None:
         folders = [write_run(root / f"run{k}", args.updates, args.metrics) for k in range(args.runs)]
         page, downloads = root / "report.html", root / "downloads"
         downloads.mkdir()
-        command = [sys.executable, ROOT / "tools" / "report.py", *folders, "-o", page]
+        command = [sys.executable, str(ROOT / "tools" / "report.py"), *map(str, folders), "-o", str(page)]
         written = seconds(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
         print(f"{args.runs} runs of {args.updates:,} updates with {args.metrics} metrics; written in {written:.1f} s")
         with Browser(path) as browser:
