@@ -41,7 +41,7 @@ PAGE = Path(__file__).resolve().parent / "report"
 SCRIPTS = "vendor/uPlot.iife.min.js", "curves.js", "completions.js", "script.js"
 PORT = 8060
 MOST_FOUND = 100  # completions that a search returns
-MOST_BYTES = 200_000_000  # completions in a page: a browser reads no more than 512 MB at once
+MOST_BYTES = 60_000_000  # completions in a page: a browser reads 512 MB at once, and a letter has up to six bytes there
 Cursor = tuple[int, int, int, int]  # generation, rows, completions and held-out ones that a page has
 
 
@@ -116,10 +116,12 @@ def part_of_samples(file: SampleFile, begin: int, num_rollouts: int, most_bytes:
     """
     new = range(begin, len(file.places))
     iterations = list(dict.fromkeys(file.places[number][1] for number in new))
-    kept = evenly(iterations, num_rollouts) if begin == 0 else set(iterations[-1:])
-    size = file.bytes_of(number for number in new if file.places[number][1] in kept)
-    if begin == 0 and size > most_bytes:
-        kept = evenly(iterations, max(2, len(kept) * most_bytes // size))
+    kept = set(iterations[-1:])
+    if begin == 0:
+        kept = evenly(iterations, num_rollouts)
+        size = file.bytes_of(number for number in new if file.places[number][1] in kept)
+        if size > most_bytes:
+            kept = evenly(iterations, max(2, len(kept) * most_bytes // size))
     prompts = dict.fromkeys(file.places[number][2:] for number in new) if file.file.name.startswith("eval") else {}
     return {
         "iterations": iterations,

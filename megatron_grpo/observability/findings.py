@@ -177,21 +177,33 @@ def _reward(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
 
 
 def _has_teacher(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the run learns from a teacher; the reward is then not the objective, or not the only one."""
-    return any("teacher/kl" in row for row in rows)
+    """Return whether the run learns from a teacher: the divergence falls, is below 0.01 nats, or is young."""
+    series = _series(rows, "teacher/kl")
+    if series is None:
+        return any("teacher/kl" in row for row in rows)
+    return len(series.values) <= FLAT or series.end() <= 0.01 or _change(series) < 0
 
 
 def _teacher(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
-    """Yield a divergence from the teacher that has not fallen in more than FLAT rows and is above 0.01 nats."""
-    series = _series(rows, "teacher/kl")
-    if series is None or len(series.values) <= FLAT:
+    """Yield a divergence from the teacher that has not fallen in more than FLAT rows and is above 0.01 nats.
+
+    None if the reward rises: a policy that learns from it leaves its teacher.
+    """
+    series, reward = _series(rows, "teacher/kl"), _series(rows, "reward/mean")
+    if series is None or _has_teacher(rows) or (reward is not None and _change(reward) > 0):
         return
     third = len(series.values) // 3
+    start, end = fmean(series.values[:third]), fmean(series.values[-third:])
+    text = f"it did not fall in {len(series.values)} rows: {start:.3g}, then {end:.3g} nats a token"
+    yield Finding(series.updates[0], "teacher/kl", text)
+
+
+def _change(series: Series) -> int:
+    """Return the sign of the change from the first to the last third by more than two standard errors, else 0."""
+    third = max(2, len(series.values) // 3)
     first, last = series.values[:third], series.values[-third:]
-    start, end = fmean(first), fmean(last)
-    if end > 0.01 and start - end <= 2 * _error(first, last):
-        text = f"it did not fall in {len(series.values)} rows: {start:.3g}, then {end:.3g} nats a token"
-        yield Finding(series.updates[0], "teacher/kl", text)
+    change = fmean(last) - fmean(first)
+    return 0 if abs(change) <= 2 * _error(first, last) else 1 if change > 0 else -1
 
 
 def _error(*samples: Sequence[float]) -> float:

@@ -219,9 +219,13 @@ class Trainer:
         names, valued = self.args.reward_funcs, ~np.isnan(rewards).all(axis=0)
         self.with_value |= {name for name, has_value in zip(names, valued, strict=True) if has_value}
         silent = [name for name in names if name not in self.with_value]
-        if not silent or self.args.reward_routing or self.checked_rollouts not in (1, WITHOUT_SIGNAL):
-            return
         is_last, all_silent = self.checked_rollouts == WITHOUT_SIGNAL, len(silent) == len(names)
+        if (
+            not silent
+            or self.checked_rollouts not in (1, WITHOUT_SIGNAL)
+            or (self.args.reward_routing and not all_silent)
+        ):
+            return
         message = f"reward {' and '.join(f'"{name}"' for name in silent)} returned None for every completion of "
         message += f"the first {WITHOUT_SIGNAL} rollouts. " if is_last else "the first rollout. "
         message += "Does the function return its value?"

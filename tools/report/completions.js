@@ -155,8 +155,8 @@ async function fetchSamples(index, query) {
   const count = query.iteration === undefined ? counts[["completions", "held_out"].indexOf(table)] : 1, from = fetched.get(key) || 0;
   if (!live || from >= count) return;
   fetched.set(key, count);
-  const answer = await fetch(query.text === undefined ? address : `${address}&from=${from}`);
-  if (!answer.ok) return;
+  const answer = await fetch(query.text === undefined ? address : `${address}&from=${from}`).catch(() => ({ ok: false }));
+  if (!answer.ok) return void fetched.set(key, from); // again when the completions are built next
   for (const sample of await answer.json()) runs[index][table].samples.set(sample.id, sample);
   buildCompletions();
 }

@@ -141,8 +141,12 @@ def test_a_distillation_is_judged_by_its_teacher_and_not_by_a_reward_that_is_con
     assert findings(with_teacher(lambda i: 0.5 - 0.003 * i)) == []
     assert findings(with_teacher(lambda i: 0.005)) == []  # it is the teacher already
     stuck = with_teacher(lambda i: 0.5 + 0.01 * (-1) ** i)
-    assert only(stuck) == ("teacher/kl", 1) and findings(stuck[:100]) == []
-    assert only(with_teacher(lambda i: 0.5 + 0.001 * i)) == ("teacher/kl", 1)
+    of_rewards = {"reward/mean", "reward/zero_std_groups", "entropy"}  # a teacher that teaches nothing excuses nothing
+    assert {one.metric for one in findings(stuck)} == of_rewards | {"teacher/kl"} and findings(stuck[:100]) == []
+    growing = with_teacher(lambda i: 0.5 + 0.001 * i)
+    assert {one.metric for one in findings(growing)} == of_rewards | {"teacher/kl"}
+    learns = [row | {"reward/mean": 0.2 + row["iteration"] / 300, "reward/zero_std_groups": 0.1} for row in growing]
+    assert "teacher/kl" not in {one.metric for one in findings(learns)}  # it leaves its teacher, for the reward
     falling = [row | {"reward/mean": 1 - row["iteration"] / 150} for row in with_teacher(lambda i: 0.5 - 0.003 * i)]
     assert only(falling)[0] == "reward/mean"  # a reward that collapses is told all the same
 
