@@ -3,18 +3,21 @@
 import json
 
 import pytest
-from instruct_models import published
+from instruct_models import DATA, published
 from toy_checkpoints import build, same_bits, tensors_of, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
 import numpy as np
 import torch
+from convert_tool import check_same, load_tool
+from safetensors.torch import save_file
 from test_vision_model import batch_of, inputs_of, read_all
 from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_models import make
 
 from megatron_grpo.data.pack import pack_completions
+from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
@@ -98,8 +101,6 @@ def test_weights_there_and_back_bit_for_bit(world, tmp_path, capsys, shape, tied
     theirs = make(tmp_path / "first", tied, shape=shape)
     before = tensors_of(tmp_path / "first")
     extra = tmp_path / "first" / "mtp.safetensors"
-    from safetensors.torch import save_file
-
     save_file({"mtp.fc.weight": torch.ones(4, 8)}, extra)
     index = tmp_path / "first" / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -169,6 +170,43 @@ def test_the_language_model_alone(world, tmp_path, capsys, shape):
         expected = theirs(input_ids=ids).logits[0]
         found = model(ids, torch.arange(40)[None], attention_mask=None, packed_seq_params=pack)[0]
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("shape", "text"), [("qwen3_5", False), ("qwen3_5_moe", False), ("qwen3_5", True)])
+def test_conversion_there_and_back(world, tmp_path, capsys, shape, text):
+    """With a check of the logits; with --model-family of the text, of the language model alone."""
+    source, middle, target, tool = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back", load_tool()
+    make(source, shape=shape)
+    for words in (
+        ["--hf-to-megatron", "--load", source, "--save", middle, *["--model-family", f"{shape}_text"][: 2 * text]],
+        ["--megatron-to-hf", "--load", middle, "--save", target],
+    ):
+        tool.convert(tool.build_parser().parse_args([*map(str, words), "--verify"]))
+    assert capsys.readouterr().out.count("the logits of 16 tokens differ from transformers' by at most") == 2
+    if not text:
+        check_same(source, target)
+        return
+    before, after = tensors_of(source), tensors_of(target)
+    inner = {name.replace("model.language_model.", "model."): tensor for name, tensor in before.items()}
+    assert after.keys() == {name for name in inner if not name.startswith("model.visual.")}
+    assert all(same_bits(inner[name], after[name]) for name in after)
+
+
+def test_a_published_template_shows_pictures(world, tmp_path):
+    """Qwen3.5's own chat template: the image token stands between its borders as often as the image has tokens."""
+    make(tmp_path, shape="qwen3_5")
+    for file in ("chat_template.jinja", "chat_template.json"):
+        (tmp_path / file).unlink(missing_ok=True)
+    (tmp_path / "chat_template.jinja").write_text((DATA / NAMES["qwen3_5"] / "chat_template.jinja").read_text())
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264)
+    _, prompts = read_all(args)
+    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    # 56 x 84 pixels are 2 x 3 squares of 32 x 32, 150 x 100 are 5 x 3, 61 x 140 are 2 x 4.
+    pictures = [f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in (6, 15, 8)]
+    texts = [f"{pictures[0]}and{pictures[1]}?", "no picture", f"{pictures[2]}what is it?"]
+    for prompt, text in zip(prompts, texts, strict=True):
+        shown = tokenizer.decode(prompt.ids)
+        assert shown == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
 def test_another_family_is_no_part_of_the_directory(tmp_path):

@@ -29,6 +29,9 @@ CASES = [
     ("internvl", DECODER + "(q_proj|v_proj|down_proj)", {"modules_to_save": ["model.multi_modal_projector.linear_2"]}),
     ("llava_onevision", DECODER + "(k_proj|gate_proj)", {"modules_to_save": ["model.multi_modal_projector.linear_1"]}),
     ("qwen3_vl", DECODER + "(q_proj|o_proj|down_proj)", {"use_dora": True}),
+    ("qwen3_5", DECODER + "(q_proj|k_proj|v_proj|o_proj|in_proj_.*|out_proj|gate_proj|up_proj|down_proj)", {}),
+    ("qwen3_5", DECODER + "(in_proj_qkv|out_proj)", {"modules_to_save": ["model.visual.merger.linear_fc1"]}),
+    ("qwen3_5_moe", DECODER + "(q_proj|out_proj|shared_expert.down_proj)", {}),
 ]
 
 
