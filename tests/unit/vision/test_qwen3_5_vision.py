@@ -19,14 +19,20 @@ from vision_models import make
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.models.gpt import packed_seq_params
+from megatron_grpo.training import train_step
+from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.arguments import check_vision
 from megatron_grpo.vision.images import attach
 from megatron_grpo.weights import families, hf, model_weights
 from megatron_grpo.weights.arguments import architecture_of
+from megatron_grpo.weights.stream import stream_hf
 
 SHAPES = ["qwen3_5", "qwen3_5_moe"]
 NAMES = {"qwen3_5": "Qwen3.5-27B", "qwen3_5_moe": "Qwen3.5-35B-A3B"}
+# Adam divides by the size of each gradient; with a smaller epsilon it magnifies differences of those near zero.
+UPDATE = {"lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0, "train_iters": 1, "adam_eps": 1e-2}
 LENGTHS = (5, 70, 21)  # of completions behind two pictures, no picture and one
 
 
@@ -95,6 +101,39 @@ def test_logits_and_gradients_of_packs_equal_transformers(world, tmp_path, shape
     assert compared == theirs_by_name.keys()
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_update_equals_transformers(world, tmp_path, shape):
+    """AdamW moves every weight, those of the tower too, as torch's moves transformers' weights."""
+    theirs = make(tmp_path, shape=shape)
+    args, inner, reader, prompts = loaded(tmp_path, **UPDATE, explicit=frozenset())
+    (model,), optimizer, _ = train_step.setup_optimizer(args, [inner])
+    completions = [[9, 30, 31, 200], [77, 78], [12] * 9]
+    pack = pack_completions(batch_of(prompts, [0, 1, 2], completions), np.arange(3))
+    given = [inputs_of(reader, prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    ids = torch.cat([one["input_ids"][0] for one in given])[:, None]
+    model.zero_grad_buffer()
+    for logits in (logits_of(model, pack), torch.cat([theirs(**one).logits[0] for one in given])):
+        logits.log_softmax(-1).gather(1, ids).sum().backward()
+    before = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
+    decay = {True: UPDATE["weight_decay"], False: 0.0}
+    groups = [
+        {
+            "params": [p for n, p in theirs.named_parameters() if (p.dim() > 1 and "bias" not in n) == matrices],
+            "weight_decay": decay[matrices],
+        }
+        for matrices in decay
+    ]
+    torch.optim.AdamW(groups, lr=UPDATE["lr"], eps=UPDATE["adam_eps"]).step()
+    model.start_grad_sync()
+    model.finish_grad_sync()
+    optimizer.step()
+    updated, streamed = dict(theirs.named_parameters()), dict(stream_hf([model], args))
+    assert streamed.keys() == updated.keys()
+    for name, tensor in streamed.items():
+        assert (tensor - updated[name]).norm() < 1e-5 * updated[name].norm(), name
+        assert (updated[name] - before[name]).norm() > 2e-4 * before[name].norm(), name
+
+
 @pytest.mark.parametrize(("shape", "tied"), [("qwen3_5", False), ("qwen3_5", True), ("qwen3_5_moe", False)])
 def test_weights_there_and_back_bit_for_bit(world, tmp_path, capsys, shape, tied):
     """HF -> Megatron -> HF; multi-token prediction is not read; transformers reads the export."""
@@ -148,8 +187,6 @@ def test_published_configurations(shape):
 
 
 def toy_args_of(arguments):
-    from megatron_grpo.training.arguments import parse_args
-
     return replaced(parse_args(["--transformer-impl", "local"]), **arguments)
 
 
@@ -214,3 +251,12 @@ def test_another_family_is_no_part_of_the_directory(tmp_path):
     args = replaced(toy_args(tmp_path), model_family="qwen3_5_text", explicit=frozenset({"model_family"}))
     with pytest.raises(GrpoError, match=r"model-family is qwen3_5_text, but .*config.json says qwen2_5_vl"):
         architecture_of(args, str(tmp_path))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_refusal_names_the_family_of_texts(tmp_path, shape):
+    """Pictures go to vLLM only; other engines train the language model of the same directory."""
+    make(tmp_path, shape=shape)
+    with pytest.raises(GrpoError, match=f"sent to vLLM only; leave it out, or give --model-family {shape}_text"):
+        check_vision(toy_args(tmp_path, rollout_engine="megatron"))
+    check_vision(toy_args(tmp_path, f"{shape}_text", rollout_engine="megatron"))
