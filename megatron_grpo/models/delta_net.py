@@ -39,6 +39,7 @@ from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
 from megatron_grpo.utils.device import to_device
 
+KERNEL_DTYPES = torch.bfloat16, torch.float16  # other numbers are computed by plain torch
 CHUNK = 64  # tokens that are computed by matrix products; the recurrence goes from chunk to chunk
 
 
@@ -201,37 +202,66 @@ def delta_net(
     ``qkv`` ``[t, a, 2 d_k + r d_v]`` has the query, the key and the r values of each key head; ``weight`` ``[a, 2 d_k
     + r d_v, width]``; ``log_decay`` and ``beta`` ``[t, a, r]``; ``key_size`` is d_k. Queries and keys have unit length.
     """
+    if len(qkv) and qkv.is_cuda and qkv.dtype in KERNEL_DTYPES and find_spec("fla"):
+        return _by_kernels(qkv, weight, log_decay, beta, key_size, cu_seqlens, before)
     inputs, memory = (None, None) if before is None else before
     mixed, inputs = causal_convolution(qkv.flatten(1), weight.flatten(0, 1), cu_seqlens, inputs)
-    mixed = F.silu(mixed).view(qkv.shape)
-    q, k, v = mixed.split((key_size, key_size, qkv.shape[2] - 2 * key_size), -1)
+    q, k, v = F.silu(mixed).view(qkv.shape).split(_sizes(qkv, key_size), -1)
     v = v.unflatten(-1, (log_decay.shape[2], -1))
-    out, memory = _rule(v)(unit_length(q), unit_length(k), v, log_decay, beta, cu_seqlens, memory)
+    out, memory = gated_delta_rule(unit_length(q), unit_length(k), v, log_decay, beta, cu_seqlens, memory)
     return out, State(inputs, memory)
 
 
-def _rule(v: torch.Tensor) -> Callable:
-    """Return `gated_delta_rule`, or on a GPU the kernels of flash-linear-attention if that is installed."""
-    return _by_kernel if v.is_cuda and find_spec("fla") else gated_delta_rule
+def _sizes(qkv: torch.Tensor, key_size: int) -> tuple[int, int, int]:
+    """Return the channels of a key head: of its query, its key and its values."""
+    return key_size, key_size, qkv.shape[2] - 2 * key_size
 
 
-def _by_kernel(q, k, v, log_decay, beta, cu_seqlens, before):
-    """Compute `gated_delta_rule` by flash-linear-attention; not run yet: no test has had a GPU."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # Triton exists with a GPU only
+def _by_kernels(
+    qkv: torch.Tensor,
+    weight: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    key_size: int,
+    cu_seqlens: Sequence[int],
+    before: State | None,
+) -> tuple[torch.Tensor, State]:
+    """Compute `delta_net` by the kernels of flash-linear-attention."""
+    from fla.modules.causal_conv1d import causal_conv1d  # Triton, and with it these kernels, exist with a GPU only
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    per_key = v.shape[2]
-    q, k = (x.to(v.dtype).repeat_interleave(per_key, 1)[None] for x in (q, k))
+    offsets = _offsets(tuple(cu_seqlens), qkv.device)
+    heads, per_key = log_decay.shape[1:]
+    # Their state has one more input, which no later output depends on, and has the channels before the inputs.
+    inputs = None if before is None else F.pad(before.inputs.mT, (1, 0)).contiguous()
+    memory = None if before is None else before.memory.flatten(1, 2)
+    mixed, inputs = causal_conv1d(
+        qkv.flatten(1)[None],
+        weight.flatten(0, 1).contiguous(),
+        initial_state=inputs,
+        output_final_state=True,
+        activation="silu",
+        **offsets,
+    )
+    q, k, v = mixed[0].view(qkv.shape).split(_sizes(qkv, key_size), -1)
     out, memory = chunk_gated_delta_rule(
-        q,
-        k,
-        v.flatten(1, 2)[None],
+        q[None].contiguous(),
+        k[None].contiguous(),
+        v.reshape(1, len(qkv), heads * per_key, -1),
         log_decay.flatten(1)[None],
         beta.flatten(1)[None],
-        initial_state=None if before is None else before.flatten(1, 2),
+        initial_state=memory,
         output_final_state=True,
-        cu_seqlens=torch.tensor(cu_seqlens, device=v.device),
+        use_qk_l2norm_in_kernel=True,
+        **offsets,
     )
-    return out[0].view(v.shape), memory.unflatten(1, (-1, per_key))
+    return out[0].unflatten(1, (heads, per_key)), State(inputs[..., 1:].mT, memory.unflatten(1, (heads, per_key)))
+
+
+@lru_cache(maxsize=8)  # the kernels remember what they derive from these tensors: the layers of a micro-batch share it
+def _offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> dict[str, torch.Tensor]:
+    on_host = torch.tensor(cu_seqlens)
+    return {"cu_seqlens": to_device(on_host, device), "cu_seqlens_cpu": on_host}
 
 
 class _Sharing(NamedTuple):

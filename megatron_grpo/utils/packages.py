@@ -8,6 +8,7 @@ from megatron_grpo.utils.errors import GrpoError
 NAMES = {
     "cutlass": "nvidia-cutlass-dsl",
     "cv2": "opencv-python-headless",
+    "fla": "fla-core",
     "math_verify": "math-verify",
     "quack": "quack-kernels",
     "transformer_engine": "transformer-engine",

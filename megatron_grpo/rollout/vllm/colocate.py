@@ -437,6 +437,10 @@ def _build(args, directory: str):
     on_a_cpu = _cpu_options(args) if not torch.cuda.is_available() else {}
     if args.model_family == "llava_onevision" and args.engine_sees_videos:
         _flatten_videos()
+    if args.model_family in ("qwen3_5_text", "qwen3_5_moe_text"):
+        from megatron_grpo.rollout.vllm import qwen3_5
+
+        qwen3_5.register()
     try:
         options = dict(
             model=directory,
@@ -466,6 +470,8 @@ def _build(args, directory: str):
             **(slots.lora_options(args.lora_rank, targets(args)) if args.lora_weight_sync == "adapter" else {}),
             # Without videos, vLLM's profile runs the tower on no video.
             **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config and not args.engine_sees_videos else {}),
+            # Of the recurrent state, as trained; some versions read it in config.json for some architectures only.
+            **({"mamba_ssm_cache_dtype": "float32"} if args.experimental_attention_variant else {}),
             speculative_config=args.vllm_speculative_config,
             **on_a_cpu,
         )

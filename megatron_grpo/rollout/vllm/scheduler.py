@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from megatron_grpo.patches import vllm as patches
 from megatron_grpo.rollout.draft_counts import DraftCounts
-from megatron_grpo.utils.device import CPU, device
 from megatron_grpo.utils.log import log
 
 
@@ -16,12 +15,7 @@ def scheduler_of(engine):
 
 
 def scheduler_options() -> dict[str, str]:
-    """Return vLLM's option for `decode_steps`; none, with a line, for a vLLM whose scheduler the tests do not know.
-
-    None on GPUs either, where no test has run with it: ``--vllm-engine-kwargs`` can give it.
-    """
-    if device() != CPU:
-        return {}
+    """Return vLLM's option for `decode_steps`; none, with a line, for a vLLM whose scheduler the tests do not know."""
     sources = patches.DECODE_STEPS
     if sources.known():
         return {"scheduler_cls": "megatron_grpo.rollout.vllm.decode_steps.scheduler"}

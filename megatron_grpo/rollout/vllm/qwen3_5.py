@@ -1,0 +1,31 @@
+"""Qwen3.5's language model as a model of its own, for a vLLM that has it with its vision tower only (0.26)."""
+
+from typing import Any
+
+from vllm.model_executor.models import ModelRegistry, qwen3_5
+from vllm.model_executor.models.interfaces import IsHybrid
+
+_whole: Any = qwen3_5.Qwen3_5ForConditionalGeneration
+
+
+class _States(IsHybrid):
+    """Shapes and dtypes of the states of a sequence: those of the model with its tower, which are its text's."""
+
+    get_mamba_state_dtype_from_config = classmethod(_whole.get_mamba_state_dtype_from_config.__func__)
+    get_mamba_state_shape_from_config = classmethod(_whole.get_mamba_state_shape_from_config.__func__)
+    get_mamba_state_copy_func = classmethod(_whole.get_mamba_state_copy_func.__func__)
+
+
+class Qwen3_5ForCausalLM(qwen3_5.Qwen3_5ForCausalLM, _States):
+    """The dense model."""
+
+
+class Qwen3_5MoeForCausalLM(qwen3_5.Qwen3_5MoeForCausalLM, _States):
+    """The mixture of experts."""
+
+
+def register() -> None:
+    """Tell vLLM of these models, unless it has them."""
+    for model in (Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM):
+        if model.__name__ not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(model.__name__, model)
