@@ -259,6 +259,7 @@ REPLAYED = {
     ("qwen3_5", "train", ""): [name for name in OF_DELTA_NETS if "EP2" not in name],
     ("qwen3_5", "videos", ""): ["PP2, recomputed", "CP2, a token budget, recomputed"],
     ("qwen3_5_moe", "train", ""): ["TP2 SP EP2", "EP2", "CP2"],
+    ("tied_qwen3_5", "train", ""): ["PP2, recomputed"],
     ("qwen3_5", "train", "--lora-rank 4"): ["TP2 SP"],
     ("qwen3_5", "train", r"--lora-rank 4 --lora-modules-to-save .*visual\.merger\..* --lora-weight-sync merged"): [
         "DP2"
