@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_models import make
 
 from megatron_grpo.data.pack import pack_completions
-from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.training import train_step
 from megatron_grpo.training.arguments import parse_args
@@ -236,13 +235,12 @@ def test_a_published_template_shows_pictures(world, tmp_path):
         (tmp_path / file).unlink(missing_ok=True)
     (tmp_path / "chat_template.jinja").write_text((DATA / NAMES["qwen3_5"] / "chat_template.jinja").read_text())
     args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264)
-    _, prompts = read_all(args)
-    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    reader, prompts = read_all(args)
     # 56 x 84 pixels are 2 x 3 squares of 32 x 32, 150 x 100 are 5 x 3, 61 x 140 are 2 x 4.
     pictures = [f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in (6, 15, 8)]
     texts = [f"{pictures[0]}and{pictures[1]}?", "no picture", f"{pictures[2]}what is it?"]
     for prompt, text in zip(prompts, texts, strict=True):
-        shown = tokenizer.decode(prompt.ids)
+        shown = reader.processor.tokenizer.decode(prompt.ids)
         assert shown == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
