@@ -19,6 +19,11 @@ import sys
 from dataclasses import replace
 from functools import partial
 
+from megatron_grpo.utils.packages import check_environment
+
+if __name__ == "__main__":
+    check_environment("pretrain_grpo.py")  # before the imports that need packages
+
 from megatron_grpo.training.command_line import check_flags
 from megatron_grpo.training.ended_by_signal import report_signals
 from megatron_grpo.utils.process_tree import end_with_launcher

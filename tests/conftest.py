@@ -34,9 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests first: they are quick, and their failures explain those of the tests that start processes."""
-    # Of the others, files that take half a minute or more, the longest first: lanes then end at about one time.
-    files = "parallel_layouts environment_runs vision_environments speculative torchrun_report vision_runs resume "
-    files += "rollout end_to_end offload_ranks placed_ranks checkpoint_layouts lost_engine reward_model_servers"
+    # Of the others, files that take 20 seconds or more, the longest first: lanes then end at about one time.
+    files = "parallel_layouts environment_runs end_to_end rollout checkpoint_layouts speculative placed_ranks "
+    files += "torchrun_report saves vision_environments restart adapter_sync server_runs vision_runs slow_ranks "
+    files += "dry_run_ranks offload_ranks save_memory router_replay_layouts"
     long = {f"test_{name}": place for place, name in enumerate(files.split())}
 
     starting = {item.path for item in items for name in ("distributed", "vllm") if item.get_closest_marker(name)}
@@ -72,24 +73,11 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_gloo_device():
-    """Let all gloo groups of this process share a device: each has a thread that polls.
-
-    Models of megatron-core hold their groups, and its hooks hold the models: a file of tests left 285 such threads,
-    which took half a processor until the end.
-    """
-    import torch.distributed.distributed_c10d as c10d
-
-    gloo = c10d.ProcessGroupGloo
-    device = gloo.create_default_device()
-
-    class SharedDevice(gloo):
-        def __init__(self, store, rank, size, timeout):
-            options = gloo._Options()
-            options._devices, options._timeout = [device], timeout
-            super().__init__(store, rank, size, options)
+    """Let all gloo groups of this process share a device."""
+    from gloo_device import share_gloo_device  # imports torch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(c10d, "ProcessGroupGloo", SharedDevice)
+        share_gloo_device(patch.setattr)
         yield
 
 

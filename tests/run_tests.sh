@@ -74,7 +74,7 @@ fi
 step environment
 bash tools/make_venv.sh --test
 types=$(mktemp)
-"$VENV/bin/python" -m mypy >"$types" 2>&1 &
+nice -n 19 "$VENV/bin/python" -m mypy >"$types" 2>&1 &  # while the tests wait
 checking=$!
 trap 'rm -f "$types"; kill $checking 2>/dev/null || true' EXIT
 step "ruff (lint and format)"

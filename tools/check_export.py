@@ -5,7 +5,9 @@
 
 Both load the directory with their own code, in float32, and complete the same token ids. Prints the number of
 completions that are equal token by token, and the accuracy if the rows have answers. The exit code is 1 if any
-completion differs. With `--adapter` PEFT (requirements-test.txt) and vLLM load the adapter onto the model of `--hf`.
+completion differs. On a CPU vLLM computes gated delta nets in bfloat16 only: completions of such a model may differ
+where transformers finds both tokens equally probable, up to that rounding. With `--adapter` PEFT
+(requirements-test.txt) and vLLM load the adapter onto the model of `--hf`.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -39,6 +42,7 @@ from megatron_grpo.utils.json_files import read_json_object
 from megatron_grpo.utils.packages import require
 from megatron_grpo.weights.safetensors_files import Safetensors
 
+ROUNDING = 0.1  # nats, difference of two log-probabilities that bfloat16 may turn round
 # vLLM's CPU kernel rotates the wrong rows of latent attention's three-dimensional queries; torch's is correct.
 ON_CPU = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
@@ -49,16 +53,19 @@ class AdapterFiles(Safetensors):
     single = "adapter_model.safetensors"
 
 
-def transformers_completions(
-    path: Path, adapter: Path | None, prompts: list[list[int]], max_tokens: int, eos: int
-) -> list[list[int]]:
-    """Return transformers' greedy completions, without the end token; a batch has prompts of one length, unpadded."""
+def load(path: Path, adapter: Path | None) -> torch.nn.Module:
+    """Return transformers' model in float32, with the adapter in PEFT."""
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    if adapter is not None:
-        from peft import PeftModel
+    if adapter is None:
+        return model
+    from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, adapter)
+    return PeftModel.from_pretrained(model, adapter)
+
+
+def transformers_completions(model: Any, prompts: list[list[int]], max_tokens: int, eos: int) -> list[list[int]]:
+    """Return transformers' greedy completions, without the end token; a batch has prompts of one length, unpadded."""
     completions: list[list[int]] = [[] for _ in prompts]
     for length in sorted({len(prompt) for prompt in prompts}):
         numbers = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
@@ -78,7 +85,7 @@ def transformers_completions(
 
 
 def vllm_completions(
-    path: Path, adapter: Path | None, prompts: list[list[int]], max_tokens: int, eos: int
+    path: Path, adapter: Path | None, dtype: str, prompts: list[list[int]], max_tokens: int, eos: int
 ) -> list[list[int]]:
     """Return vLLM's greedy completions, without the end token."""
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it warns that a CPU has no triton
@@ -88,7 +95,7 @@ def vllm_completions(
     longest = max(map(len, prompts)) + max_tokens
     llm = LLM(
         model=str(path),
-        dtype="float32",
+        dtype=dtype,
         max_model_len=longest,
         skip_tokenizer_init=True,
         enforce_eager=True,
@@ -103,6 +110,16 @@ def vllm_completions(
     outputs = llm.generate(inputs, sampling, use_tqdm=False, lora_request=request)
     completions = [list(output.outputs[0].token_ids) for output in outputs]
     return [row[:-1] if row and row[-1] == eos else row for row in completions]
+
+
+@torch.no_grad()
+def gap(model: Any, prompt: list[int], one: list[int], other: list[int], eos: int) -> float:
+    """Return log p(``one``) - log p(``other``) in nats for the tokens at which two completions of a prompt part."""
+    place, (own, theirs) = next(
+        (place, both) for place, both in enumerate(zip([*one, eos], [*other, eos], strict=False)) if both[0] != both[1]
+    )
+    logits = model(input_ids=torch.tensor([[*prompt, *one[:place]]])).logits[0, -1]
+    return (logits[own] - logits[theirs]).item()
 
 
 def _slot_rank(adapter: Path) -> int:
@@ -148,16 +165,26 @@ def check(args: argparse.Namespace) -> bool:
             prompts.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
     answers = [next(iter(find_answers(row).values()), None) for row in rows]
-    completions = {}
-    for name, complete in (("transformers", transformers_completions), ("vLLM", vllm_completions)):
-        completions[name] = complete(args.hf, args.adapter, prompts, args.max_completion_length, tokenizer.eos_token_id)
+    config = read_json_object(args.hf / "config.json")
+    rounded = not torch.cuda.is_available() and "linear_attention" in (config.get("layer_types") or [])
+    model, what = load(args.hf, args.adapter), (prompts, args.max_completion_length, tokenizer.eos_token_id)
+    completions = {"transformers": transformers_completions(model, *what)}
+    completions["vLLM"] = vllm_completions(args.hf, args.adapter, "bfloat16" if rounded else "float32", *what)
+    for name in completions:
         if all(isinstance(answer, str) for answer in answers):
             texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions[name]]
             right = sum(text == answer.strip() for text, answer in zip(texts, answers, strict=True))
             print(f"{name}: greedy accuracy {right / len(rows):.3f} ({right} of {len(rows)})")
     one, other = completions.values()
     different = [i for i in range(len(rows)) if one[i] != other[i]]
-    print(f"equal greedy completions in transformers and vLLM: {len(rows) - len(different)} of {len(rows)}")
+    ties = [
+        i for i in different if rounded and gap(model, prompts[i], one[i], other[i], tokenizer.eos_token_id) < ROUNDING
+    ]
+    different = [i for i in different if i not in ties]
+    print(
+        f"equal greedy completions in transformers and vLLM: {len(rows) - len(different) - len(ties)} of {len(rows)}"
+        + (f", and {len(ties)} that part at tokens of equal probability up to the rounding of bfloat16" * bool(ties))
+    )
     for i in different[:5]:
         print(
             f"  {tokenizer.decode(prompts[i])!r}: transformers {tokenizer.decode(one[i])!r}, "

@@ -89,6 +89,8 @@ ROWS = [
         "--tensor-model-parallel-size 8 --vllm-tensor-parallel-size 4",
     ),
     Row("Qwen3-30B-A3B", 32, "qwen3_30b_a3b"),
+    Row("Qwen3.5-27B", 8, "qwen3.5_27b"),
+    Row("Qwen3.5-35B-A3B", 16, "qwen3.5_35b_a3b"),
     Row("Llama-3.1-70B", 16, "llama3_70b"),
     Row(
         "Qwen3-235B-A22B",

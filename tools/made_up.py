@@ -52,10 +52,10 @@ COMMON = """--lr 1e-3 --num-generations 4 --global-batch-size 16 --steps-per-gen
 
 def parse(flags: list[str], world_size: int):
     """Return the validated arguments of a run with these flags."""
-    args = parse_args([*COMMON, *flags])
+    # A step of 1e-3 can make a trained model diverge, and its ratios of 1e5 magnify rounding.
+    of_files = any(word.replace("_", "-").partition("=")[0] == "--load-hf" for word in flags)
+    args = parse_args([*COMMON, *(["--lr", "1e-4"] if of_files else []), *flags])
     if args.load_hf:
-        # A step of 1e-3 can make a trained model diverge, and its ratios of 1e5 magnify rounding.
-        args = parse_args([*COMMON, "--lr", "1e-4", *flags])
         args = replaced(args, **architecture_of(args, args.load_hf))
     return resolve_args(args, world_size)
 

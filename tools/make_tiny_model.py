@@ -281,7 +281,7 @@ def warm_up(model: torch.nn.Module, train: Rows, valid: Rows, args: argparse.Nam
                     return step
     raise GrpoError(
         f"after {args.steps} steps a sampled answer is correct with probability {sampled:.2f}, below --stop-accuracy "
-        f"{args.stop_accuracy}: raise --steps, or use easier problems"
+        f"{args.stop_accuracy}: raise --steps, lower --stop-accuracy, or use easier problems"
     )
 
 

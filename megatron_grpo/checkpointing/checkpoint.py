@@ -413,9 +413,11 @@ def _check_presence(request: dict, directory: Path) -> None:
 
 def _stored_keys(directory: Path) -> set[str]:
     try:
-        return {item.key for item in load_sharded_metadata(str(directory)).values()}
+        keys = {item.key for item in load_sharded_metadata(str(directory)).values()}
     except Exception as error:  # a damaged pickle of Megatron-LM's, which has no checksum, raises anything
         raise GrpoError(f"checkpoint {directory} is damaged: .metadata cannot be read: {error!r}") from error
+    checkpoint_directory.check_delta_nets(directory, keys)
+    return keys
 
 
 def _check_architecture(directory: Path, model_chunks) -> None:

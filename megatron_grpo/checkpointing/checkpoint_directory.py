@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,11 @@ def newest_in_words(root: str | Path | None) -> str:
     return f"The newest checkpoint is iteration {newest}: --load {root} resumes from it"
 
 
+def room_in_words(root: str | Path | None) -> str:
+    """Return the cure of a file that cannot be written, and how to resume the run with ``--save ROOT``."""
+    return f"Make room, or correct the path. {newest_in_words(root)}"
+
+
 def find(root: str | Path) -> tuple[int, Path]:
     """Return iteration and directory of the newest checkpoint under ``root``; raise GrpoError if there is none.
 
@@ -94,7 +99,8 @@ def find(root: str | Path) -> tuple[int, Path]:
             "again with another one"
         )
     if iteration is None:
-        raise GrpoError(f"no checkpoint in {root}: there is no {LATEST}")
+        cure = "; it is a Hugging Face directory, for --load-hf" if (root / "config.json").exists() else ""
+        raise GrpoError(f"no checkpoint in {root}: there is no {LATEST}{cure}")
     if is_single(root):
         return iteration, root
     directory = iteration_directory(root, iteration)
@@ -219,6 +225,16 @@ def _damaged_items(directory: Path) -> Iterator[str]:
             for offset, (length, checksum) in items.items():
                 if Checksum.of(file, length) != checksum:
                     yield f"{name} has changed since it was written, in bytes {offset} to {offset + length}"
+
+
+def check_delta_nets(directory: str | Path, keys: Iterable[str]) -> None:
+    """Raise GrpoError if a checkpoint with these ``keys`` has gated delta nets of megatron-core's own layer."""
+    if any(key.endswith(".in_proj.weight.query") for key in keys):
+        raise GrpoError(
+            f"checkpoint {directory} holds gated delta nets of Megatron-LM's own layer, whose projections are divided "
+            "and ordered otherwise than here, and is not read: give the model's Hugging Face directory (--load-hf, or "
+            "--hf-to-megatron of tools/checkpoint/convert.py)"
+        )
 
 
 def has_checksums(directory: Path) -> bool:

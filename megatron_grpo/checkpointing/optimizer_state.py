@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values,
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.planner import SavePlan
@@ -47,14 +48,17 @@ def check(directory: Path, common: dict, metadata: dict, optimizer) -> None:
         )
     if stored != built:
         raise GrpoError(
-            f"{directory} was written with {stored}, this run has {built}: give the same --use-distributed-optimizer, "
-            "--bf16 and --fp16 as before, or --no-load-optim to reset Adam"
+            f"{directory} was written with {stored}, this run has {built}: give the same --optimizer, "
+            "--use-distributed-optimizer, --bf16 and --fp16 as before, or --no-load-optim to start without its state"
         )
 
 
 def type_name(optimizer) -> str | None:
-    """Return the name of megatron-core's class of the (first) optimizer, which determines the form of its state."""
-    return None if optimizer is None else type(_optimizers(optimizer)[0]).__name__
+    """Return what determines the form of the state: megatron-core's class of the (first) optimizer, and SGD."""
+    if optimizer is None:
+        return None
+    first = _optimizers(optimizer)[0]
+    return type(first).__name__ + (" of SGD" if first.config.optimizer == "sgd" else "")
 
 
 def _optimizers(optimizer) -> list:
@@ -74,10 +78,22 @@ def state_to_load(optimizer, model_state: dict, metadata: dict) -> dict:
 
 
 def _create_state(optimizer) -> None:
-    """Create the moments, which do not exist before the first update."""
+    """Create the moments, which do not exist before the first update.
+
+    megatron-core has no function for those of SGD, and calls it nevertheless when it loads.
+    """
     for part in _optimizers(optimizer):
+        if part.init_state_fn is None and part.optimizer is not None and part.config.optimizer == "sgd":
+            part.init_state_fn = _create_momentum
         if part.init_state_fn is not None:  # None when this rank has no parameter of this optimizer
             part.init_state_fn(part.optimizer, part.config)
+
+
+def _create_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+    """Create the momentum of SGD, 0: the first update then has the gradient alone, as without one."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if config.sgd_momentum else ():
+            optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def set_loaded(optimizer, state: dict) -> None:

@@ -1,5 +1,6 @@
 """Flags and rules of prompts, tokenizers and micro-batches."""
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,13 @@ def resolve_chat_template(args: Namespace) -> dict[str, Any]:
 
 
 def resolve_system_prompt(args: Namespace) -> dict[str, Any]:
-    """Return --system-prompt; None for an empty one, which takes back that of a launch script."""
-    return {"system_prompt": args.system_prompt or None}
+    """Return --system-prompt; None for an empty one, which takes back that of a launch script. Refuse a file's name."""
+    text = args.system_prompt or None
+    if text and re.fullmatch(r"\S+\.(txt|md|jinja|json)", text):
+        raise GrpoError(
+            f'--system-prompt {text} names a file, but the flag is the text: --system-prompt "$(cat {text})"'
+        )
+    return {"system_prompt": text}
 
 
 def resolve_tokenizer(args: Namespace) -> dict[str, Any]:

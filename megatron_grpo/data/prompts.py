@@ -115,7 +115,7 @@ class PromptDataset:
         indices = read_by_rank_0.indices if read_by_rank_0 else None
         self._files = RowFiles(words, WINDOW_BYTES * (len(words) if self._weights else 1), indices)
         if not len(self._files):
-            raise GrpoError(f"no prompts: {', '.join(words)} has no rows")
+            raise GrpoError(f"no prompts: {', '.join(words)} has no rows: give files that have some")
         self._routes = reward_routes(args.reward_routing, args.reward_funcs or [])
         self._low = 0.0 if args.min_pass_rate is None else args.min_pass_rate
         self._high = 1.0 if args.max_pass_rate is None else args.max_pass_rate
@@ -280,6 +280,11 @@ class PromptDataset:
 
         return [list(islice(of(int(begin), int(end)), count)) for begin, end in pairwise(self._bounds)]
 
+    def row_in_file(self, prompt: Prompt) -> int:
+        """Return the number of a prompt's row in its file, from 0; rows that are left out count, too."""
+        row, bounds = prompt.id if self._numbers is None else int(self._numbers[prompt.id]), self._files.row_bounds
+        return row - int(bounds[np.searchsorted(bounds, row, side="right") - 1])
+
     def sampler(self) -> PromptSampler | BlendedSampler:
         """Build the sampler of the prompt order, from --seed, --no-shuffle, --curriculum and the weights of files."""
 
@@ -320,9 +325,13 @@ class PromptDataset:
             self._bad.append(str(left))
 
     def _bad_rows(self) -> GrpoError:
-        more = self._counts["bad"] - len(self._bad)
-        rows = "\n".join(self._bad) + (f"\nand {more:,} more, which tools/data/check.py lists" if more else "")
-        return GrpoError(f"{rows} (give --bad-rows skip to skip such rows)")
+        rows, bad = "\n".join(self._bad), self._counts["bad"]
+        if bad == len(self._files) > 1:  # one mistake in all of them, and nothing to go on with
+            return GrpoError(
+                f"{rows}\nall {bad:,} rows are invalid: correct the files, or the flag that is named above"
+            )
+        more = f"\nand {bad - len(self._bad):,} more, which tools/data/check.py lists" if bad > len(self._bad) else ""
+        return GrpoError(f"{rows}{more} (give --bad-rows skip to skip such rows)")
 
     def read(self, number: int, decode: bool = False) -> Prompt:
         """Return the prompt of row ``number`` of the files; raise LeftOut for a row that is skipped.

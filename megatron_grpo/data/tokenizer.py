@@ -75,7 +75,10 @@ class HuggingFaceTokenizer:
                 "download the model first (hf download NAME --local-dir DIR)"
             )
         if not any(any(self.directory.glob(pattern)) for pattern in _VOCABULARY_FILES):
-            raise GrpoError(f"--tokenizer-model {path}: the directory has none of {', '.join(_VOCABULARY_FILES)}")
+            raise GrpoError(
+                f"--tokenizer-model {path}: the directory has none of {', '.join(_VOCABULARY_FILES)}; copy the model's "
+                "there, or give the directory that has them"
+            )
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 path, local_files_only=True, trust_remote_code=trust_remote_code
@@ -164,7 +167,7 @@ class HuggingFaceTokenizer:
         if not self._tokenizer.chat_template:
             raise GrpoError(
                 f"chat messages need a chat template, and the tokenizer in {self.directory} has none; "
-                "give the prompts as plain strings, or a template with --chat-template"
+                "give the prompts as plain strings (and no --system-prompt), or a template with --chat-template"
             )
         # strftime_now is transformers' own, for every template: a caller can give another clock.
         unknown = sorted(variables.keys() - self._template_variables - {"strftime_now"}) if variables else []

@@ -4,6 +4,8 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_grpo.lora import table
+from megatron_grpo.lora.targets import saved_weights
+from megatron_grpo.models.arguments import needs_one_dtype
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, PATH, POSITIVE, FlagRow, Number
 from megatron_grpo.utils.rules import excludes, flag, needs
@@ -91,6 +93,8 @@ def check_lora(args: Namespace) -> None:
         )
     needs(args, "reference_adapter", "beta", "there is no reference model without the KL term")
     table.check(args)
+    if any(weight.name.endswith("A_log") for weight in saved_weights(args)):
+        needs_one_dtype(args, "--lora-modules-to-save A_log")
 
 
 def resolve_adapter_export(args: Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights
@@ -57,7 +58,21 @@ def targets(args: Namespace) -> list[str]:
         ALL_ROUTER: [name for name, weight in layers.items() if is_router(weight)],
     }
     names = {name: module_name(args, name) for name in layers}
-    return _chosen("--lora-target-modules", args.lora_target_modules, names, kinds)
+    return _chosen("--lora-target-modules", args.lora_target_modules, names, kinds, without=_without_adapters(args))
+
+
+def _without_adapters(args: Namespace) -> dict[str, str]:
+    """Return the modules of matrices that no adapter can train, and for each the reason with what to do."""
+    found = {}
+    for weight in model_weights.table(args):
+        for name in weight.hf:
+            if weight.all_experts and not name.endswith("bias"):
+                found[_module(name)] = "a tensor of all experts of a layer, which has no adapter: leave it out"
+            elif weight.name.endswith(".shared_experts.gate_weight"):
+                found[_module(name)] = (
+                    "the gate of a shared expert, which has one row and no adapter: give it in --lora-modules-to-save"
+                )
+    return found
 
 
 def saved_weights(args: Namespace) -> list[Weight]:
@@ -77,9 +92,9 @@ def saved_weights(args: Namespace) -> list[Weight]:
     for weight in weights:
         of_weight = {_module(name) for name in weight.hf}
         if of_weight & chosen and weight.expert is not None:
+            way = "leave it out" if weight.all_experts else "name it in --lora-target-modules"
             raise GrpoError(
-                f"--lora-modules-to-save: {min(of_weight & chosen)} is an expert's, which only adapters can train: "
-                "name it in --lora-target-modules"
+                f"--lora-modules-to-save: {min(of_weight & chosen)} is an expert's, which is not trained whole: {way}"
             )
         if of_weight <= chosen and not weight.name.endswith("expert_bias"):
             saved.append(weight)
@@ -97,16 +112,24 @@ def _module(name: str) -> str:
 
 
 def _chosen(
-    flag: str, entries: Sequence[str], names: Mapping[str, str], kinds: Mapping[str, Sequence[str]], dot: str = "."
+    flag: str,
+    entries: Sequence[str],
+    names: Mapping[str, str],
+    kinds: Mapping[str, Sequence[str]],
+    dot: str = ".",
+    without: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return the ``names`` (of the files -> of transformers) that any entry matches, in their order.
 
-    ``dot`` stands before an entry that ends a name.
+    ``dot`` stands before an entry that ends a name. ``without``: other names -> why none of them
+    can be chosen.
     """
     chosen: set[str] = set()
     for entry in entries:
         found = kinds[entry] if entry in kinds else _matches(flag, entry, names, dot)
         if not found:
+            if others := _matches(flag, entry, {name: name for name in without}, dot):
+                raise GrpoError(f"{flag}: {entry} matches only {others[0]}, {without[others[0]]}")
             words = sorted({name.rsplit(".", 1)[-1] for name in names})
             raise GrpoError(
                 f"{flag}: {entry} matches nothing in the model, which has {', '.join(words)} (such as "

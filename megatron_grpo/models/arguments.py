@@ -245,12 +245,17 @@ def check_share_prompts(args: Namespace) -> None:
 
 
 def check_float32_parameters(args: Namespace) -> None:
-    """Refuse float32 parameters beside those of 16 bits where megatron-core cannot save their optimizer state."""
-    trained = args.experimental_attention_variant and not args.lora_rank and not args.eval_only
-    if trained and (args.bf16 or args.fp16) and not args.use_distributed_optimizer:
+    """Refuse the training of gated delta nets in 16 bits where `needs_one_dtype` says so."""
+    if args.experimental_attention_variant and not args.lora_rank:
+        needs_one_dtype(args, "--experimental-attention-variant gated_delta_net")
+
+
+def needs_one_dtype(args: Namespace, what: str) -> None:
+    """Refuse to train A_log beside parameters of 16 bits with an optimizer that cannot save both; `what` trains it."""
+    if (args.bf16 or args.fp16) and not args.use_distributed_optimizer and not args.eval_only:
         raise GrpoError(
-            "--experimental-attention-variant gated_delta_net in 16 bits needs --use-distributed-optimizer: A_log is "
-            "float32, and megatron-core's other optimizer cannot save it beside parameters of 16 bits"
+            f"{what} in 16 bits needs --use-distributed-optimizer: A_log is float32, and megatron-core's other "
+            "optimizer cannot save it beside parameters of 16 bits"
         )
 
 

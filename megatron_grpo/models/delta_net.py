@@ -9,6 +9,7 @@ whole key heads, as it cuts ``linear_qkv`` into query groups.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple, cast
 
@@ -27,6 +28,7 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from megatron.core.utils import divide
+from packaging.version import Version
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
@@ -202,7 +204,7 @@ def delta_net(
     ``qkv`` ``[t, a, 2 d_k + r d_v]`` has the query, the key and the r values of each key head; ``weight`` ``[a, 2 d_k
     + r d_v, width]``; ``log_decay`` and ``beta`` ``[t, a, r]``; ``key_size`` is d_k. Queries and keys have unit length.
     """
-    if len(qkv) and qkv.is_cuda and qkv.dtype in KERNEL_DTYPES and find_spec("fla"):
+    if len(qkv) and qkv.is_cuda and _has_kernels(qkv.dtype):
         return _by_kernels(qkv, weight, log_decay, beta, key_size, cu_seqlens, before)
     inputs, memory = (None, None) if before is None else before
     mixed, inputs = causal_convolution(qkv.flatten(1), weight.flatten(0, 1), cu_seqlens, inputs)
@@ -210,6 +212,20 @@ def delta_net(
     v = v.unflatten(-1, (log_decay.shape[2], -1))
     out, memory = gated_delta_rule(unit_length(q), unit_length(k), v, log_decay, beta, cu_seqlens, memory)
     return out, State(inputs, memory)
+
+
+def _has_kernels(dtype: torch.dtype) -> bool:
+    return dtype in KERNEL_DTYPES and find_spec("fla") is not None
+
+
+def kernels(dtype: torch.dtype) -> str:
+    """Return what computes `delta_net` in tensors of this dtype on this device, for the log."""
+    if not (torch.cuda.is_available() and _has_kernels(dtype)):
+        return "plain torch"
+    package = f"flash-linear-attention (fla-core {version('fla-core')})"
+    return (
+        package if _rule_has_kernel() else f"convolution {package}, recurrence plain torch (Triton's fails on Hopper)"
+    )
 
 
 def _sizes(qkv: torch.Tensor, key_size: int) -> tuple[int, int, int]:
@@ -234,7 +250,6 @@ def _by_kernels(
     heads, per_key = log_decay.shape[1:]
     # Their state has one more input, which no later output depends on, and has the channels before the inputs.
     inputs = None if before is None else F.pad(before.inputs.mT, (1, 0)).contiguous()
-    memory = None if before is None else before.memory.flatten(1, 2)
     mixed, inputs = causal_conv1d(
         qkv.flatten(1)[None],
         weight.flatten(0, 1).contiguous(),
@@ -243,19 +258,35 @@ def _by_kernels(
         activation="silu",
         **offsets,
     )
+    inputs = inputs[..., 1:].mT
     q, k, v = mixed[0].view(qkv.shape).split(_sizes(qkv, key_size), -1)
+    v = v.unflatten(-1, (per_key, -1))
+    if not _rule_has_kernel():
+        memory = None if before is None else before.memory
+        out, memory = gated_delta_rule(unit_length(q), unit_length(k), v, log_decay, beta, cu_seqlens, memory)
+        return out, State(inputs, memory)
     out, memory = chunk_gated_delta_rule(
         q[None].contiguous(),
         k[None].contiguous(),
-        v.reshape(1, len(qkv), heads * per_key, -1),
+        v.flatten(1, 2)[None].contiguous(),
         log_decay.flatten(1)[None],
         beta.flatten(1)[None],
-        initial_state=memory,
+        initial_state=None if before is None else before.memory.flatten(1, 2),
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         **offsets,
     )
-    return out[0].unflatten(1, (heads, per_key)), State(inputs[..., 1:].mT, memory.unflatten(1, (heads, per_key)))
+    return out[0].unflatten(1, (heads, per_key)), State(inputs, memory.unflatten(1, (heads, per_key)))
+
+
+@lru_cache(maxsize=1)
+def _rule_has_kernel() -> bool:
+    """Whether the rule has a kernel here: those of Triton 3.4 to 3.7.0 give wrong gradients on Hopper GPUs.
+
+    https://github.com/fla-org/flash-linear-attention/issues/640; the package refuses them without TileLang.
+    """
+    is_hopper, triton = torch.cuda.get_device_capability()[0] == 9, Version(version("triton"))
+    return not (is_hopper and Version("3.4") <= triton < Version("3.7.1")) or find_spec("tilelang") is not None
 
 
 @lru_cache(maxsize=8)  # the kernels remember what they derive from these tensors: the layers of a micro-batch share it

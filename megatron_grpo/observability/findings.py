@@ -141,8 +141,8 @@ def _counted(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
 def _levels(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
     for name, (limit, text) in ABOVE.items():
         series = _series(rows, name)
-        if name == "reward/zero_std_groups" and _at_ceiling(rows):  # nothing is left to learn
-            continue
+        if name == "reward/zero_std_groups" and (_at_ceiling(rows) or _has_teacher(rows)):
+            continue  # nothing is left to learn, or the teacher is the signal
         if series and series.end() > limit:
             yield Finding(series.since(partial(lt, limit)), name, text.format(series.end()))
     name = "mismatch/effective_sample_size"
@@ -168,9 +168,29 @@ def _reward(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
         means = series.means()[series.window - 1 :]  # of whole windows
         at = means.index(max(means)) + series.window - 1
         yield Finding(series.updates[at], "reward/mean", f"it fell from {top:.3g} to {end:.3g}")
+    elif _has_teacher(rows):
+        return
     elif len(series.values) > FLAT and end - start <= 2 * _error(first, last) and not _at_ceiling(rows):
         text = f"it did not rise in {len(series.values)} rows: {start:.3g}, then {end:.3g}"
         yield Finding(series.updates[0], "reward/mean", text)
+
+
+def _has_teacher(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the run learns from a teacher; the reward is then not the objective, or not the only one."""
+    return any("teacher/kl" in row for row in rows)
+
+
+def _teacher(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
+    """Yield a divergence from the teacher that has not fallen in more than FLAT rows and is above 0.01 nats."""
+    series = _series(rows, "teacher/kl")
+    if series is None or len(series.values) <= FLAT:
+        return
+    third = len(series.values) // 3
+    first, last = series.values[:third], series.values[-third:]
+    start, end = fmean(first), fmean(last)
+    if end > 0.01 and start - end <= 2 * _error(first, last):
+        text = f"it did not fall in {len(series.values)} rows: {start:.3g}, then {end:.3g} nats a token"
+        yield Finding(series.updates[0], "teacher/kl", text)
 
 
 def _error(*samples: Sequence[float]) -> float:
@@ -201,7 +221,8 @@ def _entropy(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
         return
     start, end = series.start(), series.end()
     text = f"it went from {start:.3g} to {end:.3g} nats"
-    if end < 0.1 * start and not _at_ceiling(rows):  # at the ceiling there is nothing left to explore
+    # At the ceiling there is nothing left to explore, and a teacher may be sharp.
+    if end < 0.1 * start and not _at_ceiling(rows) and not _has_teacher(rows):
         yield Finding(series.since(lambda mean: mean < 0.1 * start), "entropy", text)
     elif end > max(2 * start, start + 0.5):
         yield Finding(series.since(lambda mean: mean > max(2 * start, start + 0.5)), "entropy", text)
@@ -267,6 +288,6 @@ def _seconds(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
             yield Finding(since, "perf/tokens_per_second", f"it fell from {early:,.0f} to {late:,.0f}")
 
 
-RULES = (_not_finite, _counted, _levels, _reward, _entropy, _mismatch, _evaluation, _seconds)
-READ = {*ABOVE, *WAITS, "loss", "grad_norm", "update/skipped", "entropy", "mismatch/mean_abs"}
+RULES = (_not_finite, _counted, _levels, _reward, _teacher, _entropy, _mismatch, _evaluation, _seconds)
+READ = {*ABOVE, *WAITS, "loss", "grad_norm", "update/skipped", "entropy", "mismatch/mean_abs", "teacher/kl"}
 READ |= {"mismatch/effective_sample_size", "perf/tokens_per_second"}

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from megatron_grpo.checkpointing.checkpoint_directory import room_in_words
 from megatron_grpo.estimate.throughput import peak_tflops, rates
 from megatron_grpo.observability import findings
 from megatron_grpo.observability.metric_guide import check_names
@@ -255,7 +256,7 @@ class MetricsLogger:
             return
         self.ended = True
         if self.status is not None:
-            self.status.close("finished" if self.iteration >= self.total else "stopped")
+            self.status.close("finished" if self.iteration >= self.total and not progress.error else "stopped")
         with contextlib.suppress(OSError):  # a terminal that is gone
             for line in findings.lines(findings.findings(self.judged)):
                 print_rank_0(line)
@@ -306,7 +307,7 @@ class MetricsLogger:
             except OSError as error:
                 message = f"{type(tracker).__name__} cannot be written: {error}"
                 if self.args.on_save_error == "stop":
-                    raise GrpoError(message) from error
+                    raise GrpoError(f"{message}. {room_in_words(self.args.save)}") from error
                 self.trackers.remove(tracker)
                 print_rank_0(f"{message}; the run goes on without it")
 
@@ -322,7 +323,7 @@ class MetricsLogger:
         except OSError as error:
             message = f"{Path(self.args.save, name)} cannot be written: {error.strerror}"
             if self.args.on_save_error == "stop":
-                raise GrpoError(message) from error
+                raise GrpoError(f"{message}. {room_in_words(self.args.save)}") from error
             if name not in self.failing:
                 self.failing.add(name)
                 print_rank_0(f"{message}; its rows are written when that is possible again")

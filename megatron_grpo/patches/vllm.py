@@ -54,6 +54,14 @@ DRAFT_TRUNCATION = Replacement(
     proof="tests/distributed/test_speculative.py::test_truncated_samples_have_their_distribution_and_kept_tokens",
     needed="--vllm-speculative-config on a CPU",
 )
+EXPERT_ROUTER = Replacement(
+    "vllm.model_executor.layers.fused_moe.router.router_factory:CPURouter",
+    None,
+    "Choose experts by sigmoids without groups as by one group of all experts: vLLM 0.32 asserts softmax.",
+    by="megatron_grpo/rollout/vllm/colocate.py",
+    proof="tests/distributed/test_stream.py::test_streamed_weights_answer_like_those_from_files",
+    needed="experts on a CPU",
+)
 SHARED_MEMORY = Replacement(
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name",
     "communicator",

@@ -191,7 +191,14 @@ def known_rewards() -> list[str]:
 
 
 def check_reward(name: str) -> None:
-    """Raise GrpoError for an unknown name, with all known ones."""
+    """Raise GrpoError for an unknown name, with all known ones; one for a function that a plug-in does not register."""
+    if name not in known_rewards():
+        for path in _loaded:
+            if callable(getattr(sys.modules.get(_module_name(path)), name, None)):
+                raise GrpoError(
+                    f"--reward-funcs {name}: {path} defines the function and does not register it: write "
+                    f'@register_reward("{name}") above it (from megatron_grpo.rewards.registry import register_reward)'
+                )
     cure = (
         "Register a function by @register_reward in a file of --external-plugins, a model by --reward-model, or a "
         "function of verl or TRL by --reward-adapter"

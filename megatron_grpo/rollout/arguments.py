@@ -395,6 +395,11 @@ def check_model_of_engine(args: Namespace) -> None:
             "--weight-sync-method checkpoint loses gpt-oss's sinks and experts, which vLLM's reload does not load: "
             "give --vllm-mode colocate"
         )
+    if has_servers(args) and args.rollout_engine == "vllm" and args.model_family == "minimax_m2":
+        raise GrpoError(
+            "--vllm-mode server with --model-family minimax_m2: a server's reload of the weights fails at its norms "
+            "(their loaders have no names, which vLLM reads): give --vllm-mode colocate, or --rollout-ranks"
+        )
     check_draft(args)
 
 

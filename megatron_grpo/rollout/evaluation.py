@@ -29,6 +29,7 @@ class HeldOut:
     files: Mapping[str, range] = field(
         default_factory=dict
     )  # places of each file's prompts in ``prompts``, by the file's name
+    rows: Sequence[int] = ()  # [prompts] row of each prompt in its file, from 0
     judges: np.ndarray = field(
         default_factory=lambda: np.zeros(0, np.int64)
     )  # [prompts] column of the reward function that judges
@@ -55,7 +56,7 @@ def held_out_prompts(args: Namespace, data: PromptDataset | None) -> HeldOut:
         prompts += found
     routes = reward_routes(args.reward_routing, args.reward_funcs)
     judges = [args.reward_funcs.index(routes[prompt.row["data_source"]][0]) if routes else 0 for prompt in prompts]
-    return HeldOut(prompts, files, np.array(judges))
+    return HeldOut(prompts, files, [data.row_in_file(prompt) for prompt in prompts], np.array(judges))
 
 
 def correct(batch: RolloutBatch, held_out: HeldOut, least: float) -> np.ndarray:

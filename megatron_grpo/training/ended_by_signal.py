@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
-from megatron_grpo.utils.errors import record_for_torchrun, write_error_file
+from megatron_grpo.observability.run_status import mark_stopped
+from megatron_grpo.utils.errors import read_error_file, record_for_torchrun, write_error_file
 from megatron_grpo.utils.process_tree import fork_rank, launcher_process
 
 CAUSES = {
@@ -33,7 +34,7 @@ def report_signals(words: Sequence[str]) -> None:
     parser.add_argument("--save")
     save, file = parser.parse_known_args(words)[0].save, Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     _write_in_advance(save, file)
-    fork_rank(partial(_withdraw, file), partial(_report, save))
+    fork_rank(partial(_withdraw, file), partial(_recorded, save), partial(_report, save))
 
 
 def _write_in_advance(save: str | None, file: Path) -> None:
@@ -58,20 +59,13 @@ def _withdraw(file: Path) -> None:
 def _report(save: str | None, process: int, number: signal.Signals | None, passed_on: bool) -> None:
     """Print the message, unless another rank of this host has recorded an error, which is then the cause.
 
-    The message about a signal to the whole run is printed once for each host.
+    The message about a signal to the whole run is printed once for each host. The parent of rank 0 writes the cause
+    into status.json, which would say for ever that the run goes on.
     """
-    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-    attempt = file.parents[1]  # torchrun's folder of all ranks of this host
-    if not all(path.is_symlink() for path in attempt.glob(f"*/{file.name}")):
+    if _recorded(save, process):
         return
+    attempt = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1]
     of_run = number is None or passed_on
-    if of_run:
-        try:
-            (attempt / "ended").touch(exist_ok=False)
-        except FileExistsError:
-            return
-        except OSError:  # a full disk: print it more than once
-            pass
     if number is None:
         message = "torchrun has ended, and the run with it"
     elif not passed_on:
@@ -81,9 +75,31 @@ def _report(save: str | None, process: int, number: signal.Signals | None, passe
     else:
         message = f"{number.name} ended the run"
     message += f". {newest_in_words(save)}"
+    _mark_stopped(save, process, message)
+    if of_run:
+        try:
+            (attempt / "ended").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:  # a full disk: print it more than once
+            pass
     print(f"\n{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
     if not of_run:
         record_for_torchrun(message)
+
+
+def _recorded(save: str | None, process: int) -> bool:
+    """Return whether a rank of this host has recorded an error, which is then that of the run."""
+    file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+    found = [path for path in file.parents[1].glob(f"*/{file.name}") if not path.is_symlink()]  # of all ranks
+    if found:
+        _mark_stopped(save, process, read_error_file(min(found, key=lambda path: path.stat().st_mtime)))
+    return bool(found)
+
+
+def _mark_stopped(save: str | None, process: int, error: str) -> None:
+    if save and os.environ["RANK"] == "0":
+        mark_stopped(Path(save), process, error)
 
 
 def _another_has_ended() -> bool:

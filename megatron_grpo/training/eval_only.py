@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, pinned
+from megatron_grpo.checkpointing.checkpoint_directory import iterations, latest_iteration, pinned
 from megatron_grpo.observability.metrics import without_nan
 from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.rollout.evaluation import HeldOut
@@ -57,9 +57,10 @@ def resolve_checkpoint(args: Namespace) -> dict[str, str]:
     if not args.load:
         return {}
     if latest_iteration(args.load) is None:
-        raise GrpoError(
-            f"--eval-only: {args.load} (--load) holds no checkpoint; to evaluate --load-hf, leave --load out"
-        )
+        folder = Path(args.load).parent
+        others = ", ".join(path.name for path in iterations(folder))
+        cure = f"{folder} has {others}" if others else "to evaluate --load-hf, leave --load out"
+        raise GrpoError(f"--eval-only: {args.load} (--load) holds no checkpoint; {cure}")
     return {"load": pinned(args.load)}
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint, checkpoint_directory
 from megatron_grpo.checkpointing.background import BackgroundSaves
-from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
+from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words, room_in_words
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import MetricsLogger, Timers
@@ -179,8 +179,10 @@ class Saves:
         try:
             yield
         except GrpoError as error:
-            if last or self.args.on_save_error == "stop":
-                raise
+            if last:
+                raise  # Trainer.finish adds the cure
+            if self.args.on_save_error == "stop":
+                raise GrpoError(f"{error}. {room_in_words(self.args.save)}") from error
             newest = checkpoint.latest_iteration(self.args.save)
             rest = "there is none yet" if newest is None else f"the newest is iteration {newest}"
             print_rank_0(f"the run goes on without a new checkpoint, {rest} (--on-save-error continue): {error}")

@@ -37,6 +37,8 @@ from megatron_grpo.lora import base
 from megatron_grpo.lora.attach import attach, trained
 from megatron_grpo.lora.files import check_same_shape, load_adapter
 from megatron_grpo.models import forward
+from megatron_grpo.models.config import params_dtype
+from megatron_grpo.models.delta_net import kernels
 from megatron_grpo.observability.log_level import set_log_level
 from megatron_grpo.observability.metrics import MetricsLogger, Timers, terminal_width
 from megatron_grpo.observability.profiling import Profiler
@@ -467,6 +469,8 @@ def _train_iters(args, num_prompts: int) -> int:
 def _print_start(args, world_size: int, inputs: Inputs, lock: RunLock | None) -> None:
     """Print what a run is, on rank 0: versions, arguments, batch sizes, and what follows from the flags."""
     print_rank_0(banner(args))
+    if args.experimental_attention_variant:
+        print_rank_0(f"gated delta nets: {kernels(params_dtype(args))}")
     if lock is not None and lock.taken_over:
         print_rank_0(lock.taken_over)
     print_args(args, everything=args.print_arguments)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.arguments import may_need_scores, needs_old_log_probs
-from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
+from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words, room_in_words
 from megatron_grpo.data.batch import Bool, RolloutBatch
 from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.data.tokenizer import Tokenizer
@@ -46,6 +46,7 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.export import export_adapter, export_hf
 from megatron_grpo.training.saves import Position, Saves
 from megatron_grpo.training.update_flops import UpdateFlops
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.arguments import Arguments
 from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
 from megatron_grpo.utils.log import log, print_rank_0
@@ -84,6 +85,7 @@ class Trainer:
     iteration: int = 0
     tokens: int = 0
     without_signal: int = 0  # rollouts in a row in which all completions of each prompt have the same reward
+    without_reward: int = 0  # rollouts in a row in which no completion has a reward
     held_out_rows: list[dict[str, Any]] = field(default_factory=list)  # logged completions of --eval-only
     started: float = field(default_factory=time.monotonic)
 
@@ -190,10 +192,12 @@ class Trainer:
 
         Print a line after `WITHOUT_SIGNAL` rollouts in a row in which no prompt teaches anything.
         """
+        self._check_rewards(rewards)
         metrics = rollout_metrics(self.args, rollout, rewards) | self.lifecycle.memory
         estimator = ADVANTAGES.get(self.args.advantage_estimator)
         others = {"function_rewards", "turn_rewards"} & estimator.parameters.keys()  # may differ where the sums do not
-        none = estimator.compares_group and not others and metrics["reward/zero_std_groups"] == 1
+        compares = estimator.compares_group and not others and not self.args.teacher_kl_coef
+        none = compares and metrics["reward/zero_std_groups"] == 1
         self.without_signal = self.without_signal + 1 if none else 0
         if self.without_signal == WITHOUT_SIGNAL:
             print_rank_0(
@@ -201,6 +205,24 @@ class Trainer:
                 f'{metrics["reward/mean"]:g}): rewards teach nothing. See docs/troubleshooting.md, "The reward stays 0"'
             )
         return metrics
+
+    def _check_rewards(self, rewards: np.ndarray) -> None:
+        """Print a line if no completion of a rollout has a reward, unless a teacher is the signal.
+
+        Raise GrpoError at the `WITHOUT_SIGNAL`-th such rollout in a row.
+        """
+        none = np.isnan(rewards).all() and not self.args.teacher_kl_coef
+        self.without_reward = self.without_reward + 1 if none else 0
+        if self.without_reward not in (1, WITHOUT_SIGNAL):
+            return
+        names = " and ".join(f'"{name}"' for name in self.args.reward_funcs)
+        message = (
+            f"reward {names} returned None for all {len(rewards)} completions of a rollout, which teaches nothing. "
+            "Does the function return its value? "
+        )
+        if self.without_reward == WITHOUT_SIGNAL:
+            raise GrpoError(f"{message}It was the {WITHOUT_SIGNAL}rd in a row. {newest_in_words(self.args.save)}")
+        print_rank_0(f"note: {message}The run ends after {WITHOUT_SIGNAL} such rollouts in a row")
 
     def advance(self, metrics: dict[str, float]) -> None:
         """Count one finished update and its tokens; after the last one of a rollout, do what --on-bad-update says."""
@@ -272,12 +294,13 @@ class Trainer:
 
     def log_held_out(self, kind: str, batch: RolloutBatch) -> None:
         """Write some completions of an evaluation to ``eval_completions.jsonl``; ``kind``: greedy or sampled."""
-        rows = [
-            {"file": self.held_out.file_of(int(batch.group_ids[i])), "kind": kind}
-            | held_out_row(batch, i, self.args.reward_funcs, self.tokenizer)
-            | pictures(self.held_out.prompts[int(batch.group_ids[i])].images)
-            for i in np.flatnonzero(self.held_out_to_log(batch)).tolist()
-        ]
+        rows = []
+        for i in np.flatnonzero(self.held_out_to_log(batch)).tolist():
+            place = int(batch.group_ids[i])
+            row = {"file": self.held_out.file_of(place), "kind": kind}
+            row |= held_out_row(batch, i, self.args.reward_funcs, self.tokenizer)
+            row["row"] = self.held_out.rows[place]
+            rows.append(row | pictures(self.held_out.prompts[place].images))
         self.logger.log_completions(self.iteration, rows, held_out=True)
         if self.args.eval_only:
             self.held_out_rows += rows
@@ -324,11 +347,13 @@ class Trainer:
                 step()
             except GrpoError as error:
                 failed.append(str(error))
+        if failed:
+            progress.error = "; ".join(failed)  # for the last state, which is written below
         self.close()
         if self.args.keep_best:
             print_rank_0(on_rank_0(best_in_words, self.args))
         if failed:
-            raise GrpoError(f"{'; '.join(failed)}. Make room, or correct the path. {newest_in_words(self.args.save)}")
+            raise GrpoError(f"{'; '.join(failed)}. {room_in_words(self.args.save)}")
         if self.args.save and not self.left_early and dist.get_rank() == 0:
             unmark(self.args.save)
         done = f"{self.source.taken} rollouts" if self.args.rollout_only else f"{self.iteration} updates"

@@ -95,6 +95,14 @@ def record_for_torchrun(message: str, call_stack: str = "", seconds: float | Non
         write_error_file(Path(file), message, call_stack, seconds)
 
 
+def read_error_file(file: Path) -> str:
+    """Return the message of a file that `write_error_file` has written; "" for any other."""
+    try:
+        return str(json.loads(file.read_text())["message"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def write_error_file(file: Path, message: str, call_stack: str = "", seconds: float | None = None) -> None:
     """Write a file for `record_for_torchrun`; on a full disk, write nothing."""
     extra = {"timestamp": str(int(time.time() if seconds is None else seconds))}

@@ -1,5 +1,6 @@
 """Functions that read the value of a flag from its text; argparse shows their names in its errors."""
 
+import argparse
 import ast
 import json
 from typing import Any
@@ -40,11 +41,11 @@ def integer_or_pattern(text: str) -> int | list[int]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return a JSON object such as ``{"rope_type": "linear", "factor": 8.0}``; ValueError for any other text."""
+    """Return a JSON object such as ``{"rope_type": "linear", "factor": 8.0}``; ArgumentTypeError for any other text."""
     try:
         value = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    except (ValueError, RecursionError):
+        value = None
     if not isinstance(value, dict):
-        raise ValueError(f"not a JSON object: {text}")
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is not a JSON object, such as '{{\"name\": 1}}' in quotes")
     return value

@@ -26,4 +26,6 @@ def read_config(hf_dir: str | Path) -> dict[str, Any]:
     cure = f"{hf_dir} is not a Hugging Face model directory"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(hf_dir)) and not Path(hf_dir).exists():  # a name of the hub
         cure += f". A run downloads nothing: hf download {hf_dir} --local-dir DIR, then give DIR"
+    if (Path(hf_dir) / "latest_checkpointed_iteration.txt").exists():
+        cure += ", but one of Megatron checkpoints: give it to --pretrained-checkpoint or --load"
     return read_json_object(Path(hf_dir) / "config.json", cure)

@@ -1,8 +1,9 @@
 """Packages that only some flags need. They are looked up without an import; a missing one ends a run at its start."""
 
 import importlib.util
+import sys
 
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError, prints_for_host, record_for_torchrun
 
 # Module: the name of its package where it differs, and the command where `pip install NAME` is not enough.
 NAMES = {
@@ -10,6 +11,7 @@ NAMES = {
     "cv2": "opencv-python-headless",
     "fla": "fla-core",
     "math_verify": "math-verify",
+    "megatron": "megatron-core",
     "quack": "quack-kernels",
     "transformer_engine": "transformer-engine",
 }
@@ -21,6 +23,25 @@ COMMANDS = {
     "transformer_engine": 'pip install --no-build-isolation "transformer-engine[pytorch]"',
     "vllm": ENVIRONMENT,
 }
+
+
+# What pretrain_grpo.py imports by itself, of requirements.txt.
+NEEDED = "jinja2", "megatron", "numpy", "pyarrow", "safetensors", "torch", "transformers"
+
+
+def check_environment(program: str) -> None:
+    """End the program with one line if a package of NEEDED is not installed: most often it is another environment."""
+    if absent := missing(*NEEDED):
+        names = ", ".join(NAMES.get(module, module) for module in absent)
+        message = (
+            f"{names} {'are' if len(absent) > 1 else 'is'} not installed for {sys.executable}: activate "
+            "the environment that has the packages (tools/make_venv.sh makes .venv: source .venv/bin/activate), or "
+            f"{ENVIRONMENT}"
+        )
+        if prints_for_host():
+            print(f"{program}: error: {message}", file=sys.stderr, flush=True)
+            record_for_torchrun(message)
+        sys.exit(1)
 
 
 def missing(*modules: str) -> list[str]:

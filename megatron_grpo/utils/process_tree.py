@@ -85,11 +85,16 @@ def _end_after(process: int, descriptor: int | None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fork_rank(on_event: Callable[[], None], report: Callable[[int, signal.Signals | None, bool], None]) -> None:
+def fork_rank(
+    on_event: Callable[[], None],
+    failed: Callable[[int], object],
+    report: Callable[[int, signal.Signals | None, bool], None],
+) -> None:
     """Return in a child of this process, which is the rank; this process waits for the rank and never returns.
 
     It passes signals on to the rank and ends as the rank ends; it calls ``on_event`` before both, but not if SIGKILL
-    ends this process, which ends the rank. If a signal ended the rank, it then calls
+    ends this process, which ends the rank. If the rank exits with an error, it calls ``failed(process id of the
+    rank)``. If a signal ended the rank, it then calls
     ``report(process id of the rank, signal, whether it passed this signal on)``. When torchrun ends, it ends the rank
     and calls ``report`` with None for the signal. Call it on Linux, under torchrun, while this process has one thread.
     """
@@ -121,6 +126,8 @@ def fork_rank(on_event: Callable[[], None], report: Callable[[int, signal.Signal
     on_event()
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
+        if code:
+            failed(rank)
         os._exit(code)
     report(rank, signal.Signals(-code), -code in sent)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

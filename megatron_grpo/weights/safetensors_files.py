@@ -113,7 +113,11 @@ class Safetensors:
                 self._files[path] = self._load(path)
             except FileNotFoundError:  # of safetensors also without permission
                 missing = "cannot be read" if path.exists() else "does not exist"
-                cause = "change its permissions" if path.exists() else "a shard of the checkpoint is missing"
+                cause = (
+                    "change its permissions"
+                    if path.exists()
+                    else "a shard of the checkpoint is missing; copy or download it again"
+                )
                 raise InputError(f"{path} {missing}{asked}: {cause}") from None
             except (SafetensorError, OSError) as error:
                 raise InputError(f"{path} is truncated or not a safetensors file{asked}: {error}") from None

@@ -34,7 +34,7 @@ from megatron_grpo.training.setup import build_engine
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.stream import stream_hf
 
-TOKENS, SYNCS = 12, 200
+TOKENS = 12
 # The longest is longer than a block of vLLM's cache on a CPU, so that a prefix can be found in it.
 LENGTHS = (5, 40, 290)
 FLAGS = f"""--max-prompt-length {max(LENGTHS)} --max-completion-length {TOKENS} --temperature 1 --lora-rank 6
@@ -81,7 +81,7 @@ class Worker:
             self.answer()
         self.found["metrics"] = self.trainer.synced.metrics
         if self.args.lora_weight_sync == "adapter":
-            for _ in range(SYNCS):
+            for _ in range(int(os.environ["SYNCS"])):
                 self.change(1e-3)
                 self.sync()
             self.found["operations"] = self.operations()

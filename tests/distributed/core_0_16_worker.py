@@ -1,7 +1,7 @@
 """What test_core_0_16.py runs under torchrun on two ranks: checkpoints that megatron-core 0.16.1 wrote, resumed.
 
-    core_0_16_worker.py resume ROOT     loads each checkpoint in its layout and in another one
-    core_0_16_worker.py record ROOT     wrote them with megatron-core 0.16.1, resumed them, and recorded what it found
+    core_0_16_worker.py resume ROOT own|another     loads each checkpoint in its layout, or in another one
+    core_0_16_worker.py record ROOT                 wrote them with megatron-core 0.16.1, resumed, and recorded
 
 Recorded are what a load restores (a checksum of each tensor of a checkpoint that is saved after it) and the update that
 follows.
@@ -120,11 +120,11 @@ def resume(name, layout, root, again):
     return found
 
 
-def report(root, record=False):
+def report(root, record, chosen):
     for name, (_, *layouts) in CHECKPOINTS.items():
         if record:
             write(name, root)
-        for layout in layouts:
+        for layout in layouts[chosen]:
             found = resume(name, layout, root, root / f"{name} in {layout}")
             if dist.get_rank() == 0:
                 if record:
@@ -133,6 +133,7 @@ def report(root, record=False):
 
 
 if __name__ == "__main__":
-    case, directory = sys.argv[1:]
+    case, directory, *which = sys.argv[1:]
     sys.argv[1:] = []
-    run(lambda: report(Path(directory), case == "record"))
+    chosen = {"own": slice(1), "another": slice(1, 2)}[which[0]] if which else slice(2)
+    run(lambda: report(Path(directory), case == "record", chosen))

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 from megatron_grpo.training.ended_by_signal import report_signals
 
@@ -11,7 +12,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from megatron_grpo.training.entry_point import run
+from megatron_grpo.observability.run_status import StatusFile
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -20,6 +21,9 @@ def main() -> None:
     if kind == "before":
         raise GrpoError("--lr is wrong: the cure")
     dist.init_process_group("gloo")
+    if dist.get_rank() == 0 and "--save" in sys.argv:
+        StatusFile(Path(sys.argv[-1]), dict)
+    dist.barrier()  # the file is there
     if kind == "everywhere":
         raise GrpoError("--lr is wrong: the cure")
     if kind == "waits":
@@ -37,4 +41,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    if sys.argv[1].startswith("SIG") and os.environ["RANK"] == "1":
+        main()  # without the imports of the entry point, which take seconds
+    else:
+        from megatron_grpo.training.entry_point import run
+
+        run(main)

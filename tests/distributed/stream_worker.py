@@ -48,6 +48,8 @@ def answers(directory: Path) -> dict[str, list]:
     first = str(directory / "first")
     args = parse_args([*FLAGS.split(), "--load-hf", first])
     args = replaced(args, **architecture_of(args, first))
+    if args.experimental_attention_variant:  # all that vLLM has on a CPU
+        args = replaced(args, vllm_dtype="bfloat16")
     args = resolve_args(args, 1)
     initialize_distributed(args)
     set_random_seed(args.seed)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 import toy_checkpoints as toys
 from adapter_sync_worker import TOKENS, prompts
@@ -41,6 +42,12 @@ RANK, ALPHA = 6, 15
 TOLERANCE = 1e-4  # nats
 
 
+def run_worker(world_size: int, out: Path, *words) -> None:
+    """Run adapter_sync_worker.py."""
+    env = {"SYNCS": "200" if ranks.thorough else "20"}
+    run_torchrun(world_size, "tests/distributed/adapter_sync_worker.py", out, *words, env=env)
+
+
 @pytest.fixture(scope="module", params=slow_except(["an engine over two ranks"], LAYOUTS))
 def layout(request):
     return request.param
@@ -57,8 +64,8 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def out(layout, model, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("out")
-    ranks, flags = LAYOUTS[layout]
-    run_torchrun(ranks, "tests/distributed/adapter_sync_worker.py", out, "--load-hf", model, *flags)
+    world_size, flags = LAYOUTS[layout]
+    run_worker(world_size, out, "--load-hf", model, *flags)
     return out
 
 
@@ -187,7 +194,7 @@ def test_families(family, sync, flags, tmp_path):
     toys.make(tmp_path / "model", family, family == "gemma2", max_position_embeddings=512, **SHAPES.get(family, HEADS))
     (tmp_path / "out").mkdir()
     words = "--load-hf", tmp_path / "model", *flags
-    run_torchrun(1, "tests/distributed/adapter_sync_worker.py", tmp_path / "out", *words)
+    run_worker(1, tmp_path / "out", *words)
     found = json.loads((tmp_path / "out" / "0.json").read_text())
     assert found["sync"] == sync
     check_answers(tmp_path / "model", tmp_path / "out", [found])

@@ -268,6 +268,7 @@ def environment_of(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
+@pytest.mark.slow  # test_restart.py has a rank that is killed, with the Megatron engine
 def test_a_rank_that_dies_ends_the_run_and_what_was_saved_goes_on(model, data, tmp_path):
     """Two pipeline stages, an engine over both ranks, and a reward of one's own; rank 1 is killed by SIGKILL."""
     (tmp_path / "own.py").write_text(PLUGIN)

@@ -237,19 +237,14 @@ PAIRWISE = {
         f"DP2: --micro-batch-size 2 --use-distributed-optimizer {FUSED}",
         f"PP2 VPP2: {BUDGET} {OVERLAP} {FUSED}",
         f"CP2 LOSSES: {BUDGET}",
-        f"TP2 SP CP2: {BUDGET} {FUSED}",
-        f"TP2 SP PP2 VPP2: {BUDGET}",
         f"PP2 CP2: {BUDGET} --use-distributed-optimizer",
         "TP2 DP2: --micro-batch-size 1",
-        f"CP4: {HYBRID[4]}",
-        f"DP2 LOSSES: {SHARED}",
         f"CP2: {SHARED}",
         f"TP2 SP: {SHARED}",
     ],
     "moe": [
         LAYOUTS["moe"][0],
         f"EP2: {BUDGET} --moe-grouped-gemm {OVERLAP}",
-        f"TP2 SP EP2 ETP1: {BUDGET}",
         f"PP2 VPP2 EP2: {BUDGET} --use-distributed-optimizer",
         f"TP2 SP CP2 EP2 ETP2: {BUDGET}",
         f"CP2 EP2: {HYBRID[2]}",
@@ -258,7 +253,7 @@ PAIRWISE = {
     "balanced_packs": [LAYOUTS["balanced_packs"][number] for number in (0, 5, 9, 11)],
     "latent": [LAYOUTS["latent"][number] for number in (0, 5)],
     "across_heads": LAYOUTS["across_heads"][:2],
-    "adapters": [LAYOUTS["adapters"][number] for number in (0, 1, 4)],
+    "adapters": LAYOUTS["adapters"][:2],
     "dora": LAYOUTS["dora"][:2],
     "fp8_base": LAYOUTS["fp8_base"][:2],
     "gpt_oss": [LAYOUTS["gpt_oss"][number] for number in (0, 1, 3, 6)],
@@ -350,30 +345,30 @@ def test_layouts_of_experts_agree(model, share, tmp_path):
 
 @pytest.mark.distributed
 def test_layouts_of_a_plugin_agree(tmp_path, tiny_models):
-    """The loss, with a metric of its own, and the advantage estimator of docs/algorithms.md: TP2, PP2 and DP2 give the
-    numbers of one process.
+    """The loss, with a metric of its own, and the advantage estimator of docs/algorithms.md: DP2 gives the numbers of
+    one process.
     """
     text = (REPO / "docs/algorithms.md").read_text()
     (tmp_path / "foo.py").write_text(re.search(r"```python\n(.*?)```", text, re.S).group(1))
     flags = f"--load-hf {tiny_models['qwen3']} --external-plugins {tmp_path}/foo.py"
     flags += " --loss-type foo --foo-alpha 0.5 --advantage-estimator median"
-    layouts = ["TP1", f"TP2: {BUDGET}", "PP2: --micro-batch-size 2", f"DP2: {BUDGET}"]
+    layouts = ["TP1: --micro-batch-size 2", f"DP2: {BUDGET}"]
     status, printed = check(flags, "--out", tmp_path / "out", "--layouts", *layouts)
-    assert status == 0 and "4 of 4 layouts agree" in printed, printed
+    assert status == 0 and "2 of 2 layouts agree" in printed, printed
     rows = [json.loads(line)["updates"] for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert [len(updates) for updates in rows] == [2] * 4
+    assert [len(updates) for updates in rows] == [2] * 2
     assert all(abs(row["foo/power"] - 1) > 1e-3 for updates in rows for row in updates)  # rho^alpha, compared above
 
 
 @pytest.mark.distributed
 def test_layouts_agree_over_the_kept_tokens(tmp_path, tiny_models):
-    """Log-probabilities over the tokens that truncation kept, of some completions over the whole vocabulary: TP2, CP2
-    and PP2 give the numbers of one process.
+    """Log-probabilities over the tokens that truncation kept, of some completions over the whole vocabulary: TP2 and
+    CP2 give the numbers of one process.
     """
     flags = f"--load-hf {tiny_models['qwen3']} --top-k 6 {CORRECTED}"
-    layouts = ["TP1", f"TP2 SP: {BUDGET}", f"CP2: {BUDGET}", "PP2: --micro-batch-size 2"]
+    layouts = [f"TP1: {BUDGET}", f"TP2 SP: {BUDGET}", f"CP2: {BUDGET}"]
     status, printed = check(flags, "--out", tmp_path, "--layouts", *layouts)
-    assert status == 0 and "4 of 4 layouts agree" in printed, printed
+    assert status == 0 and "3 of 3 layouts agree" in printed, printed
     rows = [json.loads(line)["updates"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     # three quarters of the completions have up to 6 tokens to choose from, the others 258
     assert all(row["entropy"] < 0.75 * math.log(6) + 0.35 * math.log(258) for updates in rows for row in updates)
@@ -395,7 +390,8 @@ def test_a_difference_is_found(tmp_path):
     """Another learning rate in one of the layouts: the tool (with --thorough as a user runs it) names what differs and
     ends with status 1.
     """
-    options = ["--out", str(tmp_path), "--layouts", "TP1", "EP2: --lr 1.01e-3"]
+    other = "EP2" if ranks.thorough else "TP1"  # it starts as many ranks
+    options = ["--out", str(tmp_path), "--layouts", f"TP1: {BUDGET}", f"{other}: {BUDGET} --lr 1.01e-3"]
     if ranks.thorough:
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         command = [sys.executable, "tools/check_parallel.py", *MOE.split(), *options]

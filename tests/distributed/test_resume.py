@@ -55,7 +55,7 @@ def reference(tmp_path_factory) -> Reference:
     """Seven updates, undisturbed; a checkpoint after every second one."""
     root = tmp_path_factory.mktemp("resume")
     job = f"{resume_check.COMMON} {resume_check.JOBS['one update']}"
-    words = f"{job} --train-iters {UPDATES} --lr-warmup-iters 1 --global-batch-size 64".split()
+    words = f"{job} --train-iters {UPDATES} --lr-warmup-iters 1 --global-batch-size 32".split()
     words += ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": 2**25})]  # it is written at each start
     return resume_check.make_reference(root / "undisturbed", [*words, *resume_check.make_inputs(root)])
 
@@ -65,26 +65,45 @@ def run_tool(command, **_):
     return subprocess.CompletedProcess(command, status, output)
 
 
-@pytest.fixture(scope="module")
-def stopped(reference) -> resume_check.Run:
-    """The same with --exit-interval, killed while saving on its way there, after a row that no checkpoint has yet.
+def killed(reference, name: str, *more: str) -> resume_check.Run:
+    """The same with more flags: killed while saving, after a row that no checkpoint has yet, and started again.
 
     It saves in the background; the reference does not.
     """
-    flags = [*reference.flags, "--exit-interval", str(STOP), "--async-save"]
-    save = reference.save.with_name("stopped")
+    flags = [*reference.flags, *more, "--async-save"]
+    save = reference.save.with_name(name)
     assert resume_check.Run(save, flags).kill_at(saving(4, delay=random.Random(1).uniform(0, 0.05)))
     assert latest_iteration(save) >= 2
     assert 3 in iterations(save)
     return resume_check.Run(save, flags).finish()
 
 
+@pytest.fixture(scope="module")
+def stopped(reference) -> resume_check.Run:
+    """The same with --exit-interval, killed on its way there."""
+    return killed(reference, "stopped", "--exit-interval", str(STOP))
+
+
 def iterations(save: Path) -> list[int]:
     return [row["iteration"] for row in read_rows(save / "metrics.jsonl")]
 
 
+# By default test_restart.py has the same end of a run that was killed, with the Megatron engine, and
+# test_environment_runs.py that of one that was stopped, with vLLM.
 @pytest.mark.distributed
 @pytest.mark.vllm
+@pytest.mark.slow
+def test_killed_while_saving_it_goes_on_to_the_very_same_end(reference):
+    run = killed(reference, "killed")
+    assert run.resumed_from >= 2
+    assert latest_iteration(run.save) == UPDATES
+    assert differences(run.save, reference.save) == []
+
+
+# By default tests/unit/training/test_sampling_resume.py has --exit-interval.
+@pytest.mark.distributed
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_exit_interval_saves_and_ends_the_run_wherever_it_began(stopped, reference):
     assert stopped.resumed_from >= 2
     assert latest_iteration(stopped.save) == STOP
@@ -98,11 +117,9 @@ def test_exit_interval_saves_and_ends_the_run_wherever_it_began(stopped, referen
 
 @pytest.mark.distributed
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    "killed_again",
-    [None, pytest.param("saving", marks=pytest.mark.slow), pytest.param("training", marks=pytest.mark.slow)],
-)
-def test_killed_while_saving_it_goes_on_to_the_very_same_end(stopped, reference, killed_again):
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_again", [None, "saving", "training"])
+def test_killed_again_it_goes_on_to_the_very_same_end(stopped, reference, killed_again):
     """A run that was killed, and killed again or not; --exit-interval does not stop it where it begins."""
     save, flags = (
         stopped.save.with_name(f"killed again {killed_again}"),

@@ -25,7 +25,7 @@ LAYOUTS = {
 
 
 CASES = [(name, mode) for flags in LAYOUTS.values() for name in flags if name != "TP1" for mode in ("R2", "R3")]
-FEW = [("TP2 SP", "R2"), ("PP2 VPP2", "R2"), ("CP2 EP2", "R3"), ("CP2, hybrid", "R2")]
+FEW = [("PP2 VPP2", "R2"), ("CP2 EP2", "R3")]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from test_rollout import KEY, vllm_server
 pytestmark = [pytest.mark.distributed, pytest.mark.vllm]
 
 PLUGIN = Path(__file__).resolve().parents[1] / "data/slow_phases.py"
-MINUTES, SECONDS = 0.1, 9  # the time-out, and by how much a rank is late
+MINUTES, SECONDS = 0.1, 7.5  # the time-out, and by how much a rank is late
 RUN = f"""--reward-funcs even_length --num-generations 4 --micro-batch-size 4 --global-batch-size 16 --num-iterations 2
     --max-prompt-length 16 --max-completion-length 8 --lr 1e-4 --transformer-impl local --eval-interval 2
     --save-interval 2 --distributed-timeout-minutes {MINUTES}""".split()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_torchrun
+from slow import slow_except
 
 pytestmark = pytest.mark.distributed
 WORKER = "tests/distributed/start_worker.py"
@@ -63,6 +64,7 @@ def test_other_ranks_read_no_data_and_verify_no_checkpoint(start, tmp_path):
     assert "is damaged: __0_0.distcp has" in line
 
 
+@pytest.mark.slow  # test_slow_ranks.py has other waits without a time-out
 def test_the_others_wait_for_rank_0_as_long_as_it_reads(start):
     """Rank 0 needs longer than the time-out of collectives for the checkpoint, and then for the data."""
     late = {"SLOW_RANK": "0", "SLOW_SECONDS": "5", "SLOW_PHASES": "origin,data"}
@@ -72,7 +74,10 @@ def test_the_others_wait_for_rank_0_as_long_as_it_reads(start):
     assert code == 0 and "slowed: origin" in output and "slowed: data" in output, output
 
 
-@pytest.mark.parametrize("rows, message", [(999, "bytes on host"), (1000, "has another content on host"), (0, "")])
+HOSTS = [(999, "bytes on host"), (1000, "has another content on host"), (0, "")]
+
+
+@pytest.mark.parametrize("rows, message", slow_except(HOSTS[1:], HOSTS))
 def test_a_host_with_other_data_is_named(start, tmp_path, rows, message):
     """The second has other rows of the same length."""
     other = tmp_path / "host1" / "train.jsonl"

@@ -1,5 +1,6 @@
 """Ends of a run under torchrun: the message with cause and cure, and its place in torchrun's report."""
 
+import json
 import os
 import re
 import signal
@@ -59,6 +60,8 @@ def test_a_rank_that_a_signal_ends(name, cause, tmp_path):
     assert (rank, code) == (1, -signal.Signals[name])
     assert text.startswith(f"{name} ended rank 1 (process ") and cause in text
     assert text.endswith(f"The newest checkpoint is iteration 7: --load {tmp_path} resumes from it")
+    status = json.loads((tmp_path / "status.json").read_text())  # by the parent of rank 0, which torchrun has ended
+    assert (status["state"], status["error"]) == ("stopped", text)
 
 
 @pytest.mark.slow

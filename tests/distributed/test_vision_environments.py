@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import ranks
 from PIL import Image
 from ranks import run_torchrun
 from run_files import CLOCKS, metrics_of, without
@@ -147,7 +148,7 @@ def test_an_agent_with_pictures_and_its_replay(data, tmp_path, shape):
     assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)
     assert all(row["environment/turns"] > 5 and row["environment/failed"] == 0 for row in rows)
     assert all(row["reward/std"] > 0 and row["grad_norm"] > 0 for row in rows)
-    if shape != "qwen2_5_vl":
+    if shape != "qwen2_5_vl" or not ranks.thorough:  # the videos of an environment are replayed in every run
         return
     again = run(data, 1, tmp_path / "again", *flags, "--replay-rollouts", tmp_path / "run", shape=shape, agent=AGENT)
     kept = without(rows, (*CLOCKS, "memory/"))

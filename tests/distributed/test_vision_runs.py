@@ -295,7 +295,7 @@ def test_layouts_of_delta_nets_with_pictures(data, recorded, tmp_path, model, ro
     found = run(data, 2, tmp_path / "run", *words.split(), model=model, rows=rows)
     assert len(found) == len(expected) == 3
     for row, one in zip(found, expected, strict=True):
-        assert row["mismatch/mean_abs"] < 0.02
+        assert row["mismatch/mean_abs"] < 0.03  # of the language model alone in test_stream.py
         for name in ("reward/mean", "grad_norm", "entropy", "kl", "loss"):
             assert row[name] == pytest.approx(one[name], rel=1e-5, abs=2e-6), (name, row[name], one[name])
 

@@ -42,6 +42,16 @@ FLAGS: list[Case] = [
     ("text for a number", flags("--lr fast"), r"argument --lr: invalid float value: 'fast'"),
     ("not a number", flags("--beta nan"), r"--beta is nan: give a finite number"),
     ("infinite", flags("--reward-weights inf"), r"--reward-weights is inf: give a finite number"),
+    (
+        "no JSON",
+        flags("--vllm-engine-kwargs max_num_seqs=3"),
+        r"--vllm-engine-kwargs: 'max_num_seqs=3' is not a JSON object, such as '\{\"name\": 1\}' in quotes",
+    ),
+    (
+        "a file for a text",
+        flags("--system-prompt prompts/system.txt"),
+        r'--system-prompt prompts/system\.txt names a file, .*: --system-prompt "\$\(cat prompts/system\.txt\)"',
+    ),
     ("unknown choice", flags("--loss-type ppo"), r"--loss-type: invalid choice: 'ppo' \(choose from .*dapo"),
     ("stray value", flags("--seed 1 2"), r"unexpected argument '2': .*one value too many"),
     ("negative seed", flags("--seed -1"), r"--seed \(-1\) must lie between 0 and"),
@@ -183,7 +193,7 @@ DATA: list[Case] = [
         data('{"prompt": "1", "prompt": "2"}'),
         r'bad\.jsonl:1: not valid JSON \(the key "prompt" occurs twice',
     ),
-    ("empty file", data(), r"no prompts: .*bad\.jsonl has no rows"),
+    ("empty file", data(), r"no prompts: .*bad\.jsonl has no rows: give files that have some"),
     (
         "row without prompt",
         data('{"prompt": "1", "answer": "1"}', '{"q": 2}'),
@@ -212,7 +222,12 @@ DATA: list[Case] = [
     (
         "no chat template",
         no_template,
-        r"bad\.jsonl:1: .*the tokenizer in .* has none; give .* plain strings, or a template",
+        r"bad\.jsonl:1: .*the tokenizer in .* has none; give .* plain strings .*, or a template",
+    ),
+    (
+        "a system prompt without a chat template",
+        lambda b: [*no_template(b), *b.data('{"prompt": "1", "answer": "1"}'), "--system-prompt", "Think."],
+        r"bad\.jsonl:1: .* has none; give the prompts as plain strings \(and no --system-prompt\), or a template",
     ),
     ("damaged Parquet", data("PAR1", name="bad.parquet"), r"bad\.parquet: not a readable Parquet file"),
     (
@@ -239,7 +254,11 @@ DATA: list[Case] = [
 
 TOKENIZERS: list[Case] = [
     ("missing", flags("--tokenizer-model gone"), r"--tokenizer-model gone: no such directory.*download the model"),
-    ("not in there", lambda b: ["--tokenizer-model", str(b.hf("tokenizer*"))], r"the directory has none of tokenizer"),
+    (
+        "not in there",
+        lambda b: ["--tokenizer-model", str(b.hf("tokenizer*"))],
+        r"has none of tokenizer.*; copy the model's there, or",
+    ),
     ("damaged", lambda b: ["--tokenizer-model", b.hf_file("tokenizer.json", "{")[1]], r"cannot read this tokenizer"),
     (
         "no vocabulary of tiktoken",
@@ -293,6 +312,11 @@ REWARDS: list[Case] = [
     (
         "nothing registered",
         plugin("def mine(sample):\n    return 1.0\n"),
+        r'mine: \S+plugin\.py defines the function and does not register it: write @register_reward\("mine"\) above',
+    ),
+    (
+        "another name registered",
+        plugin("@register_reward('own')\ndef own(sample):\n    return 1.0\n"),
         r'unknown reward function "mine".*by @register_reward in a file of --external-plugins',
     ),
 ]
@@ -324,6 +348,11 @@ HUGGING_FACE: list[Case] = [
         flags("--load-hf Qwen/Qwen3-0.6B"),
         r"0\.6B is not a Hugging Face model directory\. A run downloads nothing: hf download Qwen/Qwen3-0\.6B",
     ),
+    (
+        "Megatron checkpoints",
+        lambda b: ["--load-hf", str(b.finished)],
+        r"is not a Hugging Face model directory, but one of Megatron checkpoints: give it to --pretrained-",
+    ),
     ("no config.json", lambda b: ["--load-hf", str(b.hf("config.json"))], r"hf/config\.json .*: .* not a Hugging Face"),
     ("config.json is not JSON", lambda b: b.hf_file("config.json", "{"), r"hf/config\.json is not valid JSON"),
     (
@@ -340,7 +369,11 @@ HUGGING_FACE: list[Case] = [
         r"'awq'; supported are .*: give the model's checkpoint in",
     ),
     ("truncated", truncated_weights, r"hf/model\.safetensors is truncated or not a safetensors file"),
-    ("missing shard", index("model-1.safetensors"), r"model-1\.safetensors does not exist .*a shard .* is missing"),
+    (
+        "missing shard",
+        index("model-1.safetensors"),
+        r"model-1\.safetensors does not exist .*a shard .* is missing; copy or download",
+    ),
     ("index of a wrong type", index(["a"]), r"model\.safetensors\.index\.json is not an index of tensors"),
     ("no weights", lambda b: ["--load-hf", str(b.hf("*.safetensors"))], r"hf holds neither model\.safetensors nor"),
     ("pickle only", lambda b: b.hf_file("pytorch_model.bin", "", "*.safetensors"), r"pickle, .*: save .*safetensors"),
@@ -424,9 +457,19 @@ CHECKPOINTS: list[Case] = [
     ),
     ("other seed", lambda b: b.resume("--seed", "5"), r"--seed was 1234 and is now 5; restore it, or restart the data"),
     (
+        "Adam, then SGD",
+        lambda b: b.resume("--optimizer", "sgd"),
+        r"was written with FP32Optimizer, this run has FP32Optimizer of SGD: give the same --optimizer, .* without its",
+    ),
+    (
         "other optimizer",
         lambda b: b.resume("--use-distributed-optimizer"),
         r"was written with .*, this run has DistributedOptimizer: give the same",
+    ),
+    (
+        "a Hugging Face directory",
+        lambda b: b.without("--load-hf", "--pretrained-checkpoint", b.model, "--tokenizer-model", b.model),
+        r"no checkpoint in \S+model: there is no latest_\S+; it is a Hugging Face directory, for --load-hf",
     ),
     ("no reference", flags("--beta 0.1 --ref-load gone"), r"no checkpoint in gone: there is no latest_"),
     (

@@ -22,6 +22,7 @@ from megatron_grpo.rewards import registry
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.rollout.vllm import colocate as vllm_colocate
 from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils import progress
 
 REPO = Path(__file__).resolve().parents[2]
 TRAIN = "pretrain_grpo.py"
@@ -73,6 +74,7 @@ def launch(script, words, world_size=1):
         patch.setattr(gc, "freeze", lambda: None)  # the garbage of earlier runs of this process would stay
         patch.setattr(registry, "_registry", dict(registry._registry))
         patch.setattr(registry, "_loaded", set())
+        patch.setattr(progress, "error", "")
         patch.setattr(vllm_colocate, "VllmColocate", StubEngine)
         for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "MASTER_PORT": 0}.items():
             patch.setenv(name, str(value))

@@ -33,12 +33,15 @@ listener.listen(64)  # before the imports: connections wait meanwhile
 
 # isort: split
 import numpy as np
+from gloo_device import share_gloo_device
 
 import pretrain_grpo  # noqa: F401  imports the CPU layer, megatron-core and transformers
 from megatron_grpo.rollout.vllm import colocate  # noqa: F401  sets environment variables that vLLM reads at import
 
 # isort: split
+import megatron.core.models.mimo.model.base  # noqa: F401  megatron-core's optimizer imports it at its first use
 import vllm
+import vllm.model_executor.layers.quantization.online.base
 import vllm.v1.engine.core
 import vllm.v1.engine.llm_engine
 import vllm.v1.executor.uniproc_executor
@@ -47,6 +50,7 @@ import vllm.v1.worker.gpu_worker
 
 from megatron_grpo.training.arguments import parse_args
 
+share_gloo_device()
 getattr(vllm, "LLM")  # noqa: B009  vllm imports LLM at first use
 parse_args([])  # caches the data that it reads from megatron-core
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"  # vLLM sets 1: torch.cuda.is_available then looks for a library

@@ -146,14 +146,16 @@ function matches(sample) {
 
 const allIterations = () => [...new Set(visible().flatMap(({ run }) => run[byId("table").value].iterations))].sort((a, b) => a - b);
 
-// Ask the server of a live page for completions that the page lacks, once.
-const fetched = new Set();
+// Ask the server of a live page for completions that the page lacks: those of an update once, others again when there
+// are new ones; a search then reads only the new ones.
+const fetched = new Map(), typing = [];
 async function fetchSamples(index, query) {
   const table = byId("table").value, address = `samples?${new URLSearchParams({ run: index, table, ...query })}`;
-  const key = `${address} ${query.iteration === undefined ? runs[index].cursor : runs[index].cursor[0]}`;
-  if (!live || fetched.has(key)) return;
-  fetched.add(key);
-  const answer = await fetch(address);
+  const [generation, , ...counts] = runs[index].cursor, key = `${address} ${generation}`;
+  const count = query.iteration === undefined ? counts[["completions", "held_out"].indexOf(table)] : 1, from = fetched.get(key) || 0;
+  if (!live || from >= count) return;
+  fetched.set(key, count);
+  const answer = await fetch(query.text === undefined ? address : `${address}&from=${from}`);
   if (!answer.ok) return;
   for (const sample of await answer.json()) runs[index][table].samples.set(sample.id, sample);
   buildCompletions();
@@ -209,6 +211,27 @@ function sparkline(points, style) {
   return svg;
 }
 
+// What the run has logged of an update as a whole: of single tokens the log has only what was known before the update.
+const OF_UPDATE = ["mismatch/mean_abs", "mismatch/clipped", "clip/low", "clip/high", "clip/masked", "entropy", "teacher/kl"];
+function updateFacts(run, at) {
+  const row = run.x.iteration.findIndex((iteration) => iteration >= at && iteration > 0);
+  const known = row < 0 ? [] : OF_UPDATE.map((name) => [name, run.metrics.get(name)?.[row] ?? null]).filter(([, value]) => value !== null);
+  if (!known.length) return [];
+  return [element("div", { class: "facts update" }, element("span", {}, "all tokens of ", element("b", {}, `update ${run.x.iteration[row]}`), ":"),
+    ...known.map(([name, value]) => element("span", {}, `${name} `, element("b", {}, number(value)))))];
+}
+
+// What the colours and marks of tokens show, and what is not in the log.
+function tokensInWords(kind, samples) {
+  const said = [];
+  if ((kind === "trainer" || kind === "difference") && !samples.some((sample) => sample.rollout_log_probs)) {
+    said.push("The trainer's probabilities of single tokens are not logged: this run computes them within its updates, and not before.");
+  }
+  if (samples.some((sample) => sample.clipped?.includes(1))) said.push("Underlined: the rollout importance weight exceeds its bound.");
+  else if (!samples.some((sample) => sample.clipped)) said.push("Clipped tokens are not marked: which ones are is known only within an update.");
+  return said.join(" ");
+}
+
 // ---- the three views
 
 function ofRollout(run, index, wanted, largest) {
@@ -224,6 +247,7 @@ function ofRollout(run, index, wanted, largest) {
     if (group.length > 1) said.push(element("span", {}, `${group.length} completions, ${equal.length === 1 ? "all equal" : `${equal.length} different`}, mean reward `, element("b", {}, number(group.reduce((sum, one) => sum + reward(one), 0) / group.length))));
     return element("section", { class: "group" }, promptHead(group[0], said), ...equal.map((same) => sampleCard(same[0], largest, same.length)));
   });
+  if (nodes.length && byId("table").value === "completions") nodes.unshift(...updateFacts(run, at));
   if (!own.length) nodes.push(element("p", { class: "note" }, live ? "Reading …" : `The completions of update ${at} are not in this file: --serve, or more --rollouts.`));
   return nodes;
 }
@@ -244,7 +268,10 @@ function ofPrompt(run, index, prompt, largest) {
 
 function ofAll(run, index, largest) {
   const text = byId("text").value;
-  if (text.length > 2) fetchSamples(index, { text });
+  if (text.length > 2) {
+    clearTimeout(typing[index]); // a search of a long log takes seconds: not at each key
+    typing[index] = setTimeout(() => fetchSamples(index, { text }), 300);
+  }
   const own = sorted([...run[byId("table").value].samples.values()].sort((a, b) => a.id - b.id).filter(matches));
   return own.length ? [element("section", { class: "group" }, ...limited(own, (sample) => sampleLine(sample, largest, true)))] : [];
 }
@@ -260,8 +287,8 @@ function buildCompletions() {
   byId("prompt").hidden = mode !== "prompt";
   byId("at-value").textContent = wanted === undefined ? "none logged" : `update ${wanted}`;
   if (mode === "prompt" && !byId("prompt").options.length) fillPrompts();
-  const sizes = visible().flatMap(({ run }) => [...run[table].samples.values()]).map((sample) => Math.abs(sample.advantage || 0));
-  const largest = sizes.reduce((a, b) => Math.max(a, b), 1e-9);
+  const samples = visible().flatMap(({ run }) => [...run[table].samples.values()]);
+  const largest = samples.reduce((most, sample) => Math.max(most, Math.abs(sample.advantage || 0)), 1e-9);
   const opened = document.activeElement?.id;
   byId("completions").replaceChildren(...visible().map(({ run, index }) => {
     const head = element("h3", {}, dot(runColour(index)), run.label);
@@ -270,9 +297,9 @@ function buildCompletions() {
     return element("div", {}, head, ...(nodes.length ? nodes : [element("p", { class: "note" }, run[table].iterations.length ? "Nothing matches." : "No completions were logged.")]));
   }));
   if (opened) byId(opened)?.focus();
-  const kind = byId("colour").value, both = visible().some(({ run }) => [...run[table].samples.values()].some((sample) => sample.rollout_log_probs));
-  const missing = (kind === "trainer" || kind === "difference") && !both;
-  byId("completions-note").textContent = missing ? "The trainer's probabilities are not logged: this run computes them within its update, and not before." : "";
+  const kind = byId("colour").value;
+  const missing = (kind === "trainer" || kind === "difference") && !samples.some((sample) => sample.rollout_log_probs);
+  byId("completions-note").textContent = table === "completions" && samples.length ? tokensInWords(kind, samples) : "";
   const scales = {
     engine: ["certain", "linear-gradient(to right, transparent, color-mix(in srgb, var(--surprise) 70%, transparent))", `p ≤ ${Math.exp(LEAST_LOG_PROB).toFixed(2)}`],
     difference: [`trainer less likely, ${LARGE_GAP} nats`, "linear-gradient(to right, var(--bad), transparent, var(--good))", "more likely"],

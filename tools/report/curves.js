@@ -4,6 +4,8 @@
 const COLOURS = 8; // --colour-0 to --colour-7; --colour-8 is the phases' "rest"
 const FEW_POINTS = 30; // up to this many points, as of evaluations, are marked and not smoothed
 const MOST_BARS = 90;
+const STEPS = Array.from({ length: 19 }, (_, i) => i - 6).flatMap((power) => [1, 2, 5].map((digit) => Number(`${digit}e${power}`))); // between ticks
+const WHOLE_STEPS = STEPS.filter((step) => step >= 1); // there is no update 2.5
 const PHASES = ["rollout", "update", "scoring", "logprobs", "sync", "offload", "eval", "save"]; // from the bottom up
 const state = { hidden: new Set(), zoom: null };
 const runs = []; // {label, x, metrics: Map, completions, held_out, status, findings, ...}: script.js fills it
@@ -181,7 +183,7 @@ class Panel {
       width, height: this.height(), series: [{}, ...series], bands, legend: { show: false }, padding: [8, 16, 0, 0],
       scales: { x: { time: false, range: () => this.ranges.x }, y: { range: () => this.ranges.y, distr: kind === "log" ? 3 : 1 } },
       axes: [
-        { ...axis, values: (_, splits) => splits.map(this.tick), size: 24, gap: 2 },
+        { ...axis, values: (_, splits) => splits.map(this.tick), size: 26, gap: 6, incrs: () => (this.synced && byId("x-axis").value === "minutes" ? STEPS : WHOLE_STEPS) },
         { ...axis, values: (_, splits) => splits.map(tickLabel), size: 48, gap: 3, space: 32 },
       ],
       cursor: {
@@ -389,19 +391,19 @@ function drawPhases(run) {
   const sums = list.map(({ seconds }) => { let sum = 0; return seconds.map(([, value]) => (sum += value)); });
   const totals = visible().flatMap((other) => bars(other.run).list.map(({ seconds }) => seconds.reduce((sum, [, value]) => sum + value, 0))).sort((a, b) => a - b);
   const usual = totals[Math.floor((totals.length - 1) * 0.95)], most = totals.at(-1) || 1; // one scale, to compare by eye
-  const data = [list.map((_, i) => i + 0.5), ...names.map((_, k) => sums.map((sum) => sum[k])).reverse()];
+  const data = [list.map((_, i) => i), ...names.map((_, k) => sums.map((sum) => sum[k])).reverse()];
   const series = names.map((name, k) => {
     const colour = paint(`colour-${phaseNumber(names, name)}`);
     return { id: `${name}${k}`, stroke: colour, fill: colour, width: 0, paths: uPlot.paths.bars({ size: [0.88, 60] }), points: { show: false } };
   }).reverse();
-  return { data, series, bands: [], x: [0, list.length || 1], y: [0, (byId("y-axis").value === "robust" && most > 3 * usual ? 1.5 * usual : most) * 1.04], kind: "bars" };
+  return { data, series, bands: [], x: [-0.5, (list.length || 1) - 0.5], y: [0, (byId("y-axis").value === "robust" && most > 3 * usual ? 1.5 * usual : most) * 1.04], kind: "bars" };
 }
 
 function buildPhases() {
   for (const figure of byId("phases").children) figure.panel.close();
   byId("phases").replaceChildren(...visible().filter(({ run }) => bars(run).list.length).map(({ run }) => {
     const figure = element("figure", {}, element("figcaption", {}, run.label), element("div", { class: "shares" }));
-    const barAt = (at) => { const { list } = bars(run); return list[Math.max(0, Math.min(list.length - 1, Math.floor(at)))]; };
+    const barAt = (at) => { const { list } = bars(run); return list[Math.max(0, Math.min(list.length - 1, Math.round(at)))]; };
     const rows = (at) => {
       const { names } = bars(run), bar = barAt(at);
       return [...bar.seconds].reverse().filter(([, value]) => value > 0).map(([name, value]) => [`--own: var(--colour-${phaseNumber(names, name)})`, name, `${number(value)} s`]);
@@ -417,7 +419,7 @@ function buildPhases() {
     }, rows, (at) => {
       const { first, last } = barAt(at);
       return first === last ? `update ${first}` : `updates ${first} to ${last}, mean`;
-    }, (at) => (barAt(at) && at < bars(run).list.length ? tickLabel(barAt(at).first) : ""), false);
+    }, (at) => (at >= 0 && at < bars(run).list.length ? tickLabel(barAt(at).first) : ""), false);
     return figure;
   }));
 }

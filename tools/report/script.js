@@ -3,7 +3,21 @@
 const content = JSON.parse(byId("data").textContent);
 const { live, titles } = content;
 const SETTINGS = ["smooth", "y-axis", "x-axis", "table", "mode", "order", "colour", "prompt", ...FILTERS]; // in the address
+const limits = { kept: 1e8 }; // characters of completions and their images in a live page
 const EVERY = 1000; // ms between two questions of a live page
+
+// Drop the completions that came first, with their images: a live page stays open for days, and its server has them.
+const size = ({ prompt, completion, images = [] }) => 15000 + prompt.length + completion.length + images.reduce((sum, { length }) => sum + length, 0);
+function forget(samples) {
+  let all = 0;
+  for (const sample of samples.values()) all += size(sample);
+  for (const [id, sample] of samples) {
+    if (all <= limits.kept) return;
+    all -= size(sample);
+    samples.delete(id);
+    fetched.clear();
+  }
+}
 
 // Add what a part of a run tells to the run. Names are keys of maps only: one may be "__proto__".
 function take(index, part) {
@@ -25,6 +39,7 @@ function take(index, part) {
     for (const at of part[name].iterations) if (at !== iterations.at(-1)) iterations.push(at);
     for (const prompt of part[name].prompts) if (!prompts.some(([file, row]) => file === prompt[0] && row === prompt[1])) prompts.push(prompt);
     for (const sample of part[name].samples) run[name].samples.set(sample.id, sample);
+    if (live && part[name].samples.length) forget(run[name].samples);
     samples += part[name].iterations.length;
   }
   return { rows: added, samples };

@@ -6,6 +6,7 @@ from typing import Any
 # Read by vLLM at import: the engine core runs in this process, so that it shares the GPU and the process groups.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")  # vLLM switches it on for the trainer's kernels, too
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # numba, with which vLLM drafts n-grams, sets the OpenMP threads of the whole process, by default to all processors.
@@ -21,9 +22,10 @@ import importlib
 import json
 import logging
 import random
+import re
 import tempfile
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,11 +63,6 @@ class VllmColocate:
     drafts: DraftCounts | None = None
 
     def __init__(self, args, hf_config: dict):
-        if args.model_family == "minimax_m2" and not torch.cuda.is_available():
-            raise GrpoError(
-                "--model-family minimax_m2 with --rollout-engine vllm needs a GPU: vLLM's CPU build has no sigmoid "
-                "router without groups of experts; give --rollout-engine megatron"
-            )
         world, rank, width = dist.get_world_size(), dist.get_rank(), args.vllm_tensor_parallel_size
         self.replica, self.num_replicas, self.is_lead = rank // width, world // width, rank % width == 0
         self.has_weights = False
@@ -479,6 +476,11 @@ def _build(args, directory: str):
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         if is_out_of_memory(error):
             raise
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown and unknown[1] in (args.vllm_engine_kwargs or {}):
+            raise GrpoError(
+                f"--vllm-engine-kwargs: {unknown[1]!r} is no argument of vLLM's EngineArgs: correct it, or leave it out"
+            ) from error
         raise GrpoError(
             f"vLLM could not be started: {error} (in {_innermost(error)}). Check the --vllm-* flags and the model's "
             "config.json"
@@ -559,6 +561,10 @@ def _cpu_options(args) -> dict:
             f"--hidden-size is {args.hidden_size}, but vLLM on a CPU has experts for multiples of 32 only: give a "
             "model with such a size, or use a GPU"
         )
+    if args.num_experts:
+        router = patches.EXPERT_ROUTER.original()
+        if not isinstance(router, functools.partial):  # an earlier engine of this process has done it
+            patches.EXPERT_ROUTER.install(functools.partial(_router, router))
     if args.vllm_speculative_config:
         patches.DRAFT_TEMPERATURES.install(_expand_batch_to_tokens)
         patches.DRAFT_TRUNCATION.install(_apply_top_k_top_p)
@@ -576,6 +582,13 @@ def _cpu_options(args) -> dict:
     # vLLM's rotary kernel for CPUs expects [tokens, heads * channels] and rotates the wrong rows of latent attention's
     # [tokens, heads, channels]. Without the kernel, vLLM uses torch's operators.
     return options | {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+
+
+def _router(router: Callable, scoring_func: str = "softmax", **options: Any) -> Any:
+    """Return vLLM's ``router`` of experts; one of sigmoids without groups has one group of all experts."""
+    if scoring_func == "sigmoid" and not options["use_grouped_topk"]:
+        options |= {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
+    return router(scoring_func=scoring_func, **options)
 
 
 def _logprobs_mode(args) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.rollout.vllm.adapter import base_model
-from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert
+from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert, name_loaders
 
 # Kernels that use experts as loaded (the first two), or with an arrangement that this module can undo (the last).
 READABLE_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU")
@@ -34,6 +34,7 @@ def compare_weights(worker, weights: Weights) -> list[str]:
 
 def compare_model(model: Any, weights: Weights, without: Container[int] = ()) -> list[str]:
     """Return the lines of `compare_weights` for a model of vLLM, except for parameters ``without`` (storages)."""
+    name_loaders(model)
     lines = _stale_copies(model)
     with torch.no_grad(), _loading_shapes(model) as names, _Compare(names) as compare:
         model.load_weights(by_expert(model, compare.naming(weights)))
@@ -132,6 +133,8 @@ def _loadable_parameter(layer, name: str, parameter: torch.Tensor, like: torch.T
         return torch.empty_like(like)
     if experts is not None and experts.name == "CPU" and parameter.ndim == 3:
         parameter = _unpacked_experts(layer, parameter, like)
+    elif name == "weight" and (plain := _plain_convolution(layer)) is not None:
+        parameter = plain.view(like.shape)
     elif name == "weight" and parameter.shape != like.shape and hasattr(layer, "cpu_linear"):
         parameter = _unpacked_weight(layer, like)
     return parameter if parameter.shape == like.shape else torch.empty_like(like)
@@ -142,13 +145,23 @@ def _unpacked_weight(layer, like: torch.Tensor) -> torch.Tensor:
     return layer.cpu_linear(torch.eye(like.shape[1], dtype=like.dtype), layer.weight, None).t()
 
 
+def _plain_convolution(layer) -> torch.Tensor | None:
+    """Return the weight of a convolution as it was before the CPU kernel packed it, which vLLM keeps; else None."""
+    return getattr(layer, "_cpu_unpacked_conv_weight", None)
+
+
 def _stale_copies(model: torch.nn.Module) -> list[str]:
     """Return one line for each CPU layer with a plain weight (for lookup) and a packed copy that differ."""
+    from vllm import _custom_ops
+
     lines = []
     for prefix, layer in model.named_modules():
         weight = layer._parameters.get("weight")
         if hasattr(layer, "cpu_linear") and weight is not None and weight.numel():
             count = int((_unpacked_weight(layer, weight) != weight).sum())
+            lines += [f"{prefix}.weight (vLLM's name): {count:,} elements differ in its kernel"] * (count > 0)
+        elif (plain := _plain_convolution(layer)) is not None:
+            count = int((_custom_ops.causal_conv1d_weight_pack(plain) != weight).sum())
             lines += [f"{prefix}.weight (vLLM's name): {count:,} elements differ in its kernel"] * (count > 0)
     return lines
 

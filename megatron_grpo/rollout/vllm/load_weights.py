@@ -1,5 +1,6 @@
 """Loading of new weights into a running vLLM."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ def load_weights(worker, weights: Weights) -> None:
 def load_model(model: Any, reload: Callable[[Weights], None], weights: Weights) -> None:
     """Load ``weights`` into a model of vLLM; ``reload`` does it by vLLM's reload, which repeats all processing."""
     is_gpt_oss = _is_gpt_oss(model)
+    name_loaders(model)
     if torch.cuda.is_available():
         if is_gpt_oss:
             _check_plain_experts(model)
@@ -45,6 +47,14 @@ def load_model(model: Any, reload: Callable[[Weights], None], weights: Weights) 
     if sinks:
         model.load_weights(sinks)
     _pack_tied_heads(model)
+
+
+def name_loaders(model: torch.nn.Module) -> None:
+    """Give every loader of a parameter a name, which vLLM's reload reads: MiniMax-M2's norms have partial functions."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def _pack_tied_heads(model: torch.nn.Module) -> None:

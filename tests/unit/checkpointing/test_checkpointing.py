@@ -13,25 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from stand_in_checkpoints import save
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_grpo.checkpointing import checkpoint_directory as cd
 from megatron_grpo.checkpointing import data_files
-from megatron_grpo.checkpointing.checksums import CHECKSUMS, Checksum
+from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.utils.errors import GrpoError
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def save(root, iteration, keep=None, payload="weights", best=None):
-    """A checkpoint with stand-ins for megatron-core's files."""
-    temporary = cd.start(root, iteration)
-    for name in cd.CORE_FILES:
-        (temporary / name).write_text(f"{name} {iteration}")
-    (temporary / "__0_0.distcp").write_text(payload * 100)
-    items = [[100 * len(payload), Checksum(100 * payload.encode()).text()]]
-    (temporary / CHECKSUMS).write_text(json.dumps({"__0_0.distcp": items}))
-    cd.publish(temporary, {"num_layers": 4}, keep, best)
 
 
 def names(root):
@@ -115,8 +105,8 @@ def test_a_failure_at_any_rename_leaves_a_loadable_checkpoint(tmp_path, monkeypa
 
 FORKER = """
 import os, sys
-sys.path.insert(0, {root!r})
-from tests.unit.checkpointing.test_checkpointing import save
+sys.path[:0] = [{root!r}, {root!r} + "/tests/helpers"]
+from stand_in_checkpoints import save
 for line in sys.stdin:
     if (child := os.fork()) == 0:
         for iteration in range(int(line), 10**6):

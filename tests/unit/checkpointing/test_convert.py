@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.utils import _split_tensor_factory
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -224,6 +225,34 @@ def test_megatron_lms_weights_are_loaded_into_a_model(convert, source, tmp_path,
     checkpoint.load_weights(tmp_path / "megatron", loaded)
     hf.load_hf(expected, args, source)
     assert all(map(torch.equal, loaded[0].parameters(), expected[0].parameters()))
+
+
+def test_delta_nets_of_megatron_lms_layer_are_refused(convert, tmp_path):
+    """Its layer divides the projection into queries, keys, values, gates and two scalars of each value head."""
+    make(tmp_path / "hf", "qwen3_5_text", tied=False)
+    args = toy_args(tmp_path / "hf")
+    (model,) = chunks = build(args)
+    sharded = model.sharded_state_dict(metadata={"dp_cp_group": None})
+    keys, values = (
+        args.linear_num_key_heads * args.linear_key_head_dim,
+        args.linear_num_value_heads * args.linear_value_head_dim,
+    )
+    lines = keys, keys, values, values, args.linear_num_value_heads, args.linear_num_value_heads
+    for key, entry in sharded.items():
+        if key.endswith("in_proj.weight"):
+            names = ["query", "key", "value", "z", "beta", "alpha"]
+            sharded[key] = _split_tensor_factory(entry, lines, names, 0)  # as megatron.core.ssm.gated_delta_net
+    directory = checkpoint_directory.iteration_directory(tmp_path / "megatron", 100)
+    directory.mkdir(parents=True)
+    checkpoint.write_state({"iteration": 100, "checkpoint_version": 3.0, "model": sharded}, directory)
+    (directory / "checksums.json").unlink()
+    (tmp_path / "megatron" / checkpoint_directory.LATEST).write_text("100")
+    refusal = "iter_0000100 holds gated delta nets of Megatron-LM's own layer, .* Hugging Face directory"
+    with pytest.raises(GrpoError, match=refusal):
+        checkpoint.load_weights(tmp_path / "megatron", chunks)
+    command = ["--megatron-to-hf", "--load", tmp_path / "megatron", "--save", tmp_path / "back"]
+    with pytest.raises(GrpoError, match=refusal):
+        convert(*command, "--hf-config", tmp_path / "hf")
 
 
 class RunsCode:

@@ -135,6 +135,16 @@ def test_they_end_a_run_with_one_message(malformed):
     assert [line.partition(": ")[0] for line in lines[:3]] == [f"{path}:{line}" for line in sorted(wrong)[:3]]
 
 
+def test_one_mistake_in_all_rows_is_not_to_be_skipped(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"question": "1+1?", "answer": "2"}\n' * 5)
+    with pytest.raises(GrpoError) as raised:
+        PromptDataset([path], Characters(), parse_args(FLAGS.split()))
+    *rows, last = str(raised.value).splitlines()
+    assert [row.partition(": ")[0] for row in rows] == [f"{path}:{line}" for line in (1, 2, 3)]
+    assert last == "all 5 rows are invalid: correct the files, or the flag that is named above"
+
+
 @pytest.mark.parametrize("limit", [0, 2**30])
 def test_or_are_left_out_and_counted_streamed_or_not(malformed, limit, monkeypatch, capsys):
     path, _, good = malformed
@@ -187,7 +197,7 @@ def test_parquet_columns_of_a_wrong_type_are_named_with_the_row(tmp_path, name, 
     with pytest.raises(GrpoError) as raised:
         PromptDataset([path], Characters(), parse_args(FLAGS.split()))
     lines = str(raised.value).splitlines()
-    assert [line.partition(": ")[0] for line in lines] == [f"{path}, row {row}" for row in (1, 2, 3)]
+    assert [line.partition(": ")[0] for line in lines[:3]] == [f"{path}, row {row}" for row in (1, 2, 3)]
     assert name in lines[0] or name == "messages"
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_grpo.data import prompts
 from megatron_grpo.data.answer_column import LAST_TURN, find_answers
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.row_prompt import parse_prompt, parse_tools
@@ -208,6 +209,19 @@ def test_gold_answers_are_those_of_the_rows_route():
     check_gold({"data_source": "b", "answer": "none"})
     with pytest.raises(GrpoError, match='reward "gsm8k": no number'):
         check_gold({"data_source": "a", "answer": "none"})
+
+
+@pytest.mark.parametrize("checked", [0, 2**30])
+def test_the_row_of_a_prompt_in_its_file(tmp_path, monkeypatch, checked):
+    """Rows that are left out count, whether they are read at the start or later."""
+    monkeypatch.setattr(prompts, "CHECKED_BYTES", checked)
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file, texts in zip(files, (["a", "too long", "b"], ["too long", "c", "d"]), strict=True):
+        file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    data = PromptDataset(files, Characters(), flags(max_prompt_length=4, truncation_strategy="delete"))
+    assert data.streamed == (checked == 0)
+    found = [[(text(prompt), data.row_in_file(prompt)) for prompt in of_file] for of_file in data.first_of_files(9)]
+    assert found == [[("a", 0), ("b", 2)], [("c", 1), ("d", 2)]]
 
 
 def test_truncation(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -62,6 +63,10 @@ class Script(NamedTuple):
     config: dict
 
 
+def qwen3_5(name: str) -> dict:
+    return json.loads((REPO / f"tests/data/instruct_models/{name}/config.json").read_text())
+
+
 QWEN3_8B = QWEN | shape(36, 4096, 12288, 32, 8) | {"architectures": ["Qwen3ForCausalLM"]}
 SCRIPTS = {
     "qwen2.5_1.5b": Script(
@@ -96,6 +101,8 @@ SCRIPTS = {
             "mlp_only_layers": [],
         },
     ),
+    "qwen3.5_27b": Script(26.90, 8, [64], qwen3_5("Qwen3.5-27B")),
+    "qwen3.5_35b_a3b": Script(34.66, 16, [40], qwen3_5("Qwen3.5-35B-A3B")),
     "llama3_70b": Script(70.55, 16, [40] * 2, LLAMA | shape(80, 8192, 28672, 64, 8)),
     "llama3_405b": Script(405.85, 256, [7] + [8] * 14 + [7], LLAMA | shape(126, 16384, 53248, 128, 8)),
     "deepseek_v3": Script(
@@ -293,6 +300,19 @@ def test_the_dry_runs_of_the_tutorial_for_one_gpu():
         assert f"a GPU must have {size}" in report and float(size) < H100 - SPARE - ASLEEP
 
 
+def test_the_dry_runs_of_hybrid_models():
+    """docs/models.md has the GiB that its commands print, and says what fits."""
+    page = (REPO / "docs/models.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| `(DRY_RUN=1 .*?examples/grpo/(.*?)\.sh(.*?))` \| ([\d.]+) \| (yes|no)", page, re.M)
+    assert len(rows) == 4
+    for gpus, command, name, flags, size, fits in rows:
+        given = dict(re.findall(r"(NNODES)=(\d)", command))
+        report = dry_run(name, *shlex.split(flags), **given)[0]
+        assert f"a GPU must have {size}" in report
+        assert int(section(report, "\nranks")[-1][0]) == int(gpus) - 1
+        assert (float(size) < H100 - SPARE - ASLEEP) == (fits == "yes")
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_flags_describe_the_published_model(name):
     text = (REPO / f"examples/grpo/{name}.sh").read_text()
@@ -300,7 +320,7 @@ def test_the_flags_describe_the_published_model(name):
         text += (REPO / shared).read_text()
     words = shlex.split(re.search(r"^MODEL_ARGS=\(\n(.*?)^\)", text, re.S | re.M)[1])
     args, config = parse_args(words), SCRIPTS[name].config
-    source = families.for_hf_config(config).args_from_hf(config)
+    source = families.for_hf_config(config, args.model_family).args_from_hf(config)
     args = replaced(args, **resolve_architecture(args, source, "config.json"))  # a flag that differs is refused
     ours = parse_args(words)
     assert {dest: getattr(ours, dest) for dest, value in source.items() if value is not None} == {
@@ -344,6 +364,8 @@ def test_the_table_of_model_sizes():
         "Qwen3-14B": 14.8,
         "Qwen3-32B": 32.8,
         "Qwen3-30B-A3B": 30.5,
+        "Qwen3.5-27B": 26.9,
+        "Qwen3.5-35B-A3B": 34.7,
         "Llama-3.1-70B": 70.6,
         "Qwen3-235B-A22B": 235.1,
         "Llama-3.1-405B": 405.9,

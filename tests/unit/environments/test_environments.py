@@ -72,7 +72,7 @@ NAMES = ["steps", "counted", "plain", "opaque"]
 def pool(tmp_path_factory):
     plugin = tmp_path_factory.mktemp("plugin") / "steps.py"
     plugin.write_text(PLUGIN)
-    pool = EnvironmentPool(NAMES, [plugin], workers=2, timeout=5.0, retries=1)
+    pool = EnvironmentPool(NAMES, [plugin], workers=2, timeout=3.0, retries=1)
     yield pool
     pool.close()
 
@@ -111,7 +111,7 @@ def test_a_fault_costs_its_own_episode_only(pool, tmp_path):
     assert {key: steps(found[key]) for key in (0, 4, 7)} == {0: 2, 4: 2, 7: 2}
     assert found[0].reward == 0.25 and not found[0].done
     errors = {key: found[key].error for key in (1, 2, 3, 6, 8, 9)}
-    assert "ended its process" in errors[1] and "took longer than 5 s" in errors[2]
+    assert "ended its process" in errors[1] and "took longer than 3 s" in errors[2]
     assert "raised OSError: lost" in errors[3] and "returned no message" in errors[6]
     assert "step returned the reward 5e+307, beyond float32's range (±3.4e+38)" in errors[8]
     assert "step returned the reward nan, not a finite number" in errors[9] and found[10].reward == -3e38

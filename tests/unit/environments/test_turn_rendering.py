@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from instruct_models import NAMES, build_tokenizer
+from slow import slow_except
 
 from megatron_grpo.data.end_of_turn import turn_end_token_ids
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
@@ -178,7 +179,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - REASONING))
-@pytest.mark.parametrize("rewrites", [False, True])
+@pytest.mark.parametrize("rewrites", slow_except([True], [False, True]))  # in every third turn
 def test_a_turn_is_compared_by_what_is_new(name, rewrites, published):
     """Thirty turns, the result of each as of the whole conversation; later turns take no more work."""
     tokenizer, renderer = published(name)

@@ -86,8 +86,25 @@ def test_refusals_name_the_entry(dense, settings, message):
 
 
 def test_an_expert_cannot_be_saved_whole(experts):
-    with pytest.raises(GrpoError, match="is an expert's, which only adapters can train"):
+    with pytest.raises(GrpoError, match="is an expert's, which is not trained whole: name it in --lora-target-modules"):
         saved_weights(arguments(experts, "o_proj", lora_modules_to_save=[r".*experts\.0\.(gate|up)_proj"]))
+
+
+def test_tensors_of_all_experts_have_no_adapters(tmp_path):
+    """Qwen3.5's: a name that a shared expert has, too, is that one's; a name that only they have is refused."""
+    make(tmp_path, "qwen3_5_moe_text", tied=False)
+    found = targets(arguments(tmp_path, "down_proj"))
+    assert found == [f"model.layers.{layer}.mlp.shared_expert.down_proj" for layer in range(4)]
+    with pytest.raises(GrpoError, match=r"gate_up_proj matches only \S+0\.mlp\.experts\.gate_up_proj, a tensor of all"):
+        targets(arguments(tmp_path, "gate_up_proj"))
+    with pytest.raises(GrpoError, match=r"shared_expert_gate, the gate of .*: give it in --lora-modules-to-save"):
+        targets(arguments(tmp_path, "shared_expert_gate"))
+    gates = saved_weights(arguments(tmp_path, "o_proj", lora_modules_to_save=["shared_expert_gate"]))
+    assert [weight.name for weight in gates] == [
+        f"decoder.layers.{layer}.mlp.shared_experts.gate_weight" for layer in range(4)
+    ]
+    with pytest.raises(GrpoError, match="gate_up_proj is an expert's, which is not trained whole: leave it out"):
+        saved_weights(arguments(tmp_path, "o_proj", lora_modules_to_save=["gate_up_proj"]))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The gated delta rule and its convolution against a recurrence of single tokens, and against transformers."""
 
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -199,3 +200,26 @@ def test_a_sequence_in_two_parts_is_the_whole_one():
     )
     torch.testing.assert_close(torch.cat((a, b)), whole)
     torch.testing.assert_close(last, end)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fla", "dtype", "triton", "said"),
+    [
+        (False, True, torch.bfloat16, "3.7.1", "plain torch"),
+        (True, False, torch.bfloat16, "3.7.1", "plain torch"),
+        (True, True, torch.float32, "3.7.1", "plain torch"),
+        (True, True, torch.bfloat16, "3.7.1", r"flash-linear-attention \(fla-core 3\.7\.1\)"),
+        (True, True, torch.bfloat16, "3.5.0", "convolution flash-linear-attention .*, recurrence plain torch .*"),
+    ],
+)
+def test_the_log_says_what_computes_delta_nets(monkeypatch, gpu, fla, dtype, triton, said):
+    """On a Hopper GPU, with and without packages; the stand-in gives both packages one version."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(delta_net, "find_spec", lambda name: "found" if fla and name == "fla" else None)
+    monkeypatch.setattr(delta_net, "version", lambda name: triton)
+    delta_net._rule_has_kernel.cache_clear()
+    try:
+        assert re.fullmatch(said, delta_net.kernels(dtype))
+    finally:
+        delta_net._rule_has_kernel.cache_clear()

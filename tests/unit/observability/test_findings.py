@@ -126,6 +126,27 @@ def test_a_run_that_reaches_its_goal_is_not_told_that_it_has_no_signal():
     assert only(nothing)[0] == "reward/zero_std_groups"
 
 
+def test_a_distillation_is_judged_by_its_teacher_and_not_by_a_reward_that_is_constant_by_design():
+    rows = [
+        row
+        | {"reward/mean": 0.0, "reward/f/mean": 0.0, "reward/f/max": 0.0, "reward/zero_std_groups": 1.0}
+        | {"entropy": max(0.02, 0.5 - 0.01 * row["iteration"])}
+        for row in healthy(150)
+    ]
+    assert {one.metric for one in findings(rows)} == {"reward/mean", "reward/zero_std_groups", "entropy"}  # no teacher
+
+    def with_teacher(value):
+        return [row | {"teacher/kl": value(row["iteration"])} for row in rows]
+
+    assert findings(with_teacher(lambda i: 0.5 - 0.003 * i)) == []
+    assert findings(with_teacher(lambda i: 0.005)) == []  # it is the teacher already
+    stuck = with_teacher(lambda i: 0.5 + 0.01 * (-1) ** i)
+    assert only(stuck) == ("teacher/kl", 1) and findings(stuck[:100]) == []
+    assert only(with_teacher(lambda i: 0.5 + 0.001 * i)) == ("teacher/kl", 1)
+    falling = [row | {"reward/mean": 1 - row["iteration"] / 150} for row in with_teacher(lambda i: 0.5 - 0.003 * i)]
+    assert only(falling)[0] == "reward/mean"  # a reward that collapses is told all the same
+
+
 def test_noise_is_no_finding():
     """At most 1% of the healthy runs have a finding: batch noise of the reward, evaluations of 30 prompts."""
     noise, alarms, runs = random.Random(1), 0, 0

@@ -19,7 +19,10 @@ print(os.environ.get("VLLM_LOGGING_LEVEL"), os.environ["VLLM_LOGGING_PREFIX"])
 """
 
 
-@pytest.mark.parametrize("level, shown, ci", [("none", 2, ""), ("debug", 4, ""), ("debug", 4, "true")])
+@pytest.mark.parametrize(
+    "level, shown, ci",
+    [("none", 2, ""), pytest.param("debug", 4, "", marks=pytest.mark.slow), ("debug", 4, "true")],
+)
 def test_levels(level, shown, ci):
     names = ["DEBUG", "INFO", "WARNING", "ERROR"][-shown:]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_LOGGING")}

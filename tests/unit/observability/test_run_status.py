@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_grpo.observability.metrics import MetricsLogger
-from megatron_grpo.observability.run_status import StatusFile, duration, read_status, state_in_words
+from megatron_grpo.observability.run_status import StatusFile, duration, mark_stopped, read_status, state_in_words
 from megatron_grpo.observability.watchdog import State, waits_in_words
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils import progress
@@ -34,6 +34,19 @@ def test_the_file_follows_the_phases_and_ends_with_the_state(tmp_path):
     status.close("finished")
     assert read_status(tmp_path)["state"] == "finished"
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]  # no temporary file
+
+
+def test_a_run_that_a_signal_has_ended_says_so_and_no_other_run(tmp_path):
+    mark_stopped(tmp_path, 7, "SIGKILL ended rank 1")  # there is no file
+    assert read_status(tmp_path) is None
+    for state, pid, expected in (("finished", 7, "finished"), ("running", 8, "running"), ("running", 7, "stopped")):
+        (tmp_path / "status.json").write_text(json.dumps({"state": state, "pid": pid, "update": 3, "error": ""}))
+        mark_stopped(tmp_path, 7, "SIGKILL ended rank 1")
+        status = read_status(tmp_path)
+        assert (status["state"], status["update"]) == (expected, 3)
+        assert status["error"] == ("SIGKILL ended rank 1" if expected == "stopped" else "")
+    said = state_in_words(status, 3, 5, 0.0)
+    assert said == {"state": "stopped", "text": "stopped: update 3 of 5: SIGKILL ended rank 1"}
 
 
 def test_a_folder_that_is_deleted_does_not_end_the_run(tmp_path):

@@ -70,7 +70,11 @@ def test_a_run_goes_on_without_a_tracker_that_cannot_write(tmp_path, action, cap
     logger.log(1, {"lr": 0.1})
     logger.flush()  # TensorBoard's thread has written the first event, which it flushes by itself
     shutil.rmtree(curves)
-    with pytest.raises(GrpoError, match="TensorBoard cannot be written") if action == "stop" else nullcontext():
+    with (
+        pytest.raises(GrpoError, match=r"TensorBoard cannot be written.* Make room, or")
+        if action == "stop"
+        else nullcontext()
+    ):
         for iteration in (2, 3):
             logger.log(iteration, {"lr": 0.1})
             logger.flush()

@@ -1,5 +1,6 @@
 """Ranks of one attempt agree on a name, whatever an earlier attempt has left in the store."""
 
+import socket
 import threading
 import time
 from argparse import Namespace
@@ -61,3 +62,19 @@ def test_a_rank_without_rank_0_says_where_to_look(monkeypatch, ends, minutes, re
     args = Namespace(distributed_timeout_minutes=minutes, rollout_engine="vllm", rollout_ranks=0)
     with pytest.raises(GrpoError, match=f"has not met the other ranks, whose store is 127.0.0.1:.*{reason}"):
         join(args)
+
+
+def test_a_port_of_another_program_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in place.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        args = Namespace(distributed_timeout_minutes=0.1, rollout_engine="vllm", rollout_ranks=0)
+        with pytest.raises(
+            GrpoError, match=f"port {port} of host .* is taken by another program.*torchrun --standalone"
+        ):
+            join(args)

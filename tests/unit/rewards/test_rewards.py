@@ -411,7 +411,7 @@ FAULTS = {
 def test_a_fault_costs_its_own_sample_only(make_pool):
     completions = ["value 1", *FAULTS, "value 2"]
     completions = [c for fault in completions for c in (fault, "value 7")]
-    values, failures = make_pool("act", "later", timeout=LIMIT).score(samples(*completions))
+    values, failures = make_pool("act", "later", timeout=LIMIT, retries=0).score(samples(*completions))
     expected = [math.nan if c in FAULTS else float(c.split()[1]) for c in completions]
     np.testing.assert_array_equal(values, [[value, 2] for value in expected])
     found = {failure.completion: failure.reason for failure in failures}
@@ -428,7 +428,7 @@ def test_writing_and_closing_what_is_not_ones_own_costs_the_own_sample_only(make
     lines = ["text\\n", "[", '[99, 0, "value", 1.0]\\n', '["ready", [0]]\\n', "[[1]]\\n", "{}\\n", "1\\n", "\\xff\\n"]
     completions = ["value 1", "close", *(f"write {line}" for line in lines), "value 2"]
     completions = [c for fault in completions for c in (fault, "value 7")]
-    values, failures = make_pool("act", "later", timeout=LIMIT).score(samples(*completions))
+    values, failures = make_pool("act", "later", timeout=LIMIT, retries=0).score(samples(*completions))
     expected = [float(c.split()[1]) if c.startswith("value") else math.nan for c in completions]
     np.testing.assert_array_equal(values, [[value, 2] for value in expected])
     reasons = {failure.completion: failure.reason for failure in failures}

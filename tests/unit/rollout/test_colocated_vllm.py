@@ -4,6 +4,7 @@ left of the trainer's stream.
 
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.engine import Request, generate, lost_on_failure
 from megatron_grpo.rollout.vllm import colocate
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
+from megatron_grpo.rollout.vllm.load_weights import name_loaders
 from megatron_grpo.rollout.vllm.scheduler import collect_log_probs
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 
@@ -191,3 +193,20 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
         GrpoError, match=r"file/megatron_grpo/cpu cannot be written: .*; set VLLM_CACHE_ROOT to another"
     ):
         colocate._config_directory(SimpleNamespace(vision_config=None), {})
+
+
+def test_partial_loaders_get_a_name_for_vllms_reload():
+    """MiniMax-M2's norms have such loaders, and the first sync of weights would end with vLLM's AttributeError."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+
+    def own(parameter, loaded, shard):
+        raise NotImplementedError
+
+    model = torch.nn.Linear(1, 1)
+    model.weight.weight_loader = partial(own, shard=1)
+    model.bias.weight_loader = own
+    with pytest.raises(AttributeError, match="__name__"):
+        _get_original_loader(model.weight)
+    name_loaders(model)
+    assert _get_original_loader(model.weight) is model.weight.weight_loader
+    assert _get_original_loader(model.bias) is own

@@ -35,7 +35,7 @@ def batch(rewards=REWARDS, generations=2, order=None):
 
 
 def held_out(judges=(0, 0, 0), files=FILES):
-    return HeldOut([Prompt(i, [1], {}, "made up") for i in range(3)], files, np.array(judges))
+    return HeldOut([Prompt(i, [1], {}, "made up") for i in range(3)], files, judges=np.array(judges))
 
 
 def flags(**values):
@@ -118,6 +118,9 @@ class Data:
     def first_of_files(self, count):
         files = [[Prompt(0, [1], {"data_source": "a"}, "")], [Prompt(1, [1], {"data_source": "b"}, "")] * 2]
         return [prompts[:count] for prompts in files]
+
+    def row_in_file(self, prompt):
+        return 0
 
 
 def test_the_first_function_of_a_rows_route_judges_it():

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,3 +55,19 @@ def test_counts_below_one_are_refused(tmp_path, monkeypatch, capsys):
     for flag in ("--max-prompts", "--max-completion-length"):
         assert main(monkeypatch, "--hf", tmp_path, "--data", "none.jsonl", flag, 0) == 1
         assert f"{flag} (0) must be at least 1" in capsys.readouterr().err
+
+
+def test_the_gap_of_completions_that_part(monkeypatch):
+    """The end of the shorter one counts as a token; a model of 10 tokens whose logits are t + its last input."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    gap = importlib.import_module("tools.check_export").gap
+    asked = []
+
+    def model(input_ids):
+        asked.append(input_ids.tolist())
+        logits = torch.arange(10.0).square() / 10 + input_ids[..., None]
+        return SimpleNamespace(logits=logits)
+
+    assert gap(model, [3, 4], [5, 7, 1], [5, 6, 1], eos=0) == pytest.approx((49 - 36) / 10)
+    assert gap(model, [3, 4], [5], [5, 6], eos=9) == pytest.approx((81 - 36) / 10)
+    assert asked == [[[3, 4, 5]], [[3, 4, 5]]]

@@ -22,6 +22,8 @@ spec = importlib.util.spec_from_file_location("report", TOOL)
 report = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(report)
 
+from megatron_grpo.observability import run_folder
+
 VOID = {"meta", "input"}
 ROWS = [
     {"iteration": 0, "eval/greedy_accuracy": 0.25, "time/eval": 3.0, "time/step": 60.0},
@@ -164,10 +166,56 @@ def test_completions_are_found_by_update_prompt_and_text(tmp_path):
         return [sample["iteration"] for sample in report.asked(record.completions, query)]
 
     assert found(iteration="3") == [3] and found(file="", row="1") == [1, 3, 5] and found(iteration="9") == []
-    assert found(text="ANSWER 4") == [4] and found(text="1+1") == [1, 2, 3, 4, 5, 6] and found(text="none") == []
+    assert found(text="ANSWER 4", **{"from": "0"}) == [4] and found(text="none", **{"from": "0"}) == []
     part = report.part(record, None, 2)
     assert [sample["iteration"] for sample in part["completions"]["samples"]] == [1, 6]  # of two rollouts
     assert part["completions"]["iterations"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("block", [1, 400, 4 << 20])
+def test_a_search_finds_what_a_loop_over_the_rows_finds(tmp_path, monkeypatch, block, ascii_only):
+    monkeypatch.setattr(run_folder, "BLOCK", block)
+    texts = [
+        "Über 1/2",
+        "über",
+        'say "yes"',
+        "back\\slash",
+        "two\nlines",
+        "数学の答え",
+        "ÉCOLE 数学",
+        "prompt",
+        "😀 ok",
+        "<b>",
+    ]
+    samples = [SAMPLE | {"completion": text, "row": i} for i, text in enumerate(3 * texts)]
+    folder = write_run(tmp_path / "run", samples=[])
+    with open(folder / "completions.jsonl", "w", encoding="utf-8") as file:
+        for sample in samples:
+            file.write(json.dumps(sample, ensure_ascii=ascii_only) + "\n" + "damaged 数学\n" * (sample["row"] % 2))
+    record = report.Record(folder, "run")
+    record.read()
+    for text in [
+        "ÜBER",
+        "1/2",
+        '"YES"',
+        "k\\s",
+        "o\nl",
+        "数学",
+        "école 数",
+        "Prompt",
+        "😀",
+        "<B>",
+        "1+1=",
+        "damaged",
+        "é",
+    ]:
+        lower = text.lower()
+        expected = [s["row"] for s in samples if lower in s["completion"].lower() or lower in s["prompt"].lower()]
+        for begin in (0, 17):
+            found = record.completions.with_text(text, 99, begin)
+            assert [sample["id"] for sample in found] == [row for row in expected if row >= begin], text
+        assert [sample["id"] for sample in record.completions.with_text(text, 2)] == expected[-2:]
 
 
 def test_damaged_lines_of_a_run_that_is_followed_are_left_out_and_named(tmp_path):
@@ -189,6 +237,7 @@ def test_a_run_with_bad_numbers_or_files_does_not_take_the_page_from_the_others(
         for iteration, value in enumerate(("NaN", str(10**400), "1e999"), 4):
             file.write(f'{{"iteration": {iteration}, "kl": {value}}}\n')
     (bad / "eval_completions.jsonl").mkdir()
+    (bad / "environment.json").write_text("{}")
     records = [report.Record(write_run(tmp_path / "good"), "good"), report.Record(bad, "bad")]
     for _ in range(2):  # the second time, too, the same sentences
         for record in records:
@@ -197,7 +246,8 @@ def test_a_run_with_bad_numbers_or_files_does_not_take_the_page_from_the_others(
         assert good["damaged"] == [] and len(good["completions"]["samples"]) == 1
         assert shown["completions"]["samples"][1]["rewards"] == {"f1": None, "f2": None}
         assert shown["x"]["iteration"] == [0, 1, 2, 3, 4] and shown["metrics"]["kl"][-1] is None
-        folder, huge, infinite = shown["damaged"]
+        folder, huge, infinite, other = shown["damaged"]
+        assert "environment.json has no list 'given'" in other and len(huge) < 300
         assert "eval_completions.jsonl cannot be read: Is a directory" in folder
         assert "metrics.jsonl:6: kl is 1000" in huge and "metrics.jsonl:7: kl is inf" in infinite
 
@@ -239,6 +289,24 @@ def test_the_server_answers_those_who_know_the_address(served):
     assert sample == SAMPLE | {"id": 0}
     for query in ("samples?run=7&table=completions&iteration=1", "samples", "poll", "poll?cursors=x", "etc/passwd"):
         assert ask(f"/secret/{query}")[0] == 400
+
+
+def test_the_page_follows_the_run_while_a_search_reads(served, monkeypatch):
+    _, _, ask = served
+    cursor = ",".join(map(str, Page(ask("/secret/")[1]).data["runs"][0]["cursor"]))
+    begun, polled = threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        begun.set()
+        assert polled.wait(60)
+        return []
+
+    monkeypatch.setattr(run_folder.SampleFile, "with_text", slow)
+    search = threading.Thread(target=ask, args=["/secret/samples?run=0&table=completions&text=none&from=0"])
+    search.start()
+    assert begun.wait(60) and ask(f"/secret/poll?cursors={cursor}")[0] == 200
+    polled.set()
+    search.join(60)
 
 
 def test_a_port_in_use_and_a_folder_that_is_none_are_refused(tmp_path, capsys):

@@ -1,10 +1,13 @@
 """The page of tools/report.py in a browser: hostile runs, a run that goes on, runs of different length, and times."""
 
+import csv
 import json
 import random
+import re
 import threading
 import time
 
+import PIL.Image
 import pytest
 from browser import Browser, chromium
 from test_report import ROWS, SAMPLE, report, write_run
@@ -212,3 +215,111 @@ def test_ten_thousand_updates_are_drawn_soon(browser, tmp_path):
     assert seconds < 10_000
     assert browser.evaluate("document.querySelector('figure').panel.ranges.x") == [2000, 4000]
     assert "zoom=2000%2C4000" in browser.evaluate("location.hash") and browser.errors == []
+
+
+def test_an_enlarged_panel_is_saved_as_a_picture_and_as_a_table(browser, tmp_path):
+    rows = [{"iteration": i, "reward/mean": i / 100, "time/step": 2.0, "tokens/total": 7 * i} for i in range(1, 31)]
+    rows[9]["reward/mean"] = None
+    got = tmp_path / "got"
+    got.mkdir()
+    browser.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(got))
+    shown(browser, tmp_path, write_run(tmp_path / 'a "quoted", one', rows), write_run(tmp_path / "b", rows[:5]))
+    figure = "[...document.querySelectorAll('#curves figure')].find((one) => one.dataset.metric === 'reward/mean')"
+    browser.evaluate(f"[...{figure}.querySelectorAll('button')].find((one) => one.textContent === '⤢').click()")
+    browser.wait("byId('enlarged').open && byId('enlarged').querySelector('figure').panel.plot")
+    assert "When it goes wrong" in browser.evaluate("byId('enlarged').innerText")
+
+    def saved(label):
+        browser.evaluate(
+            f"[...byId('enlarged').querySelectorAll('button')].find((one) => one.textContent === '{label}').click()"
+        )
+        end = time.monotonic() + 60
+        while not (files := list(got.glob(f"*.{label.lower()}"))):
+            assert time.monotonic() < end, f"{label} wrote no file"
+            time.sleep(0.02)
+        return files[0]
+
+    table = list(csv.reader(saved("CSV").read_text().splitlines()))
+    assert table[0] == ["run", "update", "tokens", "minutes", "reward/mean"] and len(table) == 1 + 29 + 5
+    assert table[1] == ['a "quoted", one', "1", "7", table[1][3], "0.01"] and float(table[1][3]) == pytest.approx(
+        2 / 60
+    )
+    picture = PIL.Image.open(saved("PNG")).convert("RGB")
+    assert picture.width > 800 and len(picture.getcolors(1 << 24)) > 20  # lines, axes and names are drawn
+    corner = browser.evaluate("paint('panel')")
+    assert picture.getpixel((2, 2)) == tuple(int(part) for part in re.findall(r"\d+", corner)[:3])
+    browser.evaluate("byId('enlarged').close()")
+    assert browser.errors == []
+
+
+def test_what_is_known_of_an_update_only_as_a_whole_is_told(browser, tmp_path):
+    """The trainer's probabilities and the clipping are computed within an update: the log has their means."""
+    rows = [row | {"mismatch/mean_abs": 0.0123, "clip/high": 0.25} for row in ROWS]
+    shown(browser, tmp_path, write_run(tmp_path / "run", rows))
+    text = browser.evaluate("document.querySelector('#completions').innerText")
+    assert "all tokens of update 1:" in text and "mismatch/mean_abs 0.0123" in text and "clip/high 0.25" in text
+    assert "Clipped tokens are not marked" in browser.evaluate("byId('completions-note').textContent")
+    browser.evaluate("byId('colour').value = 'trainer'; byId('colour').dispatchEvent(new Event('input'))")
+    assert "within its updates" in browser.evaluate("byId('completions-note').textContent")
+    logged = SAMPLE | {"rollout_log_probs": [-0.5, None], "clipped": [1, 0]}
+    shown(browser, tmp_path, write_run(tmp_path / "other", ROWS, [logged]))
+    assert browser.evaluate("byId('completions-note').textContent").startswith("Underlined: the rollout importance")
+    assert browser.evaluate("document.querySelector('.tokens .clipped').textContent") == SAMPLE["tokens"][0]
+
+
+def test_a_live_page_forgets_the_oldest_completions_and_asks_for_them_again(browser, tmp_path):
+    samples = [SAMPLE | {"iteration": i, "completion": f"answer {i}"} for i in range(1, 6)]
+    folder = write_run(tmp_path / "run", ROWS, samples)
+    server = report.server([report.Record(folder, "run")], 30, 0, "secret")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        browser.open(f"http://127.0.0.1:{server.server_address[1]}/secret/")
+        browser.evaluate("limits.kept = 100_000")
+        picture = "data:image/gif;base64," + "A" * 30_000
+        with open(folder / "completions.jsonl", "a") as file:
+            file.write(json.dumps(SAMPLE | {"iteration": 6, "completion": "answer 6", "images": [picture]}) + "\n")
+        kept = "[...runs[0].completions.samples.values()].map((sample) => sample.iteration)"
+        browser.wait(f"{kept}.at(-1) === 6")
+        assert browser.evaluate(kept) == [3, 4, 5, 6]  # 15 kB each, and the picture
+        browser.evaluate("state.at = 1; buildCompletions()")
+        browser.wait("document.querySelector('#completions .sample')?.innerText.includes('update 1,')")
+        assert browser.evaluate(kept) == [3, 4, 5, 6, 1] and browser.errors == []
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_ticks_of_updates_are_whole_numbers(browser, tmp_path):
+    rows = [{"iteration": i, "reward/mean": i / 10, "time/step": 30.0} for i in range(1, 4)]
+    shown(browser, tmp_path, write_run(tmp_path / "run", rows))
+    browser.wait("document.querySelector('figure').panel.plot")
+    ticks = "document.querySelector('figure').panel.plot.axes[0]._splits"
+    assert browser.evaluate(ticks) == [0, 1, 2, 3]
+    browser.evaluate("byId('x-axis').value = 'minutes'; byId('x-axis').dispatchEvent(new Event('change'))")
+    browser.wait(f"{ticks}.some((tick) => tick % 1)")  # 1.5 minutes in all
+
+
+def test_a_search_asks_the_server_once_for_each_row(browser, tmp_path):
+    samples = [SAMPLE | {"iteration": i, "completion": f"found {i}"} for i in range(1, 60)]
+    folder = write_run(tmp_path / "run", ROWS, samples)
+    server = report.server([report.Record(folder, "run")], 2, 0, "secret")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        browser.open(f"http://127.0.0.1:{server.server_address[1]}/secret/#mode=all")
+        for text in ("fou", "foun", "found", "found 5"):  # typed
+            browser.evaluate(f"byId('text').value = '{text}'; byId('text').dispatchEvent(new Event('input'))")
+        browser.wait("document.querySelectorAll('#completions .line').length === 11")  # 5 and 50 to 59
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(ROWS[3] | {"iteration": 4}) + "\n")
+        browser.wait("runs[0].x.iteration.length === 5")
+        time.sleep(0.5)
+        asked = [request for request in browser.requests if "samples?" in request and "text=" in request]
+        assert len(asked) == 1 and asked[0].endswith("from=0")
+        with open(folder / "completions.jsonl", "a") as file:
+            file.write(json.dumps(SAMPLE | {"iteration": 60, "completion": "found 5 again"}) + "\n")
+        browser.wait("runs[0].cursor[2] === 60")
+        browser.evaluate("buildCompletions()")
+        browser.wait("document.querySelectorAll('#completions .line').length === 12")
+    finally:
+        server.shutdown()
+        server.server_close()

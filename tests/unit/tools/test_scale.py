@@ -75,6 +75,7 @@ def test_a_worlds_groups_are_those_of_real_ranks(worlds):
         assert numbers.device_gib > 0 and numbers.host_gib == 0  # the script of 30B-A3B moves nothing
 
 
+@pytest.mark.slow
 def test_deepseek_v3_is_exchanged_in_as_many_rounds_as_its_fullest_rank_needs():
     """1,024 ranks, and 8,192 completions with the experts of 58 layers: no completion has a round of its own."""
     flags = "--max-completion-length 15360 --max-tokens-per-microbatch 16384"

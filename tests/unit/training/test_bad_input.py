@@ -5,6 +5,7 @@ seconds; a stub stands in for vLLM. test_bad_input_ranks.py has torchrun, two ra
 """
 
 import errno
+import json
 import os
 import re
 
@@ -93,8 +94,22 @@ def test_a_last_save_and_an_export_that_fail_are_both_said(bench, capfd):
         rf"The newest checkpoint is iteration 2: --load {run} resumes from it",
         error,
     ), error
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "stopped" and status["error"].startswith(f"checkpoint {run}/iter_0000004.tmp cannot be")
     assert files(run / "iter_0000002") == before
     assert not [path.name for path in run.iterdir() if path.name.endswith((".partial", ".tmp"))]
+
+
+def test_a_save_that_fails_ends_a_run_that_is_to_stop(bench, capfd):
+    words = [*bench.good, *bench.resume("--train-iters", "8", "--save-interval", "2", "--on-save-error", "stop")]
+    with files_up_to(60_000):
+        code = launch(TRAIN, words)
+    run, error = bench.root / "run", capfd.readouterr().err.strip()
+    assert code == 1 and re.fullmatch(
+        rf"pretrain_grpo\.py: error: checkpoint {run}/iter_0000004.tmp cannot be written: .*\. Make room, or correct "
+        rf"the path\. The newest checkpoint is iteration 2: --load {run} resumes from it",
+        error,
+    ), error
 
 
 def test_a_checkpoint_of_another_user(bench, monkeypatch, capfd):

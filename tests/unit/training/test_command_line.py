@@ -171,6 +171,22 @@ def test_an_environment_without_megatron_core(monkeypatch, capsys):
     assert f"megatron-core is not installed for {sys.executable}: activate the environment" in line
 
 
+def test_another_python_than_that_of_the_environment_is_named():
+    """-S: an interpreter without the installed packages, as one whose environment is not activated."""
+    words = [sys.executable, "-S", str(REPO / "pretrain_grpo.py"), "--lr", "1e-6"]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LOCAL_RANK", "RANK")
+    }
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    (line,) = done.stderr.splitlines()
+    assert (
+        done.returncode == 1
+        and done.stdout == ""
+        and line.startswith("pretrain_grpo.py: error: jinja2, megatron-core, ")
+    )
+    assert f"are not installed for {sys.executable}: activate the environment" in line and ".venv/bin/activate" in line
+
+
 def test_a_run_may_start(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").touch()

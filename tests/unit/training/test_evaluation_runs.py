@@ -5,12 +5,15 @@ pretrain_grpo.py runs in this process, with an engine whose completions depend o
 
 import json
 import re
+import shlex
 import shutil
+import subprocess
 
 import bad_input_runs
 import pytest
 from bad_input_bench import Bench
 from bad_input_runs import TRAIN, files, launch
+from ranks import REPO
 from run_files import json_lines, metrics_of
 from test_sampling_resume import SeededEngine
 
@@ -62,11 +65,22 @@ def test_the_completions_of_the_same_prompts_are_logged_each_time(bench):
     expected = [(file, f"{a}+{b}=") for file, b in (("twos", 2), ("threes", 3)) for a in (1, 2)]
     for start in range(0, 24, 4):
         assert [(row["file"], row["prompt"]) for row in logged[start : start + 4]] == expected
+        assert [row["row"] for row in logged[start : start + 4]] == [0, 1, 0, 1]  # in the file
         assert {row["kind"] for row in logged[start : start + 4]} == {"greedy" if start % 8 == 0 else "sampled"}
     assert all(row["rewards"] == {"mine": row["length"] / 4} for row in logged)
     assert all(
         "file" not in row and row["advantage"] is not None for row in json_lines(bench.save / "completions.jsonl")
     )
+
+
+def test_the_command_of_the_page_follows_a_prompt(bench):
+    page = (REPO / "docs/evaluate.md").read_text()
+    (command,) = re.findall(r"^    (grep .*) runs/mine/eval_completions.jsonl$", page, re.M)
+    words = [*shlex.split(command), bench.save / "eval_completions.jsonl"]
+    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    rows = [json.loads(line) for line in found.splitlines()]
+    assert [(row["iteration"], row["prompt"]) for row in rows[::2]] == [(i, "1+2=") for i in (0, 0, 2, 2, 4, 4)]
+    assert {row["prompt"] for row in rows[1::2]} == {"1+3="}
 
 
 def test_a_resume_repeats_the_rows_after_the_checkpoint(bench, seeded, tmp_path):
@@ -166,6 +180,9 @@ def test_eval_only_needs_no_flags_of_training_and_no_save(bench, seeded, monkeyp
 def test_eval_only_of_nothing(bench, seeded, tmp_path, capfd):
     assert launch(TRAIN, [*bench.words, "--eval-only", "--load", str(tmp_path)]) == 1
     assert f"{tmp_path} (--load) holds no checkpoint; to evaluate --load-hf, leave --load out" in capfd.readouterr().err
+    assert launch(TRAIN, [*bench.words, "--eval-only", "--load", str(bench.save / "iter_0000777")]) == 1
+    there = ", ".join(sorted(path.name for path in bench.save.glob("iter_*")))
+    assert there and f"iter_0000777 (--load) holds no checkpoint; {bench.save} has {there}\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["a file", "a damaged table"])

@@ -1,4 +1,4 @@
-"""A run whose rewards never differ within a prompt says so, once."""
+"""A run whose rewards never differ within a prompt says so, once; one without any reward says so, and ends."""
 
 import pytest
 from bad_input_bench import Bench
@@ -19,3 +19,18 @@ def test_a_run_without_differences_says_so_once(tiny_models, tmp_path, capfd, re
     assert launch(TRAIN, [*bench.good, *plugin, "--train-iters", "5", *flags.split()]) == 0
     out = capfd.readouterr().out
     assert out.count("note: in 3 rollouts all completions of each prompt had the same reward (mean 0.25)") == lines
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "notes"), [("1.0", 1, 1), ("global n; n += 1; return None if n & 8 else 1.0", 0, 2)]
+)
+def test_a_function_without_return_ends_a_run_after_three_rollouts(tiny_models, tmp_path, capfd, body, code, notes):
+    """One that scores the completions of every other rollout does not."""
+    bench = Bench(tmp_path, tiny_models["qwen3"])
+    plugin = bench.plugin(f"n = 7\n@register_reward('mine')\ndef mine(sample):\n    {body}\n")
+    assert launch(TRAIN, [*bench.good, *plugin, "--train-iters", "4", "--reward-workers", "1"]) == code
+    found = capfd.readouterr()
+    text = 'reward "mine" returned None for all 8 completions of a rollout, which teaches nothing. Does'
+    assert found.out.count(f"note: {text}") == notes
+    assert found.err.count(f"pretrain_grpo.py: error: {text}") == code
+    assert ("3rd in a row. There is no checkpoint: start the run again" in found.err) == bool(code)

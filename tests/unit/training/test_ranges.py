@@ -103,7 +103,7 @@ def test_long_list_expressions_are_refused_before_they_are_built(capsys):
 def test_json_of_any_depth_is_read_or_refused(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--rope-scaling", '{"a":' * 100_000])
-    assert "argument --rope-scaling: invalid json_object value" in capsys.readouterr().err
+    assert 'argument --rope-scaling: \'{"a":' in capsys.readouterr().err
 
 
 def test_a_flag_that_is_set_twice_is_named(capsys):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from slow import slow_except
 from transformers import AutoModelForCausalLM
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
@@ -117,7 +118,7 @@ class Rows:
     log_completions = flush = close = print = nothing
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=slow_except(["grpo", "reinforce++"], CASES))
 def case(request):
     return request.param
 

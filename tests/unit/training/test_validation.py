@@ -327,6 +327,9 @@ REFUSED = {
     f"{DELTA} --linear-num-key-heads 2 --context-parallel-size 2 --tensor-model-parallel-size 2": (
         "--linear-num-key-heads (2) must be divisible by TP x CP (2 x 2) (4)"
     ),
+    f"{DELTA} --bf16 --lora-rank 2 --lora-modules-to-save A_log": (
+        "--lora-modules-to-save A_log in 16 bits needs --use-distributed-optimizer: A_log is float32"
+    ),
     f"{DELTA} --bf16": "gated_delta_net in 16 bits needs --use-distributed-optimizer: A_log is float32",
     f"{DELTA} --transformer-impl transformer_engine --dry-run": "gated_delta_net needs --transformer-impl local",
     DELTA.replace("qwen3_5_text", "qwen3").replace(
@@ -369,6 +372,7 @@ REFUSED = {
     f"{MOE} --vllm-enable-expert-parallel": "--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes",
     f'{MOE} --vllm-engine-kwargs {{"enable_expert_parallel":true}}': "--vllm-enable-expert-parallel needs a GPU",
     f"{MINIMAX} --tensor-model-parallel-size 8 --sequence-parallel": "8 and 4 key/value heads: ranks that share a head",
+    f"{MINIMAX} {SERVER} http://localhost:1": "a server's reload of the weights fails at its norms",
     f"{MINIMAX} --no-qk-layernorm": "--qk-layernorm-across-heads needs --qk-layernorm",
     "--qk-layernorm-across-heads": "model family qwen3 has qk_layernorm_across_heads = False",
     f"{MOE} --moe-router-topk 9": "--moe-router-topk (9) must be at most --num-experts (8)",

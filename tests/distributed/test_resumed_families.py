@@ -1,0 +1,76 @@
+"""Ten updates of the newest families: vLLM, whose weights every sync compares, and a resume in between.
+
+The run goes on in another parallel configuration.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import run_torchrun
+from safetensors.torch import load_file, save_file
+
+from tools.make_tiny_model import build_parser, make
+
+pytestmark = [pytest.mark.vllm, pytest.mark.distributed, pytest.mark.slow]
+
+PLUGIN = """
+from megatron_grpo.rewards.registry import Sample, register_reward
+
+@register_reward("ones")
+def ones(sample: Sample) -> float:
+    return float(sample.completion.count("1"))
+"""
+FLAGS = """--transformer-impl local --vllm-max-num-seqs 32 --num-generations 4 --global-batch-size 16
+    --micro-batch-size 8 --max-prompt-length 8 --max-completion-length 8 --lr 1e-3 --reward-funcs ones --beta 0
+    --check-weight-sync --seed 3"""
+EXPERTS = "--expert-model-parallel-size 2"
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+# Shape of the tiny model: more flags, layout of the first five updates, layout of the others.
+FAMILIES = {
+    "glm4_moe_lite": ("", EXPERTS, f"{TENSOR} {EXPERTS} --expert-tensor-parallel-size 1"),
+    "minimax_m2": ("", f"{TENSOR} --expert-tensor-parallel-size 2", EXPERTS),
+    "deepseek_v3": ("", "--pipeline-model-parallel-size 2", EXPERTS),  # as Kimi-K2.5's language model
+    "qwen3_5_text": ("--vllm-dtype bfloat16", "", TENSOR),
+}
+
+
+def wrap_in_kimi(directory: Path) -> None:
+    """Give a DeepSeek-V3 checkpoint the names and the config.json of Kimi-K2.5, with a part of a vision tower."""
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    tensors["vision_tower.pos_emb.weight"] = tensors["language_model.lm_head.weight"][:2].clone()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    text = json.loads((directory / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    names = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
+    config = names | {"text_config": text, "vision_config": {}, "tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ten_updates_resumed_in_another_layout(family, tmp_path):
+    more, first, second = FAMILIES[family]
+    model, save = tmp_path / "model", tmp_path / "save"
+    words = f"--save {model} --shape {family} --steps 0 --quiet --hidden-size 64 --num-layers 4"
+    make(build_parser().parse_args(words.split()))
+    before = load_file(model / "model.safetensors")
+    if family == "deepseek_v3":
+        wrap_in_kimi(model)
+    (tmp_path / "own.py").write_text(PLUGIN)
+    rows = [{"prompt": f"{a}+{b}="} for a in range(4) for b in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = f"""{FLAGS} {more} --load-hf {model} --train-data-path {tmp_path}/train.jsonl --save {save} --load {save}
+        --external-plugins {tmp_path}/own.py --train-iters 10 --save-interval 5""".split()
+    run_torchrun(2, "pretrain_grpo.py", *words, *first.split(), "--exit-interval", 5)
+    done = run_torchrun(2, "pretrain_grpo.py", *words, *second.split())
+    assert f"resumed from {save} at iteration 5" in done.stdout
+
+    rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, 11))
+    bound = 2e-2 if more else 1e-5  # bfloat16 in the engine alone
+    assert all(row["mismatch/mean_abs"] < bound and row["grad_norm"] > 0 for row in rows), rows
+    assert sum(row["reward/mean"] for row in rows[5:]) > sum(row["reward/mean"] for row in rows[:5])
+    after = load_file(save / "hf_model" / "model.safetensors")
+    assert after.keys() == before.keys()
+    changed = {name for name in before if not after[name].equal(before[name])}
+    assert changed >= {name for name in before if "experts." not in name and not name.endswith("correction_bias")}
