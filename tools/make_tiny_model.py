@@ -39,7 +39,7 @@ from megatron_grpo.utils.errors import GrpoError
 EOS, PAD = "<eos>", "<pad>"
 SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2"]
 SHAPES += ["qwen3_next", "qwen3_5_text"]
-VISION_SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"]
+VISION_SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "internvl", "llava_onevision"]
 POSITIVE = (
     "batch_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
     "max_position_embeddings"

@@ -55,6 +55,7 @@ IMAGE, VIDEO = (f"<|vision_start|><|{medium}_pad|><|vision_end|>" for medium in 
 PROCESSORS = {
     "qwen2_5_vl": (Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen2_5_VLProcessor, 14),
     "qwen3_vl": (Qwen2VLImageProcessor, Qwen3VLVideoProcessor, Qwen3VLProcessor, 16),
+    "qwen3_5": (Qwen2VLImageProcessor, Qwen3VLVideoProcessor, Qwen3VLProcessor, 16),
 }
 INTERNVL_SPECIAL = "<|endoftext|> <|im_start|> <|im_end|> <img> </img> <IMG_CONTEXT> <quad> </quad>".split()
 INTERNVL_VIDEO = "<video>"  # as published, behind the tokens that have an embedding
@@ -173,10 +174,20 @@ def make_model(
     else:
         section = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
         text["head_dim"] = 32
-        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": list(range(min(depth, 2)))}
-    if shape == "qwen3_vl_moe":
+        vision["num_position_embeddings"] = 64
+    if shape.startswith("qwen3_vl"):
+        vision["deepstack_visual_indexes"] = list(range(min(depth, 2)))
+    if shape.startswith("qwen3_5"):
+        section = {"mrope_section": [3, 3, 2], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+        text |= {"head_dim": 64, "layer_types": [("linear_attention", "full_attention")[i % 2] for i in range(layers)]}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        text |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # with 128 the only ones of vLLM's CPU kernel
+    if shape.endswith("_moe"):
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * hidden // 8}
+    if shape == "qwen3_vl_moe":
         text |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    if shape == "qwen3_5_moe":
+        text["shared_expert_intermediate_size"] = 3 * hidden // 8
     if shape == "internvl":
         vision = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": width // 32}
         vision |= {"num_hidden_layers": depth, "attention_bias": True, "image_size": [TILE] * 2, "patch_size": [14] * 2}
@@ -224,16 +235,18 @@ def make_model(
 def save_model(model: torch.nn.Module, directory: Path, **options: Any) -> None:
     """Save the model with the names and shapes of published files.
 
-    transformers 5 writes the experts of Qwen3-VL as it computes with them, transposed against the published ones, and
-    leaves a part of the names in LLaVA-OneVision's tower out.
+    transformers 5 writes the experts of Qwen3-VL as it computes with them, transposed against the published ones, each
+    expert of Qwen3.5 apart, and leaves a part of the names in LLaVA-OneVision's tower out.
     """
+    kind = model.config.model_type
     llava = "vision_tower.", "vision_tower.vision_model."
-    shortened = llava if model.config.model_type == "llava_onevision" else ("", "")
-    model.save_pretrained(directory, **options)
+    shortened = llava if kind == "llava_onevision" else ("", "")
+    transposed = ".mlp.experts." if kind == "qwen3_vl_moe" else "no such name"
+    model.save_pretrained(directory, save_original_format=kind != "qwen3_5_moe", **options)
     for file in directory.glob("*.safetensors"):
         tensors = load_file(file)
         published = {
-            name.replace(*shortened, 1): tensor.mT.contiguous() if ".mlp.experts." in name else tensor
+            name.replace(*shortened, 1): tensor.mT.contiguous() if transposed in name else tensor
             for name, tensor in tensors.items()
         }
         if any(published.get(name) is not tensor for name, tensor in tensors.items()):

@@ -59,7 +59,7 @@ def reference_args(args: Namespace) -> Namespace:
     _check_micro_batches(own, "ref", "--ref-micro-batch-size")
     if args.ref_load_hf:
         config = hf.read_config(args.ref_load_hf)
-        theirs = families.for_hf_config(config).args_from_hf(config)
+        theirs = families.for_hf_config(config, args.model_family).args_from_hf(config)
         for dest in (dest for dest in ARCHITECTURE if dest != "max_position_embeddings"):
             if theirs.get(dest) is not None and theirs[dest] != getattr(args, dest):
                 raise GrpoError(

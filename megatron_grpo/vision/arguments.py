@@ -66,4 +66,6 @@ def check_vision(args: Namespace) -> None:
         value = getattr(args, dest)
         if value not in allowed:
             given = flag(dest) if value is True else f"{flag(dest)} {value}"
-            raise GrpoError(f"{given} does not work with model family {args.model_family} yet: {reason}; leave it out")
+            text = kind_of(args).text
+            cure = "leave it out" + (f", or give --model-family {text} and no images" if text else "")
+            raise GrpoError(f"{given} does not work with model family {args.model_family} yet: {reason}; {cure}")

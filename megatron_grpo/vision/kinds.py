@@ -47,7 +47,8 @@ class Vision:
     the features do not depend on. `nested`: a beginning of names in the tower, and the same in files. `tiles`: the
     processor cuts images into tiles of one size, to which it scales frames, and has no bounds of pixels. `class_token`:
     a tile has one. `mrope`: text and images have M-RoPE's positions. `interleaved`: its axes alternate from frequency
-    to frequency. `defaults`: transformers' values of keys that vision_config leaves out.
+    to frequency. `text`: the family as which --model-family reads the language model of a directory alone. `defaults`:
+    transformers' values of keys that vision_config leaves out.
     """
 
     prefix: str
@@ -68,6 +69,7 @@ class Vision:
     class_token: bool = False
     mrope: bool = True
     interleaved: bool = False
+    text: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def file_name(self, name: str) -> str:
@@ -174,24 +176,18 @@ def _qwen3_vl_around_frames(processor: Any, video: Video) -> list[tuple[str, str
     return [(f"<{time:.1f} seconds>{begin}", end) for time in times]
 
 
-def _qwen3_vl_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+def _qwen3_tower(name: str) -> Callable[[dict[str, Any], int], torch.nn.Module]:
+    """Return what builds the tower of a family whose classes in transformers begin with this name."""
 
-    from megatron_grpo.vision.attention import use_offsets
+    def tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
+        import transformers
 
-    vision = Qwen3VLVisionConfig(**config["vision_config"])
-    return use_offsets(Qwen3VLVisionModel._from_config(vision))
+        from megatron_grpo.vision.attention import use_offsets
 
+        vision = getattr(transformers, f"{name}VisionConfig")(**config["vision_config"])
+        return use_offsets(getattr(transformers, f"{name}VisionModel")._from_config(vision))
 
-def _qwen3_vl_moe_tower(config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
-    from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
-    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
-
-    from megatron_grpo.vision.attention import use_offsets
-
-    vision = Qwen3VLMoeVisionConfig(**config["vision_config"])
-    return use_offsets(Qwen3VLMoeVisionModel._from_config(vision))
+    return tower
 
 
 def _without_decoder(model: type, of_model: type, config: dict[str, Any], hidden_size: int) -> torch.nn.Module:
@@ -336,12 +332,21 @@ def _llava_onevision_pixels(
     return torch.cat(found["pixel_values"]), torch.tensor(grids)
 
 
-_MERGERS = ("merger.", "deepstack_merger_list.")
-_QWEN3_VL: dict[str, Any] = {
-    "interleaved": True,
-    "around_frames": _qwen3_vl_around_frames,
-    "defaults": {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "spatial_merge_size": 2},
-}
+def _qwen3_kind(name: str, text: str | None = None) -> Vision:
+    """Return the vision part of Qwen3-VL and of Qwen3.5, whose tower has no inner features."""
+    return Vision(
+        "model.visual.",
+        ("merger.", "deepstack_merger_list."),
+        _qwen3_tower(name),
+        _qwen_grid,
+        _qwen3_vl_video,
+        interleaved=True,
+        around_frames=_qwen3_vl_around_frames,
+        text=text,
+        defaults={"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "spatial_merge_size": 2},
+    )
+
+
 KINDS = {
     "qwen2_5_vl": Vision(
         "visual.",
@@ -359,8 +364,10 @@ KINDS = {
             "window_size": 112,
         },
     ),
-    "qwen3_vl": Vision("model.visual.", _MERGERS, _qwen3_vl_tower, _qwen_grid, _qwen3_vl_video, **_QWEN3_VL),
-    "qwen3_vl_moe": Vision("model.visual.", _MERGERS, _qwen3_vl_moe_tower, _qwen_grid, _qwen3_vl_video, **_QWEN3_VL),
+    "qwen3_vl": _qwen3_kind("Qwen3VL"),
+    "qwen3_vl_moe": _qwen3_kind("Qwen3VLMoe"),
+    "qwen3_5": _qwen3_kind("Qwen3_5", "qwen3_5_text"),
+    "qwen3_5_moe": _qwen3_kind("Qwen3_5Moe", "qwen3_5_moe_text"),
     "internvl": Vision(
         prefix="",
         projector=("multi_modal_projector.",),

@@ -169,7 +169,7 @@ class MRope(torch.nn.Module):
     """Rotary embedding by three positions of each token (`kinds.mrope_positions`), or by one if a pack has no images.
 
     --mrope-section: the number of frequencies that turn with time, height and width, one section after the other; or
-    interleaved (Qwen3-VL): time, height, width in turn, then time for the rest.
+    interleaved (Qwen3-VL, Qwen3.5): time, height, width in turn, then time for the rest.
     """
 
     positions: torch.Tensor | None = None  # [3, t] of all tokens of the pack, on the device

@@ -94,4 +94,6 @@ def resolve_architecture(args: Namespace, source: Mapping[str, Any], source_name
 def architecture_of(args: Namespace, directory: str) -> dict[str, Any]:
     """Return the architecture in the ``config.json`` of a directory; GrpoError when a flag that was given differs."""
     config = read_config(directory)
-    return resolve_architecture(args, families.for_hf_config(config).args_from_hf(config), f"{directory}/config.json")
+    name = args.model_family if "model_family" in args.explicit else None
+    family = families.for_hf_config(config, name)
+    return resolve_architecture(args, family.args_from_hf(config), f"{directory}/config.json")

@@ -63,12 +63,16 @@ ASSETS_DIR = "hf_assets"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def open_weights(hf_dir: str | Path) -> Safetensors:
-    """Return the reader of a directory's weights, in the format of its config.json; print a line if it dequantizes."""
+def open_weights(hf_dir: str | Path, family_name: str | None = None) -> Safetensors:
+    """Return the reader of a directory's weights, in the format of its config.json; print a line if it dequantizes.
+
+    ``family_name``: see `families.for_hf_config`.
+    """
     config = read_config(hf_dir)
-    by_name = {**families.FAMILIES, **{family.architecture: family for family in families.READ_AS}}
-    names = [str(config.get("model_type")), *(config.get("architectures") or [])]
-    family = next((by_name[name] for name in names if name in by_name), None)
+    try:
+        family = families.for_hf_config(config, family_name)
+    except GrpoError:  # a draft model: vLLM runs more families
+        family = None
     source = quantized.reader(hf_dir, family.text_config(config) if family in families.READ_AS else config)
     if family is not None and family.published is not None and (unread := source.rename(family.published)):
         print_rank_0(f"{hf_dir}: {len(unread)} tensors are not read, such as {unread[0]}: the model has no such part")
@@ -158,7 +162,7 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
     weights = model_weights.table(args)
     local = model_weights.local_weights(model_chunks, weights)
     model_weights.owning_stages(weights, {weight.name for weight, _ in local})
-    source = open_weights(hf_dir)
+    source = open_weights(hf_dir, args.model_family)
     there, description = on_rank_0(_stored, source, weights)  # it opens all files; other ranks those that they read
     if (own := _description(source.dir)) != description:
         names = ", ".join(name for name in own if own[name] != description[name])

@@ -8,6 +8,7 @@ import pytest
 from ranks import run_torchrun
 from run_files import metrics_of
 from safetensors.torch import load_file
+from slow import slow_except
 from vision_models import check_equal, make, picture
 
 from megatron_grpo.patches import cpu_backend
@@ -237,6 +238,66 @@ def test_other_families(data, tmp_path, name):
         assert row["mismatch/mean_abs"] < 1e-5
         for metric in ("reward/mean", "grad_norm", "entropy", "kl", "loss"):
             assert row[metric] == pytest.approx(expected[metric], rel=1e-5, abs=2e-6), metric
+
+
+# vLLM's CPU build computes delta nets in bfloat16 only. One run has the rollouts of all layouts, which replay them.
+BF16 = "--vllm-dtype bfloat16"
+OF_DELTA_NETS = {
+    "TP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "DP2": LAYOUTS["DP2"],
+    "PP2, recomputed": PP2_RECOMPUTED,
+    "CP2": "--context-parallel-size 2",
+    "CP2, a token budget, recomputed": LAYOUTS["CP2, a token budget, recomputed"],
+    "DP2, shared prompts": LAYOUTS["DP2, shared prompts"],
+    "CP2, shared prompts": LAYOUTS["CP2, shared prompts"],
+    "PP2, shared prompts": LAYOUTS["PP2, shared prompts"],
+    "TP2 SP EP2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+    "EP2": "--expert-model-parallel-size 2",
+}
+# Model, rows, flags of the recorded run -> layouts.
+REPLAYED = {
+    ("qwen3_5", "train", ""): [name for name in OF_DELTA_NETS if "EP2" not in name],
+    ("qwen3_5", "videos", ""): ["PP2, recomputed", "CP2, a token budget, recomputed"],
+    ("qwen3_5_moe", "train", ""): ["TP2 SP EP2", "EP2", "CP2"],
+    ("tied_qwen3_5", "train", ""): ["PP2, recomputed"],
+    ("qwen3_5", "train", "--lora-rank 4"): ["TP2 SP"],
+    ("qwen3_5", "train", r"--lora-rank 4 --lora-modules-to-save .*visual\.merger\..* --lora-weight-sync merged"): [
+        "DP2"
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(data):
+    """Return (directory, metrics) of a run on one rank with a ledger; it is made at its first use."""
+    runs = {}
+
+    def of(model, rows, flags):
+        if (model, rows, flags) not in runs:
+            save = data / f"recorded{len(runs)}"
+            words = f"--micro-batch-size 4 {BF16} {flags} --ledger {save}/ledger"
+            runs[model, rows, flags] = save, run(data, 1, save, *words.split(), model=model, rows=rows)
+        return runs[model, rows, flags]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "flags", "layout"),
+    slow_except(
+        [("qwen3_5", "train", "", "TP2 SP")], [(*key, name) for key, names in REPLAYED.items() for name in names]
+    ),
+)
+def test_layouts_of_delta_nets_with_pictures(data, recorded, tmp_path, model, rows, flags, layout):
+    """The updates of a replay are those of the recorded run; its engine, in bfloat16, is as near as that dtype."""
+    save, expected = recorded(model, rows, flags)
+    words = f"{BF16} {flags} {OF_DELTA_NETS[layout]} --replay-rollouts {save} --no-save-hf"
+    found = run(data, 2, tmp_path / "run", *words.split(), model=model, rows=rows)
+    assert len(found) == len(expected) == 3
+    for row, one in zip(found, expected, strict=True):
+        assert row["mismatch/mean_abs"] < 0.03  # of the language model alone in test_stream.py
+        for name in ("reward/mean", "grad_norm", "entropy", "kl", "loss"):
+            assert row[name] == pytest.approx(one[name], rel=1e-5, abs=2e-6), (name, row[name], one[name])
 
 
 @pytest.mark.slow

@@ -268,11 +268,14 @@ def add_mtp(directory: Path, model: torch.nn.Module) -> MtpModel:
     return mtp
 
 
-def toy_args(directory: Path, **more):
-    """Return the arguments of the Megatron model for a checkpoint; ``more`` are arguments to set."""
+def toy_args(directory: Path, family: str | None = None, **more):
+    """Return the arguments of the Megatron model for a checkpoint; ``more`` are arguments to set.
+
+    ``family``: see `families.for_hf_config`.
+    """
     args = parse_args(["--transformer-impl", "local"])
     config = hf.read_config(directory)
-    architecture = families.for_hf_config(config).args_from_hf(config)
+    architecture = families.for_hf_config(config, family).args_from_hf(config)
     args = replaced(args, **architecture | {"padded_vocab_size": PADDED_VOCAB} | more)
     # megatron-core requires it for experts with tensor parallelism
     return replaced(args, sequence_parallel=args.tensor_model_parallel_size > 1 and bool(args.num_experts))
@@ -310,7 +313,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def verify_hf(chunks, args, directory: Path) -> int:
     """Compare a model bit for bit with a checkpoint in the model's dtype; return the number of tensors. Collective."""
-    source, count = hf.open_weights(directory), 0
+    source, count = hf.open_weights(directory, args.model_family), 0
     held = {name for weight in hf.check_tensors(source, model_weights.table(args)) for name in weight.hf}
     for name, tensor in stream_hf(chunks, args):
         if name in held:

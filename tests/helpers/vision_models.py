@@ -29,6 +29,8 @@ def make(directory: Path, tied: bool = False, layers: int = 4, shape: str = "qwe
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             centre = 1.0 if ("norm" in name and not name.endswith("bias")) or "ln_q" in name else 0.0
+            if shape.startswith("qwen3_5") and "language_model." in name and "linear_attn." not in name:
+                centre = 0.0  # these norms multiply by 1 + weight
             parameter.copy_(centre + 0.1 * torch.randn(parameter.shape))
     tool.save_model(model, directory, max_shard_size="400KB")
     tool.make_processor(tokenizer, 24, shape).save_pretrained(directory)

@@ -98,6 +98,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, help="dtype to write [the dtype of the source]")
     parser.add_argument("--hf-config", metavar="DIR", help="config.json and tokenizer of a Megatron-LM checkpoint")
     parser.add_argument(
+        "--model-family",
+        metavar="NAME",
+        help="qwen3_5_text or qwen3_5_moe_text: read the language model of a directory of Qwen3.5 alone",
+    )
+    parser.add_argument(
         "--pytorch-bin", action="store_true", help="read pytorch_model.bin instead of safetensors, tensors only"
     )
     for name in (*SIZES, EXPERT_TENSOR):
@@ -139,6 +144,15 @@ def model_args(options: argparse.Namespace, architecture: Mapping[str, Any], sou
     if args.expert_tensor_parallel_size is None:
         args = replaced(args, expert_tensor_parallel_size=args.tensor_model_parallel_size)
     return replaced(args, padded_vocab_size=padded_vocab_size(args))
+
+
+def args_of(options: argparse.Namespace, directory: str) -> argparse.Namespace:
+    """Return `model_args` for the model of a Hugging Face directory."""
+    config, name = hf.read_config(directory), options.model_family
+    family = families.for_hf_config(config, name)
+    if name not in (None, family.name):
+        raise GrpoError(f"--model-family {name}: {directory} has the family {family.name}: leave the flag out")
+    return model_args(options, family.args_from_hf(config), f"{directory}/config.json")
 
 
 def table(args: argparse.Namespace) -> list[Weight]:
@@ -191,9 +205,8 @@ def verify(
 
 def hf_to_megatron(options: argparse.Namespace) -> int:
     """Import a Hugging Face directory; return the number of bytes written."""
-    config = hf.read_config(options.load)
-    args = model_args(options, families.for_hf_config(config).args_from_hf(config), f"{options.load}/config.json")
-    source = PytorchBin(options.load) if options.pytorch_bin else hf.open_weights(options.load)
+    args = args_of(options, options.load)
+    source = PytorchBin(options.load) if options.pytorch_bin else hf.open_weights(options.load, args.model_family)
     weights = hf.check_tensors(source, table(args))
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
     args = with_dtype(args, dtype)
@@ -220,12 +233,11 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
     checkpoint_directory.refuse_adapter(directory)
     stored = checkpoint_directory.stored_args(directory)
     if options.hf_config:
-        config = hf.read_config(options.hf_config)
-        args = model_args(
-            options, families.for_hf_config(config).args_from_hf(config), f"{options.hf_config}/config.json"
-        )
+        args = args_of(options, options.hf_config)
         check_agreement(args, stored or checkpoint.megatron_lm_args(), directory, options.hf_config)
         assets: str | Path | None = options.hf_config
+    elif options.model_family:
+        raise GrpoError("--model-family describes a Hugging Face directory: leave it out, or give --hf-config")
     elif stored.get("model_family"):
         args = model_args(options, stored, f"the checkpoint {options.load}")
         assets = checkpoint_directory.run_directory(options.load) / hf.ASSETS_DIR
@@ -264,9 +276,8 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
 
 def hf_to_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face directory with an adapter merged into its weights; return the number of bytes written."""
-    config = hf.read_config(options.load)
-    args = model_args(options, families.for_hf_config(config).args_from_hf(config), f"{options.load}/config.json")
-    source, out_dir = hf.open_weights(options.load), Path(options.save)
+    args = args_of(options, options.load)
+    source, out_dir = hf.open_weights(options.load, args.model_family), Path(options.save)
     weights = hf.check_tensors(source, table(args))
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
     args = with_dtype(args, dtype)

@@ -206,7 +206,7 @@ def _compare_logits(
         return f"logits were not compared: two float32 models need {need / 1e9:.1f} GB, {available / 1e9:.1f} are free"
 
     tokens = torch.randint(args.vocab_size, (_TOKENS,), generator=torch.Generator().manual_seed(0))
-    model = _transformers_model(source)
+    model = _transformers_model(source, with_tower=bool(args.vision_config))
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
     theirs = model(tokens[None]).logits[0]
@@ -219,9 +219,15 @@ def _compare_logits(
     return found
 
 
-def _transformers_model(source: Safetensors) -> nn.Module:
+def _transformers_model(source: Safetensors, with_tower: bool) -> nn.Module:
     """Return transformers' model of the source, in float32."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -229,11 +235,13 @@ def _transformers_model(source: Safetensors) -> nn.Module:
     # Other attention implementations lack features of some models: soft caps, sinks.
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     if not source.quantization:
-        return AutoModelForCausalLM.from_pretrained(source.dir, **options).eval()
+        model_class = AutoModelForImageTextToText if with_tower else AutoModelForCausalLM
+        return model_class.from_pretrained(source.dir, **options).eval()
     config = AutoConfig.from_pretrained(source.dir)
     del config.quantization_config  # transformers refuses FP8 with smaller blocks at the edges
     tensors = {name: source.read(name) for name in source.names()}
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(None, config=config, state_dict=tensors, **options)
+    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if with_tower else MODEL_FOR_CAUSAL_LM_MAPPING
+    return classes[type(config)].from_pretrained(None, config=config, state_dict=tensors, **options)
 
 
 def _logits(

@@ -26,6 +26,8 @@ from megatron_grpo.weights.families import (
     qwen3,
     qwen3_5,
     qwen3_5_moe,
+    qwen3_5_moe_vision,
+    qwen3_5_vision,
     qwen3_moe,
     qwen3_next,
     qwen3_vl,
@@ -46,6 +48,8 @@ FAMILIES: dict[str, Family] = {
         qwen3_next,
         qwen3_5,
         qwen3_5_moe,
+        qwen3_5_vision,
+        qwen3_5_moe_vision,
         qwen3_vl,
         qwen3_vl_moe,
         mixtral,
@@ -80,21 +84,28 @@ REFUSED = {
 }
 
 # Directories that are read as one of these families, and exported as one.
-READ_AS = (kimi_k25.FAMILY, qwen3_5.WITH_VISION, qwen3_5_moe.WITH_VISION)
+READ_AS = (kimi_k25.FAMILY, qwen3_5.TEXT_PART, qwen3_5_moe.TEXT_PART)
 
 
-def for_hf_config(config: Config) -> Family:
-    """Return the family of a config.json by `architectures`, else by `model_type`; raise GrpoError if unknown."""
+def for_hf_config(config: Config, name: str | None = None) -> Family:
+    """Return the family of a config.json by `architectures`, else by `model_type`; raise GrpoError if unknown.
+
+    ``name``: of the family, where the directory can be read as several: of Qwen3.5 the language model alone, too.
+    """
     names = config.get("architectures") or []
-    for family in (*FAMILIES.values(), *READ_AS):
-        if family.architecture in names or (not names and config.get("model_type") == family.name):
-            return family
-    found = ", ".join(names) or f"model_type {config.get('model_type')!r}"
+    found = [
+        family
+        for family in (*FAMILIES.values(), *READ_AS)
+        if family.architecture in names or (not names and config.get("model_type") == family.name)
+    ]
+    if found:
+        return next((family for family in found if family.name == name), found[0])
+    unknown = ", ".join(names) or f"model_type {config.get('model_type')!r}"
     reason = next((REFUSED[name] for name in names if name in REFUSED), None)
     if reason:
-        raise GrpoError(f"config.json names the architecture {found}, which is not supported: {reason}")
+        raise GrpoError(f"config.json names the architecture {unknown}, which is not supported: {reason}")
     supported = ", ".join(family.architecture for family in (*FAMILIES.values(), *READ_AS))
-    raise GrpoError(f"config.json names the architecture {found}, which is not supported; supported are: {supported}")
+    raise GrpoError(f"config.json names the architecture {unknown}, which is not supported; supported are: {supported}")
 
 
 def for_args(args: Namespace) -> Family:

@@ -89,6 +89,11 @@ DEFAULTS = {
 }
 
 
+def without_mtp(name: str) -> str | None:
+    """Return a tensor's name; None for multi-token prediction."""
+    return None if name.startswith("mtp.") else name
+
+
 def text_part(name: str) -> str | None:
     """Return a tensor's name in files of the language model alone; None for multi-token prediction and vision.
 

@@ -1,4 +1,4 @@
-"""Qwen3.5 (dense), text only: gated delta nets, gated attention in every fourth layer."""
+"""Qwen3.5 (dense), the language model: gated delta nets, gated attention in every fourth layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -77,5 +77,5 @@ FAMILY = Family(
     published=text_part,
     defaults={**DEFAULTS, "num_key_value_heads": 4},
 )
-# The language model of a published checkpoint.
-WITH_VISION = replace(FAMILY, architecture="Qwen3_5ForConditionalGeneration", text_config=text_config)
+# The language model alone of a published checkpoint.
+TEXT_PART = replace(FAMILY, architecture="Qwen3_5ForConditionalGeneration", text_config=text_config)

@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts, text only: the decoder of Qwen3.5, the experts of Qwen3-Next, all of a layer in one tensor."""
+"""Qwen3.5 with experts, the language model: Qwen3.5's decoder, Qwen3-Next's experts, all of a layer in one tensor."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -34,7 +34,7 @@ _MLP = [
 ]
 
 
-def _with_width(config: Config) -> Config:
+def with_width(config: Config) -> Config:
     """Return config.json with the width of dense layers, which it leaves out: there are none."""
     return {"intermediate_size": config.get("moe_intermediate_size"), **config}
 
@@ -63,12 +63,12 @@ FAMILY = Family(
     read_rope=read_text_rope,
     write_rope=write_partial_rope,
     published=text_part,
-    text_config=_with_width,
+    text_config=with_width,
     defaults={**DEFAULTS, **EXPERT_DEFAULTS, "num_key_value_heads": 2},
 )
-# The language model of a published checkpoint.
-WITH_VISION = replace(
+# The language model alone of a published checkpoint.
+TEXT_PART = replace(
     FAMILY,
     architecture="Qwen3_5MoeForConditionalGeneration",
-    text_config=lambda config: _with_width(text_config(config)),
+    text_config=lambda config: with_width(text_config(config)),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.kinds import KINDS, VISION_KEYS, vision_keys
-from megatron_grpo.weights.families.common import Config, Family, read_rope, rope_keys
+from megatron_grpo.weights.families.common import Config, Family
 from megatron_grpo.weights.parameter_mapping import ParameterMapping
 
 
@@ -63,7 +63,7 @@ def vision_language(
         if rope.get("type") == "mrope":
             rope.pop("type")
         plain = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
-        found = read_rope({**plain, "rope_parameters": rope})
+        found = text.read_rope({**plain, "rope_parameters": rope})
         if found["rope_scaling"]:
             raise GrpoError(
                 f"config.json has mrope_section and rope scaling {found['rope_scaling']}, which vLLM and transformers "
@@ -73,7 +73,7 @@ def vision_language(
         return {**found, "mrope_section": section}
 
     def write_mrope(args: Namespace) -> Config:
-        keys = rope_keys(args, args.rope_scaling)
+        keys = text.write_rope(args)
         section: Mapping[str, Any] = {"mrope_section": args.mrope_section}
         section = {**section, "mrope_interleaved": True} if interleaved else {"type": "mrope", **section}
         return {

@@ -320,7 +320,7 @@ def test_the_flags_describe_the_published_model(name):
         text += (REPO / shared).read_text()
     words = shlex.split(re.search(r"^MODEL_ARGS=\(\n(.*?)^\)", text, re.S | re.M)[1])
     args, config = parse_args(words), SCRIPTS[name].config
-    source = families.for_hf_config(config).args_from_hf(config)
+    source = families.for_hf_config(config, args.model_family).args_from_hf(config)
     args = replaced(args, **resolve_architecture(args, source, "config.json"))  # a flag that differs is refused
     ours = parse_args(words)
     assert {dest: getattr(ours, dest) for dest, value in source.items() if value is not None} == {

@@ -9,7 +9,7 @@ from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.training.arguments import parse_args
@@ -56,13 +56,15 @@ def text_part(name: str) -> dict:
     return config.get("text_config", config)
 
 
-def transformers_count(config: dict) -> int:
+def transformers_count(name: str, with_tower: bool) -> int:
     """Return the parameters of transformers' model, which takes no memory; routers' biases are buffers, as here."""
+    config = published(name, "config.json") if with_tower else text_part(name)
     keys = {key: value for key, value in config.items() if key not in ("model_type", "auto_map", "quantization_config")}
     own = {"kimi_k2": "deepseek_v3"}  # Kimi-K2's code is DeepSeek-V3's; transformers does not know the name
     model_type = own.get(config["model_type"], config["model_type"])
+    model_class = AutoModelForImageTextToText if with_tower else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **keys))
+        model = model_class.from_config(AutoConfig.for_model(model_type, **keys))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -87,9 +89,7 @@ def test_a_family_reads_the_whole_config(name):
 
 @pytest.mark.parametrize("name", slow_except(FEW, NAMES))
 def test_the_dry_run_counts_the_parameters_of_a_published_config(name):
-    config = text_part(name)
-    args = arguments(name)
-    args = resolve_args(args, 1)
+    args = resolve_args(arguments(name), 1)
     count = Plan(args).whole_model()
-    assert count == transformers_count(config)
+    assert count == transformers_count(name, bool(args.vision_config))
     assert count == pytest.approx(CARDS[name] * 1e9, rel=0.05)

@@ -106,7 +106,7 @@ def test_a_log_stays_float32_in_a_model_of_16_bits(world, tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
 def test_the_text_part_of_a_vision_language_checkpoint(world, tmp_path, capsys, family):
-    """Published names and config.json: the tower and multi-token prediction are not read, and one line says so."""
+    """--model-family of a text: the tower and multi-token prediction are not read, and one line says so."""
     text, whole = tmp_path / "text", tmp_path / "whole"
     theirs = make(text, family, tied=False)
     whole.mkdir()
@@ -119,7 +119,7 @@ def test_the_text_part_of_a_vision_language_checkpoint(world, tmp_path, capsys, 
     nested = {"architectures": [architecture], "model_type": family.removesuffix("_text"), "text_config": config}
     nested |= {"vision_config": {"depth": 1}, "tie_word_embeddings": config.pop("tie_word_embeddings")}
     (whole / "config.json").write_text(json.dumps(nested))
-    args = toy_args(whole)
+    args = toy_args(whole, family)
     assert args.model_family == family and args.vision_config is None
     (model,) = chunks = build(args)
     hf.load_hf(chunks, args, whole)

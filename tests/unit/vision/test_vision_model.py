@@ -96,7 +96,10 @@ def test_the_tower_on_a_device(world, tmp_path):
     assert {weight.dtype for weight in tower.parameters()} == {torch.bfloat16}
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen2_5_vl tied", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"])
+SHAPES = "qwen2_5_vl, qwen2_5_vl tied, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, internvl, llava_onevision"
+
+
+@pytest.fixture(params=SHAPES.split(", "))
 def made(request, world, tmp_path):
     shape, *tied = request.param.split()
     theirs = make(tmp_path, bool(tied), shape=shape)

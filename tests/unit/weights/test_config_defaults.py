@@ -18,6 +18,8 @@ from transformers import (
     LlavaOnevisionConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
@@ -36,6 +38,7 @@ TEXT |= {"num_attention_heads": 64, "num_key_value_heads": 4, "max_position_embe
 TEXT |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [16, 24, 24]}
 INTERLEAVED = {"head_dim": 128, "rope_parameters": {**MROPE, "mrope_section": [24, 20, 20], "mrope_interleaved": True}}
+PARTIAL = {"head_dim": 256, "rope_parameters": {**MROPE, "mrope_section": [11, 11, 10], "mrope_interleaved": True}}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 TOKENS = {"image_token_id": 7, "video_token_id": 8, "vision_start_token_id": 5, "vision_end_token_id": 6}
 SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False}
@@ -44,6 +47,8 @@ VISION: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, {"text_config": {**TEXT, "rope_parameters": MROPE}, **TOKENS}),
     "qwen3_vl": (Qwen3VLConfig, {"text_config": {**TEXT, **INTERLEAVED}, **TOKENS}),
     "qwen3_vl_moe": (Qwen3VLMoeConfig, {"text_config": {**TEXT, **INTERLEAVED, **EXPERTS}, **TOKENS}),
+    "qwen3_5": (Qwen3_5Config, {"text_config": {**TEXT, **PARTIAL}, **TOKENS}),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, {"text_config": {**TEXT, **PARTIAL, **EXPERTS}, **TOKENS}),
     "internvl": (InternVLConfig, {"text_config": {"model_type": "qwen2", **TEXT}, "image_token_id": 7}),
     "llava_onevision": (LlavaOnevisionConfig, {"text_config": {"model_type": "qwen2", **TEXT}, **LLAVA}),
 }

@@ -451,10 +451,10 @@ def test_layers_with_experts_are_those_of_transformers(name, change):
 def test_the_text_part_of_a_vision_language_model_is_read():
     """Published Qwen3.5 models have a vision tower; the language model within is that of the text families."""
     for whole, name in ((QWEN35_27B, "qwen3_5_text"), (QWEN35_35B_A3B, "qwen3_5_moe_text")):
-        family = families.for_hf_config(whole)
+        family = families.for_hf_config(whole, name)
         assert family.name == name
         assert family.args_from_hf(whole) == families.FAMILIES[name].args_from_hf(CONFIGS[name])
-    found = families.for_hf_config(QWEN35_35B_A3B).args_from_hf(QWEN35_35B_A3B)
+    found = families.for_hf_config(QWEN35_35B_A3B, "qwen3_5_moe_text").args_from_hf(QWEN35_35B_A3B)
     expected = {
         "linear_attention_freq": 4,
         "experimental_attention_variant": "gated_delta_net",
