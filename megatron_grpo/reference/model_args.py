@@ -80,7 +80,7 @@ def teacher_args(args: Namespace) -> Namespace:
     # so that the KL of equal weights is 0.
     plain = {"load_hf": directory, "fp8_format": None, "share_prompts": False, "sync_ref_model": False}
     own = replaced(args, **_WITHOUT_TRAINING | plain | default_architecture())
-    own = replaced(own, **architecture_of(own, directory))
+    own = replaced(own, **architecture_of(own, directory, args.model_family))  # of a text policy, read as text
     if own.vocab_size != args.vocab_size:
         raise GrpoError(
             f"--teacher-load-hf {directory} has vocab_size {own.vocab_size}, the policy has {args.vocab_size}: "

@@ -91,9 +91,13 @@ def resolve_architecture(args: Namespace, source: Mapping[str, Any], source_name
     return found
 
 
-def architecture_of(args: Namespace, directory: str) -> dict[str, Any]:
-    """Return the architecture in the ``config.json`` of a directory; GrpoError when a flag that was given differs."""
+def architecture_of(args: Namespace, directory: str, name: str | None = None) -> dict[str, Any]:
+    """Return the architecture in the ``config.json`` of a directory; GrpoError when a flag that was given differs.
+
+    ``name``: of the family, if the directory can be read as several; that of --model-family by default.
+    """
     config = read_config(directory)
-    name = args.model_family if "model_family" in args.explicit else None
+    if name is None and "model_family" in args.explicit:
+        name = args.model_family
     family = families.for_hf_config(config, name)
     return resolve_architecture(args, family.args_from_hf(config), f"{directory}/config.json")

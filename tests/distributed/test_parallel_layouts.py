@@ -346,29 +346,31 @@ def test_layouts_of_experts_agree(model, share, tmp_path):
 @pytest.mark.distributed
 def test_layouts_of_a_plugin_agree(tmp_path, tiny_models):
     """The loss, with a metric of its own, and the advantage estimator of docs/algorithms.md: DP2 gives the numbers of
-    one process.
+    one process, with --thorough TP2 and PP2, too.
     """
     text = (REPO / "docs/algorithms.md").read_text()
     (tmp_path / "foo.py").write_text(re.search(r"```python\n(.*?)```", text, re.S).group(1))
     flags = f"--load-hf {tiny_models['qwen3']} --external-plugins {tmp_path}/foo.py"
     flags += " --loss-type foo --foo-alpha 0.5 --advantage-estimator median"
     layouts = ["TP1: --micro-batch-size 2", f"DP2: {BUDGET}"]
+    layouts += [f"TP2: {BUDGET}", f"PP2: {BUDGET}"] if ranks.thorough else []
     status, printed = check(flags, "--out", tmp_path / "out", "--layouts", *layouts)
-    assert status == 0 and "2 of 2 layouts agree" in printed, printed
+    assert status == 0 and f"{len(layouts)} of {len(layouts)} layouts agree" in printed, printed
     rows = [json.loads(line)["updates"] for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
-    assert [len(updates) for updates in rows] == [2] * 2
+    assert [len(updates) for updates in rows] == [2] * len(layouts)
     assert all(abs(row["foo/power"] - 1) > 1e-3 for updates in rows for row in updates)  # rho^alpha, compared above
 
 
 @pytest.mark.distributed
 def test_layouts_agree_over_the_kept_tokens(tmp_path, tiny_models):
     """Log-probabilities over the tokens that truncation kept, of some completions over the whole vocabulary: TP2 and
-    CP2 give the numbers of one process.
+    CP2 give the numbers of one process, with --thorough PP2, too.
     """
     flags = f"--load-hf {tiny_models['qwen3']} --top-k 6 {CORRECTED}"
     layouts = [f"TP1: {BUDGET}", f"TP2 SP: {BUDGET}", f"CP2: {BUDGET}"]
+    layouts += [f"PP2: {BUDGET}"] if ranks.thorough else []
     status, printed = check(flags, "--out", tmp_path, "--layouts", *layouts)
-    assert status == 0 and "3 of 3 layouts agree" in printed, printed
+    assert status == 0 and f"{len(layouts)} of {len(layouts)} layouts agree" in printed, printed
     rows = [json.loads(line)["updates"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     # three quarters of the completions have up to 6 tokens to choose from, the others 258
     assert all(row["entropy"] < 0.75 * math.log(6) + 0.35 * math.log(258) for updates in rows for row in updates)

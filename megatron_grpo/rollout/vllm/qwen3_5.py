@@ -6,21 +6,23 @@ from vllm.model_executor.models import ModelRegistry, qwen3_5
 from vllm.model_executor.models.interfaces import IsHybrid
 
 _whole: Any = qwen3_5.Qwen3_5ForConditionalGeneration
+_dense: Any = qwen3_5.Qwen3_5ForCausalLM
+_mixture: Any = qwen3_5.Qwen3_5MoeForCausalLM
 
 
 class _States(IsHybrid):
     """Shapes and dtypes of the states of a sequence: those of the model with its tower, which are its text's."""
 
-    get_mamba_state_dtype_from_config = classmethod(_whole.get_mamba_state_dtype_from_config.__func__)
-    get_mamba_state_shape_from_config = classmethod(_whole.get_mamba_state_shape_from_config.__func__)
-    get_mamba_state_copy_func = classmethod(_whole.get_mamba_state_copy_func.__func__)
+    get_mamba_state_dtype_from_config: Any = classmethod(_whole.get_mamba_state_dtype_from_config.__func__)
+    get_mamba_state_shape_from_config: Any = classmethod(_whole.get_mamba_state_shape_from_config.__func__)
+    get_mamba_state_copy_func: Any = classmethod(_whole.get_mamba_state_copy_func.__func__)
 
 
-class Qwen3_5ForCausalLM(qwen3_5.Qwen3_5ForCausalLM, _States):
+class Qwen3_5ForCausalLM(_dense, _States):
     """The dense model."""
 
 
-class Qwen3_5MoeForCausalLM(qwen3_5.Qwen3_5MoeForCausalLM, _States):
+class Qwen3_5MoeForCausalLM(_mixture, _States):
     """The mixture of experts."""
 
 

@@ -32,8 +32,9 @@ INSTRUMENTS = {
     "tools/benchmark/rollout.py": "measures vLLM without our record of log-probabilities",
     "tools/benchmark/scale.py": "imitates torch.distributed for worlds of many ranks",
 }
-# Fields of megatron-core's that hold functions: of its configuration, and of a sharded tensor.
-FIELDS = "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func merge_fn".split()
+# Fields of megatron-core's that hold functions: of its configuration, an optimizer, and a sharded tensor.
+FIELDS = "finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func".split()
+FIELDS += ["init_state_fn", "merge_fn"]
 
 
 def assigned(source: str) -> list[str]:
