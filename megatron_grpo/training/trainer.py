@@ -365,7 +365,8 @@ class Trainer:
         if self.args.keep_best:
             print_rank_0(on_rank_0(best_in_words, self.args))
         if failed:
-            raise GrpoError(f"{'; '.join(failed)}. {room_in_words(self.args.save)}")
+            message, cure = "; ".join(failed), room_in_words(self.args.save)
+            raise GrpoError(message if cure in message else f"{message}. {cure}")
         if self.args.save and not self.left_early and dist.get_rank() == 0:
             unmark(self.args.save)
         done = f"{self.source.taken} rollouts" if self.args.rollout_only else f"{self.iteration} updates"
