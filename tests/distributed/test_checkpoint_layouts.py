@@ -60,7 +60,7 @@ def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path, torchrun):
         r"cannot be loaded: rank 1: the content of __1_0.distcp has changed since it was written",
         r"is damaged: __1_0.distcp is missing",
         r"holds weights only, no optimizer state to resume from: give the directory as --pretrained-checkpoint",
-        r"was written with DistributedOptimizer, this run has FP32Optimizer: give the same --use-distributed-optimizer",
+        r"was written with DistributedOptimizer, this run has FP32Optimizer: give the same --optimizer, --use-dist",
         r"does not hold decoder\.\S*[kq]_layernorm\S* \(and 1 more that this model has\)",
         r"checkpoint \S+ cannot be loaded: .*shape mismatch.*linear_fc1.weight",
         r"Not a directory",

@@ -8,7 +8,6 @@ import pytest
 from ranks import run_torchrun
 from run_files import metrics_of
 from safetensors.torch import load_file
-from slow import slow_except
 from vision_models import check_equal, make, picture
 
 from megatron_grpo.patches import cpu_backend
@@ -282,11 +281,9 @@ def recorded(data):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "rows", "flags", "layout"),
-    slow_except(
-        [("qwen3_5", "train", "", "TP2 SP")], [(*key, name) for key, names in REPLAYED.items() for name in names]
-    ),
+    ("model", "rows", "flags", "layout"), [(*key, name) for key, names in REPLAYED.items() for name in names]
 )
 def test_layouts_of_delta_nets_with_pictures(data, recorded, tmp_path, model, rows, flags, layout):
     """The updates of a replay are those of the recorded run; its engine, in bfloat16, is as near as that dtype."""
