@@ -9,16 +9,26 @@ import torch.distributed.distributed_c10d as c10d
 gloo = c10d.ProcessGroupGloo
 
 
-class SharedDevice(gloo):
-    """The gloo groups that torch makes, with the device of this process."""
+class _Gloo(type):
+    """torch's class, but for the device of what it makes: torch also asks what is an instance of it."""
 
     device = None
 
-    def __init__(self, store, rank, size, timeout):
-        SharedDevice.device = SharedDevice.device or gloo.create_default_device()
+    def __call__(cls, store, rank, size, timeout):
+        _Gloo.device = _Gloo.device or gloo.create_default_device()
         options = gloo._Options()
-        options._devices, options._timeout = [SharedDevice.device], timeout
-        super().__init__(store, rank, size, options)
+        options._devices, options._timeout = [_Gloo.device], timeout
+        return gloo(store, rank, size, options)
+
+    def __instancecheck__(cls, group):
+        return isinstance(group, gloo)
+
+    def __getattr__(cls, name):
+        return getattr(gloo, name)
+
+
+class SharedDevice(metaclass=_Gloo):
+    """The gloo groups that torch makes, with the device of this process."""
 
 
 def share_gloo_device(set_name=setattr) -> None:
