@@ -106,19 +106,20 @@ def test_calls(tools):
     assert not Path(f"/proc/{process}").exists()  # it has ended with the loop
 
 
-def test_a_server_gets_no_keys(server, tools, monkeypatch):
+def test_a_server_gets_no_keys(server, monkeypatch):
     """The specification's client passes on what POSIX programs need; the user adds what the server needs."""
     monkeypatch.setenv("SHOP_API_KEY", "secret")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     expected = {"HOME", "LOGNAME", "PATH", "SHELL", "TERM", "USER"} & os.environ.keys()
 
-    def variables(tools):
+    def variables(**given):
+        tools = mcp_tools(sys.executable, server, **given)
         turn = Turn("", [ToolCall("variables", {}, "0")])
         (message,) = asyncio.run(asyncio.wait_for(ToolEnvironment(tools).step(turn), 60)).messages
         return {name for name in message["content"].split() if name != "LC_CTYPE"}  # Python's own
 
-    assert variables(tools) == expected
-    assert variables(mcp_tools(sys.executable, server, env={"SHOP_API_KEY": "x"})) == expected | {"SHOP_API_KEY"}
+    assert variables() == expected
+    assert variables(env={"SHOP_API_KEY": "x"}) == expected | {"SHOP_API_KEY"}
     with pytest.raises(GrpoError, match="a server behind a URL has its own environment: leave env out"):
         mcp_tools("https://shop.example/mcp", env={})
 

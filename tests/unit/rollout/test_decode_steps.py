@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
-import torch
 
 from megatron_grpo.patches import cpu_backend
 from megatron_grpo.patches import vllm as patches
@@ -247,9 +246,6 @@ def test_only_sources_that_were_compared_are_known(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(options.dist, "get_rank", lambda: 0)
     assert options.scheduler_options() == {"scheduler_cls": "megatron_grpo.rollout.vllm.decode_steps.scheduler"}
     assert not capsys.readouterr().out
-    with monkeypatch.context() as on_gpu:
-        on_gpu.setattr(options, "device", lambda: torch.device("cuda", 0))
-        assert options.scheduler_options() == {}
     monkeypatch.setattr(patches, "DECODE_STEPS", replace(sources, digests={"0.1": "", "0.2": "a"}))
     assert options.scheduler_options() == {}
     assert "are tested with vLLM 0.1 and 0.2, and the sources of this version differ" in capsys.readouterr().out
