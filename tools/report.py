@@ -187,7 +187,7 @@ def configuration(records: list[Record]) -> str:
     values = [record.args for record in records]
     runs = [record.label for record in records]
     names = sorted({name for of_run in values for name in of_run})
-    given = {name for record in records for name in record.environment["given"]}
+    given = {name for record in records for name in record.environment["given"] if isinstance(name, str)}
     first = sorted((n for n in names if differs(n, values) or n in given), key=lambda n: (not differs(n, values), n))
     rest = [name for name in names if name not in first]
     differing = sum(differs(name, values) for name in names)

@@ -273,7 +273,9 @@ function ofAll(run, index, largest) {
     typing[index] = setTimeout(() => fetchSamples(index, { text }), 300);
   }
   const own = sorted([...run[byId("table").value].samples.values()].sort((a, b) => a.id - b.id).filter(matches));
-  return own.length ? [element("section", { class: "group" }, ...limited(own, (sample) => sampleLine(sample, largest, true)))] : [];
+  const some = live && text.length > 2 && own.length >= 100; // the most that a search returns
+  const note = some ? [element("p", { class: "note" }, "Of many hits a search brings the newest 100: narrow the text, or choose an update.")] : [];
+  return own.length ? [element("section", { class: "group" }, ...note, ...limited(own, (sample) => sampleLine(sample, largest, true)))] : [];
 }
 
 function buildCompletions() {
