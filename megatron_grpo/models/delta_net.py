@@ -213,6 +213,7 @@ def delta_net(
     return out, State(inputs, memory)
 
 
+@lru_cache  # each layer asks in each pass, and a package that is absent is looked for in all of sys.path
 def _has_kernels(dtype: torch.dtype) -> bool:
     return dtype in KERNEL_DTYPES and find_spec("fla") is not None
 

@@ -220,8 +220,11 @@ def test_the_log_says_what_computes_delta_nets(monkeypatch, gpu, fla, dtype, tri
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(delta_net, "find_spec", lambda name: "found" if fla and name == "fla" else None)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
-    delta_net._rule_has_kernel.cache_clear()
+    cached = delta_net._has_kernels, delta_net._rule_has_kernel
+    for function in cached:
+        function.cache_clear()
     try:
         assert re.fullmatch(said, delta_net.kernels(dtype))
     finally:
-        delta_net._rule_has_kernel.cache_clear()
+        for function in cached:
+            function.cache_clear()
