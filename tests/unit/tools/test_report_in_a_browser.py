@@ -6,6 +6,7 @@ import random
 import re
 import threading
 import time
+from contextlib import contextmanager
 
 import PIL.Image
 import pytest
@@ -30,6 +31,18 @@ def shown(browser, tmp_path, *runs, **window):
     browser.open(f"file://{output}", **window)
     browser.wait("document.documentElement.dataset.ready")
     return browser
+
+
+@contextmanager
+def served(folder, num_rollouts=30):
+    """The address of the live page of a run."""
+    server = report.server([report.Record(folder, "run")], num_rollouts, 0, "secret")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/secret/"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def outside(browser):
@@ -114,10 +127,7 @@ def test_images_are_shown(browser, tmp_path):
 
 def test_a_run_is_followed_without_loading_the_page_again(browser, tmp_path):
     folder = write_run(tmp_path / "run", rows=ROWS[:2])
-    server = report.server([report.Record(folder, "run")], 30, 0, "secret")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        url = f"http://127.0.0.1:{server.server_address[1]}/secret/"
+    with served(folder) as url:
         browser.open(url + "#smooth=5&y-axis=log&theme=dark")
         browser.evaluate("window.mark = 1")
         with open(folder / "metrics.jsonl", "a") as file:
@@ -137,9 +147,6 @@ def test_a_run_is_followed_without_loading_the_page_again(browser, tmp_path):
         assert browser.evaluate("[byId('smooth').value, byId('y-axis').value]") == ["5", "log"]
         assert "smooth=5" in browser.evaluate("saveState(), location.hash")
         assert browser.errors == [] and all(request.startswith(url) for request in browser.requests[1:])
-    finally:
-        server.shutdown()
-        server.server_close()
     browser.wait("document.querySelector('#live').textContent.includes('does not answer')")
 
 
@@ -270,10 +277,8 @@ def test_what_is_known_of_an_update_only_as_a_whole_is_told(browser, tmp_path):
 def test_a_live_page_forgets_the_oldest_completions_and_asks_for_them_again(browser, tmp_path):
     samples = [SAMPLE | {"iteration": i, "completion": f"answer {i}"} for i in range(1, 6)]
     folder = write_run(tmp_path / "run", ROWS, samples)
-    server = report.server([report.Record(folder, "run")], 30, 0, "secret")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        browser.open(f"http://127.0.0.1:{server.server_address[1]}/secret/")
+    with served(folder) as url:
+        browser.open(url)
         browser.evaluate("limits.kept = 100_000")
         picture = "data:image/gif;base64," + "A" * 30_000
         with open(folder / "completions.jsonl", "a") as file:
@@ -284,9 +289,6 @@ def test_a_live_page_forgets_the_oldest_completions_and_asks_for_them_again(brow
         browser.evaluate("state.at = 1; buildCompletions()")
         browser.wait("document.querySelector('#completions .sample')?.innerText.includes('update 1,')")
         assert browser.evaluate(kept) == [3, 4, 5, 6, 1] and browser.errors == []
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_ticks_of_updates_are_whole_numbers(browser, tmp_path):
@@ -302,10 +304,8 @@ def test_ticks_of_updates_are_whole_numbers(browser, tmp_path):
 def test_a_search_asks_the_server_once_for_each_row(browser, tmp_path):
     samples = [SAMPLE | {"iteration": i, "completion": f"found {i}"} for i in range(1, 60)]
     folder = write_run(tmp_path / "run", ROWS, samples)
-    server = report.server([report.Record(folder, "run")], 2, 0, "secret")
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        browser.open(f"http://127.0.0.1:{server.server_address[1]}/secret/#mode=all")
+    with served(folder, num_rollouts=2) as url:
+        browser.open(f"{url}#mode=all")
         for text in ("fou", "foun", "found", "found 5"):  # typed
             browser.evaluate(f"byId('text').value = '{text}'; byId('text').dispatchEvent(new Event('input'))")
         browser.wait("document.querySelectorAll('#completions .line').length === 11")  # 5 and 50 to 59
@@ -320,6 +320,3 @@ def test_a_search_asks_the_server_once_for_each_row(browser, tmp_path):
         browser.wait("runs[0].cursor[2] === 60")
         browser.evaluate("buildCompletions()")
         browser.wait("document.querySelectorAll('#completions .line').length === 12")
-    finally:
-        server.shutdown()
-        server.server_close()
