@@ -83,7 +83,7 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, cp_si
     size. This function multiplies by both, so that the gradient is that of the sum over the whole global batch. Each of
     the ``cp_size`` context-parallel ranks that hold the pack computes the same loss.
     """
-    output = whole_pack(output, batch["own_labels"], len(batch["completion"]), cp_size)
+    output = whole_pack(output, batch["own_labels"], len(batch["completion"]), cp_size, batch.get("first_labels"))
     if non_loss_data:  # a forward-only pass needs only log-probabilities and entropies
         return output
     log_probs, entropy, *mtp_log_probs = output

@@ -11,8 +11,9 @@ in a `Pack` of its own: its tokens and their labels, in its order. Each label be
 Values of labels are on every rank, for all labels in the order of the whole pack, because losses read whole
 completions.
 
-With shared prompts the completions of a group (`RolloutBatch.group_ids`) in a pack have one copy of their prompt: see
-`SharedPrompts`.
+With shared prompts a pack has one copy of the tokens that several of its sequences begin with: see `SharedPrompts`. One
+position can then predict a token of several completions. Each of them has a label of its own, and the head computes the
+position once, for the first of them (`Pack.first_labels`).
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_grpo.data.batch import FIELDS, Array, Int32, Int64, RolloutBatch, offsets
+from megatron_grpo.data.batch import FIELDS, Array, Int32, Int64, RolloutBatch, UInt8, offsets
+from megatron_grpo.data.prefix_tree import PrefixTree, as_bytes, common_prefixes, prefix_tree, shareable_tokens
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple, zigzag
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.pack_images import PackImages
@@ -32,15 +34,16 @@ IGNORED_LABEL = -100  # torch's ignore_index: the position predicts no token in 
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts:
-    """The keys that the sequences of a pack attend to, where several of them go on from one prompt.
+    """The keys that the sequences of a pack attend to, where several of them begin with the same tokens.
 
-    Such a prompt is a sequence of the pack, without its last token. The sequence of each completion begins with that
-    token, which predicts the completion's first.
+    Such tokens, a prompt for example, are a sequence of the pack, without the last one in common. The sequences that go
+    on from it begin with that token, which predicts their next one. They can be such prefixes again: the sequences of
+    the pack are the nodes of a `PrefixTree`, and a sequence of the model is a path from a root to a leaf.
     """
 
-    keys: Int64  # [k], positions in the pack: for each sequence in turn, its prompt's tokens and its own
+    keys: Int64  # [k], positions in the pack: for each sequence in turn, its ancestors' tokens, root first, and its own
     cu_keys: Int32  # [s + 1], where the keys of each sequence begin
-    position_ids: Int64  # [tokens of all context ranks], those of a completion go on where its prompt's end
+    position_ids: Int64  # [tokens of all context ranks], those of a sequence go on where its parent's end
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +65,8 @@ class Pack:
     cu_seqlens: Int32
     real_lengths: Int64  # [s], without padding; 0 for a sequence of padding
     max_seqlen: int  # of cu_seqlens
-    own_labels: Int64  # [l], which of the L labels are this rank's
+    own_labels: Int64  # [l], which of the L labels this rank's head computes
+    label_positions: Int64  # [l], where in this rank's tokens it does
     token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
     completion: Int64  # [L], number in the pack of the completion of each label
     of_labels: dict[str, Array]  # [L] each: the fields that `RolloutBatch` declares with packed="label"
@@ -71,21 +75,18 @@ class Pack:
     rope_positions: Int64 | None = None
     images: PackImages | None = None
     shared_prompts: SharedPrompts | None = None  # None: each sequence attends to its own tokens
+    # [L], for each label the first one that the same position predicts, from the same `kept_token_ids`; None: itself.
+    first_labels: Int64 | None = None
 
     @property
     def num_labels(self) -> int:
         """L, the number of tokens in the loss, over all context ranks."""
         return len(self.token_index)
 
-    @property
-    def label_positions(self) -> Int64:
-        """The positions of this rank's labels, [l]."""
-        return np.flatnonzero(self.labels != IGNORED_LABEL)
-
     def device_arrays(self) -> dict[str, Array]:
         """Return the arrays that model and loss read, by name."""
         names = ["tokens", "position_ids", "labels", "label_positions", "padding", "own_labels", "completion"]
-        names += ["rope_positions"] * (self.rope_positions is not None)
+        names += [name for name in ("rope_positions", "first_labels") if getattr(self, name) is not None]
         return {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
 
 
@@ -109,27 +110,32 @@ def pack_completions(
         pad_multiple: each context rank's T is rounded up to a multiple of it.
         total_length: T of all context ranks together instead, a multiple of what `pad_multiple` asks for.
         cp_size, cp_rank: number of context-parallel ranks that hold the pack, and which rank's part to return.
-        share_prompts: whether the completions of a group have one copy of their prompt; needs completions of one
-            sequence each.
+        share_prompts: whether sequences have one copy of the tokens with which they begin alike.
 
     Raises:
         ValueError: `total_length` is too small or no such multiple, or this rank does not hold the tokens.
         GrpoError: log-probabilities under the old policy or the reference are NaN for a token in the loss: the
-            pass that should have computed them did not reach it, or gave NaN. Or prompts to share differ.
+            pass that should have computed them did not reach it, or gave NaN.
     """
     chosen = np.asarray(indices, dtype=np.int64)
     if not batch.held[chosen].all():
         raise ValueError(f"this rank does not hold the tokens of completions {chosen[~batch.held[chosen]].tolist()}")
-    prompt = None
+    flat = batch.token_positions(chosen)
+    sequences, owner = batch.sequences(chosen)
+    real, own = sequences, np.arange(len(flat))  # of the sequences of the pack: lengths, and which tokens they have
+    tree = None
     if share_prompts:
-        chosen = chosen[_group_by_group(batch.group_ids[chosen])]
-        flat, real, owner, prompt = _with_shared_prompts(batch, chosen, cp_size)
-    else:
-        flat = batch.token_positions(chosen)
-        real, owner = batch.sequences(chosen)
+        prefixes = common_prefixes(_inputs(batch, chosen, flat), offsets(sequences))
+        shared = shareable_tokens(prefixes.common, cp_size)
+        if shared.any():
+            tree = prefix_tree(sequences, prefixes.order, shared)
+            real = tree.lengths
+            own = np.arange(real.sum()) + np.repeat(
+                offsets(sequences)[tree.source] + tree.depth - offsets(real)[:-1], real
+            )
     lengths = padded_lengths(real, cp_size)
     starts = offsets(lengths)[:-1]
-    at = np.arange(len(flat)) + np.repeat(starts - offsets(real)[:-1], real)  # where the real tokens go
+    at = np.arange(len(own)) + np.repeat(starts - offsets(real)[:-1], real)  # where the real tokens go
 
     used = int(lengths.sum())
     multiple = pad_multiple * sequence_multiple(cp_size)
@@ -140,35 +146,45 @@ def pack_completions(
         lengths, real = np.append(lengths, total - used), np.append(real, 0)
     cu_seqlens = offsets(lengths)
 
-    source = np.full(total, -1)  # where in the flat arrays each token lies, and each label; -1 is none
-    source[at] = flat
-    label_source = np.full(total, -1)
-    in_loss = batch.response_mask[flat] == 1  # never a sequence's first token: prompts are not empty
-    label_source[at[in_loss] - 1] = flat[in_loss]
-    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    source = np.full(total, -1)  # where in the flat arrays each token lies; -1 is none
+    source[at] = flat[own]
     position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
-    shared_prompts = None
-    if prompt is not None and (prompt >= 0).any():
-        prompt = np.append(prompt, np.full(len(lengths) - len(prompt), -1))  # the padding has none
-        before = np.where(prompt >= 0, real[prompt], 0)  # tokens of the prompt, of each sequence
-        position_ids += before[sequence]
-        shared_prompts = SharedPrompts(*_keys_of_sequences(cu_seqlens, prompt, before), position_ids)
-
-    labelled = label_source >= 0
-    token_index, number = label_source[labelled], owner[sequence[labelled]]
-    completion = chosen[number]
-    held = zigzag(cu_seqlens, cp_size, cp_rank)
     rope_positions = None
     if batch.rope_positions is not None:
         rope_positions = np.repeat(position_ids[None], 3, axis=0)
-        rope_positions[:, at] = batch.rope_positions[flat].T
-    own_labels = (np.cumsum(labelled) - 1)[held][labelled[held]]
+        rope_positions[:, at] = batch.rope_positions[flat[own]].T
+    shared_prompts, places = None, at  # where the tokens of all completions are
+    if tree is not None:
+        position_ids += np.repeat(np.append(tree.depth, np.zeros(len(lengths) - len(tree.depth), np.int64)), lengths)
+        keys, cu_keys = _keys_of_nodes(cu_seqlens, tree)
+        shared_prompts = SharedPrompts(keys, cu_keys.astype(np.int32), position_ids)
+        begins = cu_keys[tree.leaf] - offsets(sequences)[:-1]
+        places = keys[np.arange(len(flat)) + np.repeat(begins, sequences)]
+
+    in_loss = np.flatnonzero(batch.response_mask[flat] == 1)  # never a sequence's first token: prompts are not empty
+    token_index, number = flat[in_loss], np.repeat(owner, sequences)[in_loss]
+    predicted_at = places[in_loss - 1]
+    completion = chosen[number]
+    first_labels, computed = None, np.arange(len(in_loss))  # the labels that the head computes, by position
+    if tree is not None:
+        kept = (
+            np.empty((len(in_loss), 0), np.int32) if batch.kept_token_ids is None else batch.kept_token_ids[token_index]
+        )
+        different = np.concatenate([predicted_at[:, None], kept], 1)
+        _, computed, prediction = np.unique(different, axis=0, return_index=True, return_inverse=True)
+        first_labels = computed[prediction.reshape(-1)]
+    held = zigzag(cu_seqlens, cp_size, cp_rank)
+    place_in_held = np.full(total, -1)
+    place_in_held[held] = np.arange(len(held))
+    label_positions = place_in_held[predicted_at[computed]]
+    order = np.argsort(label_positions, kind="stable")[np.count_nonzero(label_positions < 0) :]
+    own_labels, label_positions = computed[order], label_positions[order]
     source = source[held]
     padding = source < 0
     tokens = np.zeros(len(source), np.int64)
     tokens[~padding] = batch.tokens[source[~padding]]
     labels = np.full(len(source), IGNORED_LABEL, np.int64)
-    labels[labelled[held]] = batch.tokens[token_index[own_labels]]
+    labels[label_positions] = batch.tokens[token_index[own_labels]]
     pack = Pack(
         indices=chosen,
         cp_size=cp_size,
@@ -182,6 +198,7 @@ def pack_completions(
         real_lengths=real,
         max_seqlen=int(lengths.max(initial=0)),
         own_labels=own_labels,
+        label_positions=label_positions,
         token_index=token_index,
         completion=number,
         of_labels=_label_values(batch, token_index, completion),
@@ -189,6 +206,7 @@ def pack_completions(
         rope_positions=rope_positions,
         images=_images(batch, chosen, source),
         shared_prompts=shared_prompts,
+        first_labels=first_labels,
     )
     for name, values in pack.of_labels.items():
         if FIELDS[name].complete and np.isnan(values).any():
@@ -200,66 +218,33 @@ def pack_completions(
     return pack
 
 
-def shareable_tokens(prompt_lengths: npt.NDArray[np.integer], cp_size: int = 1) -> Int64:
-    """Return the tokens of each prompt that a pack spares every completion but one of the group, [n].
+def _inputs(batch: RolloutBatch, chosen: Int64, flat: Int64) -> UInt8:
+    """Return what the model reads of the tokens at ``flat`` of the completions ``chosen``, as bytes [N, ...].
 
-    A shared prompt is a sequence of its own, without its last token. With ``cp_size`` above 1 it is padded, and so are
-    the completions: the result is so small that the padded pack has no more tokens than the sum of the completions'
-    padded lengths without them.
+    An image is that of a row in a prompt, and behind it that of its completion.
     """
-    multiple = sequence_multiple(cp_size)
-    whole = (prompt_lengths.astype(np.int64) - 1) // multiple * multiple
-    return whole if cp_size == 1 else np.maximum(whole - multiple, 0)
+    read = [batch.tokens, batch.rope_positions]
+    read += [getattr(batch, name) for name, spec in FIELDS.items() if spec.packed == "token"]
+    columns: list[Array] = [array[flat] for array in read if array is not None]
+    if batch.visual_index is not None:
+        completion = np.repeat(chosen, batch.held_lengths[chosen])
+        in_prompt = flat - batch.cu_seqlens[completion] < batch.prompt_lengths[completion]
+        keys = np.where(in_prompt, batch.row_ids[completion], batch.image_keys[completion])
+        index = batch.visual_index[flat]
+        columns += [index, np.where(index < 0, 0, keys)]
+    return np.concatenate([as_bytes(column) for column in columns], axis=1)
 
 
-def shared_tokens(prompt_lengths: npt.NDArray[np.integer], group_ids: Int64, cp_size: int = 1) -> Int64:
-    """Return the `shareable_tokens` of all completions but the first of their group, [n - groups]."""
-    return np.delete(shareable_tokens(prompt_lengths, cp_size), np.unique(group_ids, return_index=True)[1])
-
-
-def _group_by_group(group_ids: Int64) -> Int64:
-    """Return the order that brings the members of each group together, groups and members as they come."""
-    _, first, group = np.unique(group_ids, return_index=True, return_inverse=True)
-    return np.argsort(first[group], kind="stable")
-
-
-def _with_shared_prompts(batch: RolloutBatch, chosen: Int64, cp_size: int) -> tuple[Int64, Int64, Int64, Int64]:
-    """Return the sequences of a pack with shared prompts, each prompt before its completions.
-
-    (positions of their tokens in the flat arrays, lengths [s], positions in ``chosen`` of their completions [s],
-    numbers of the sequences of their prompts [s]; -1: none). ``chosen``: the members of a group are neighbours.
-    """
-    new = np.diff(batch.group_ids[chosen], prepend=batch.group_ids[chosen[:1]] - 1) != 0
-    first, group = np.flatnonzero(new), np.cumsum(new) - 1
-    shared = (batch.prompt_lengths[chosen[first]] - 1) * (np.diff(np.append(first, len(chosen))) > 1)  # [groups]
-    shared *= shared >= sequence_multiple(cp_size)  # the padding of a shorter one could be more than it spares
-    begins, left_out = batch.cu_seqlens[chosen], shared[group]
-    for i in range(len(chosen)):
-        own, common = (batch.tokens[at : at + left_out[i] + 1] for at in (begins[i], begins[first[group[i]]]))
-        if left_out[i] and not np.array_equal(own, common):
-            raise GrpoError(
-                f"--share-prompts: samples {batch.sample_ids[chosen[first[group[i]]]]} and "
-                f"{batch.sample_ids[chosen[i]]} are of one group and begin with different prompts: leave the flag out"
-            )
-    at = first[shared > 0]  # a prompt comes before these
-    number = np.full(len(first), -1)
-    number[shared > 0] = at + np.arange(len(at))
-    starts = np.insert(begins + left_out, at, begins[at])
-    lengths = np.insert(batch.held_lengths[chosen] - left_out, at, shared[shared > 0])
-    flat = np.arange(lengths.sum()) + np.repeat(starts - offsets(lengths)[:-1], lengths)
-    return flat, lengths, np.insert(np.arange(len(chosen)), at, at), np.insert(number[group], at, -1)
-
-
-def _keys_of_sequences(cu_seqlens: Int64, prompt: Int64, before: Int64) -> tuple[Int64, Int32]:
-    """Return `SharedPrompts.keys` and ``cu_keys`` of the sequences at ``cu_seqlens``.
-
-    Their prompts are the first ``before`` tokens of the sequences with the numbers ``prompt``.
-    """
-    starts = cu_seqlens[:-1]
-    begins = np.stack([starts[prompt], starts], 1).ravel()  # each sequence's prompt, then itself
-    counts = np.stack([before, np.diff(cu_seqlens)], 1).ravel()
-    keys = np.arange(counts.sum()) + np.repeat(begins - offsets(counts)[:-1], counts)
-    return keys, offsets(counts)[::2].astype(np.int32)
+def _keys_of_nodes(cu_seqlens: Int64, tree: PrefixTree) -> tuple[Int64, Int64]:
+    """Return `SharedPrompts.keys` and ``cu_keys`` of sequences at ``cu_seqlens``: the nodes and perhaps padding."""
+    lengths = np.diff(cu_seqlens).tolist()
+    paths: list[list[int]] = []  # ancestors of each sequence, and itself
+    for parent, number in zip([*tree.parent.tolist(), -1], range(len(lengths)), strict=False):
+        paths.append([*(paths[parent] if parent >= 0 else ()), number])
+    nodes = np.concatenate([np.zeros(0, np.int64), *(np.array(path) for path in paths)])
+    counts = np.array(lengths)[nodes]
+    keys = np.arange(counts.sum()) + np.repeat(cu_seqlens[nodes] - offsets(counts)[:-1], counts)
+    return keys, offsets(counts)[offsets(np.array([len(path) for path in paths]))]
 
 
 def _images(batch: RolloutBatch, chosen: Int64, source: Int64) -> PackImages | None:

@@ -10,13 +10,13 @@ never its result: see `megatron_grpo.algorithm.weighting`.
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_grpo.data.prefix_tree import Prefixes, spared_tokens
 from megatron_grpo.parallel.zigzag import padded_lengths
 from megatron_grpo.utils.errors import GrpoError
 
@@ -53,7 +53,8 @@ def schedule(
     microbatch_multiple: int = 1,
     attention_coefficient: float = 0.0,
     together: npt.ArrayLike | None = None,
-    shared: npt.ArrayLike | None = None,
+    prefixes: Prefixes | None = None,
+    cp_size: int = 1,
 ) -> Schedule:
     """Divide n completions over data-parallel ranks and micro-batches, balanced by work = length + c length^2.
 
@@ -79,8 +80,8 @@ def schedule(
       microbatch_multiple, a schedule always exists.
     * Budget with `together`: completions with equal values are divided into the fewest packs that first fit finds, and
       such pieces are then distributed as one completion each. If that takes more than 5/4 of the micro-batches that
-      single completions take, or leaves one empty, single completions are distributed instead. `shared` has another
-      rule.
+      single completions take, or leaves one empty, single completions are distributed instead. `prefixes` have
+      another rule.
     * Both: the totals of the ranks differ by no more than the micro-batches do. Since no division has a maximum below
       the mean, maxima exceed the optimal ones by no more than these differences.
 
@@ -95,9 +96,10 @@ def schedule(
         attention_coefficient: c >= 0, from the function of this name; 0 balances the numbers of tokens.
         together: [n], what a micro-batch computes once for all completions with the same value: the rows whose images
             the vision tower encodes.
-        shared: [n], the first tokens that completions with the same value of `together` have in common, and that a
-            micro-batch computes once; None: 0. Of the divisions into whole groups, halves, quarters and so on, and
-            single completions, that with the least work on the slowest rank is taken.
+        prefixes: the tokens that completions have in common, and that a micro-batch computes once (`spared_tokens` of
+            them, with ``cp_size``); replaces `together`. Of the divisions into pieces of the trees with up to all
+            their completions, halves, quarters and so on, and single completions, that with the least work on the
+            slowest rank is taken.
 
     Returns:
         [rank][micro-batch] -> list of completion indices, ascending.
@@ -109,11 +111,8 @@ def schedule(
     sizes = np.asarray(lengths, dtype=np.int64)
     work = (sizes + attention_coefficient * sizes**2).tolist()
     if max_tokens is not None:
-        completions = _Completions({1: sizes.tolist()}, work, _numbered(together))
-        if shared is not None:
-            common = np.asarray(shared, dtype=np.int64)
-            of_common = common + attention_coefficient * common**2
-            completions = replace(completions, common=common.tolist(), work_of_common=of_common.tolist())
+        trees = None if prefixes is None else _Trees(prefixes, attention_coefficient, cp_size)
+        completions = _Completions({1: sizes.tolist()}, work, _numbered(together), trees)
         return _budget_schedule(completions, dp_size, max_tokens, microbatch_multiple)[1]
     if micro_batch_size is None:
         raise ValueError("schedule needs micro_batch_size or max_tokens")
@@ -190,36 +189,61 @@ def _fixed_packs(work: list[float], dp_size: int, micro_batch_size: int, multipl
 Packs = list[tuple[int, list[int]]]  # (degree, completions)
 
 
+class _Trees:
+    """The tokens that completions have in common, and that a micro-batch has once."""
+
+    def __init__(self, prefixes: Prefixes, attention_coefficient: float, cp_size: int):
+        self.order = prefixes.order.tolist()
+        # With the one before, in this order.
+        self.shared: list[int] = spared_tokens(prefixes.common, cp_size).tolist()
+        self.place = {completion: place for place, completion in enumerate(self.order)}
+        self._attention_coefficient = attention_coefficient
+        self._smallest = [np.array(self.shared)]  # of 1, 2, 4, ... of them from each place on
+        while len(self._smallest[-1]) > (half := 2 ** (len(self._smallest) - 1)):
+            last = self._smallest[-1]
+            self._smallest.append(np.minimum(last[:-half], last[half:]))
+
+    def spared(self, pack: list[int]) -> list[int]:
+        """Return the tokens that each completion of a pack but the first shares with one before it."""
+        places = sorted(map(self.place.__getitem__, pack))
+        return [self._between(a, b) for a, b in itertools.pairwise(places)]
+
+    def _between(self, first: int, last: int) -> int:
+        """Return the tokens that the completions at two places have in common."""
+        power = (last - first).bit_length() - 1
+        of_power = self._smallest[power]
+        return int(min(of_power[first + 1], of_power[last + 1 - 2**power]))
+
+    def work_of(self, spared: list[int]) -> float:
+        """Return the work of ``spared`` tokens."""
+        return sum(tokens + self._attention_coefficient * tokens**2 for tokens in spared)
+
+    def largest(self) -> int:
+        """Return the number of completions of the largest tree."""
+        ends = np.flatnonzero(np.append(self.shared[1:], 0) == 0) + 1
+        return int(np.diff(np.insert(ends, 0, 0)).max())
+
+
 @dataclass(frozen=True)
 class _Completions:
     """n completions, [n] each: padded lengths by degree (ascending), work, and groups that micro-batches keep together.
 
-    A micro-batch has the first ``common`` tokens of a group, and their work, once; None: nothing is shared.
+    With ``trees`` a micro-batch has common tokens, and their work, once.
     """
 
     sizes: Mapping[int, list[int]]
     work: list[float]
     groups: list[int] | None = None
-    common: list[int] | None = None
-    work_of_common: list[float] | None = None
+    trees: _Trees | None = None
 
     def size_of(self, pack: list[int], degree: int) -> int:
         """Return the tokens of a pack."""
-        return sum(self.sizes[degree][i] for i in pack) - sum(self._spared(pack, self.common))
+        return sum(self.sizes[degree][i] for i in pack) - sum(self.trees.spared(pack) if self.trees else ())
 
     def work_of(self, pack: list[int]) -> float:
         """Return the work of a pack."""
-        return sum(self.work[i] for i in pack) - sum(self._spared(pack, self.work_of_common))
-
-    def _spared(self, pack: list[int], values: Sequence[float] | None) -> Iterator[Any]:
-        """Yield the ``values`` of all but the first of each group in the pack."""
-        if values is None or self.groups is None:
-            return
-        seen = set()
-        for i in pack:
-            if self.groups[i] in seen:
-                yield values[i]
-            seen.add(self.groups[i])
+        work = sum(self.work[i] for i in pack)
+        return work if self.trees is None else work - self.trees.work_of(self.trees.spared(pack))
 
 
 def _budget_schedule(
@@ -262,13 +286,12 @@ def _divisions(completions: _Completions, ranks: int, max_tokens: int, multiple:
             f"of micro-batches without an empty one on {dp_size} data-parallel ranks in multiples of {multiple}: raise "
             f"--max-tokens-per-microbatch, or make --global-batch-size a multiple of {dp_size * multiple}"
         )
-    if groups is None:
-        return [found]
-    members = max(Counter(groups).values())
-    if completions.common is None:
+    if completions.trees is None:
+        if groups is None:
+            return [found]
         few = sum(degree for degree, _ in found) // ranks * 5 // 4
-        return [_packs_of_pieces(completions, members, ranks, max_tokens, multiple, few) or found]
-    divisions = [found]
+        return [_packs_of_pieces(completions, max(Counter(groups).values()), ranks, max_tokens, multiple, few) or found]
+    divisions, members = [found], completions.trees.largest()
     while members > 1:  # large pieces share more, small ones divide evenly
         divisions.append(_packs_of_pieces(completions, members, ranks, max_tokens, multiple) or found)
         members //= 2
@@ -278,8 +301,8 @@ def _divisions(completions: _Completions, ranks: int, max_tokens: int, multiple:
 def _packs_of_pieces(
     completions: _Completions, members: int, ranks: int, max_tokens: int, multiple: int, most: int | None = None
 ) -> Packs | None:
-    """Return packs of pieces of the groups, each of at most ``members`` completions; None as in `_fewest`."""
-    pieces = _first_fit(completions, max_tokens, members)
+    """Return packs of pieces of the groups or trees, each of at most ``members`` completions; None as in `_fewest`."""
+    pieces = (_first_fit if completions.trees is None else _parts_of_trees)(completions, max_tokens, members)
     sizes = {degree: [completions.size_of(piece, degree) for piece in pieces] for degree in completions.sizes}
     packs = _fewest(sizes, list(map(completions.work_of, pieces)), ranks, max_tokens, multiple, most)
     return packs and [(degree, [i for piece in pack for i in pieces[piece]]) for degree, pack in packs]
@@ -347,8 +370,8 @@ def _round_robin(costs: Sequence[float], bins: int, degrees: Sequence[int] | Non
 def _first_fit(completions: _Completions, room: int, members: int) -> list[list[int]]:
     """Divide each group into pieces of at most ``room`` tokens and so many members, where nothing is padded for ranks.
 
-    Longest first, each into the first piece with room. With nothing shared and no limit of members, at most one piece
-    of a group is filled by half or less. A longer completion is a piece of its own.
+    Longest first, each into the first piece with room. Without a limit of members, at most one piece of a group is
+    filled by half or less. A longer completion is a piece of its own.
     """
     assert completions.groups is not None
     pieces: dict[int, list[list[int]]] = {}
@@ -361,6 +384,42 @@ def _first_fit(completions: _Completions, room: int, members: int) -> list[list[
         else:
             piece.append(item)
     return [piece for own in pieces.values() for piece in own]
+
+
+def _parts_of_trees(completions: _Completions, room: int, members: int) -> list[list[int]]:
+    """Divide each tree into pieces of at most ``room`` tokens and so many members.
+
+    From the leaves to the roots: the pieces of a node's branches join where they fit, the largest first, each with the
+    first piece with room. They have the node's tokens in common.
+    """
+    trees = completions.trees
+    assert trees is not None
+    stack: list[tuple[int, list[tuple[int, list[int]]]]] = [
+        (0, [])
+    ]  # (depth of a node, (tokens, members) of its pieces)
+    for place, item in enumerate(trees.order):
+        after = trees.shared[place + 1] if place + 1 < len(trees.order) else 0
+        if after > stack[-1][0]:
+            stack.append((after, []))
+        stack[-1][1].append((completions.sizes[1][item], [item]))
+        while stack[-1][0] > after:
+            depth, pieces = stack.pop()
+            joined: list[tuple[int, list[int]]] = []
+            for size, own in sorted(pieces, key=lambda piece: (-piece[0], piece[1])):
+                fits = (
+                    number
+                    for number, (other, theirs) in enumerate(joined)
+                    if len(theirs) + len(own) <= members and other + size - depth <= room
+                )
+                number = next(fits, None)
+                if number is None:
+                    joined.append((size, own))
+                else:
+                    joined[number] = joined[number][0] + size - depth, joined[number][1] + own
+            if stack[-1][0] < after:
+                stack.append((after, []))
+            stack[-1][1].extend(joined)
+    return [own for _, own in stack[0][1]]
 
 
 def _longest_first(

@@ -237,8 +237,6 @@ def check_share_prompts(args: Namespace) -> None:
             "--share-prompts with --hybrid-context-parallel: its schedule divides single completions: leave one of "
             "them out"
         )
-    if args.on_rewritten_history == "split":
-        raise GrpoError("--share-prompts with --on-rewritten-history split: an episode has several prompts")
     if args.router_replay_mode != "disabled":
         raise GrpoError("--share-prompts with --router-replay-mode: experts are replayed for whole sequences only")
     _check_excluded(args, "share_prompts", _UNSHARED)

@@ -163,6 +163,7 @@ def _without_labels(pack: Pack) -> Pack:
         pack,
         labels=np.full_like(pack.labels, IGNORED_LABEL),
         own_labels=none,
+        label_positions=none,
         token_index=none,
         completion=none,
         of_labels={},

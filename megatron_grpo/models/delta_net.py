@@ -295,33 +295,35 @@ def _offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> dict[str, tor
     return {"cu_seqlens": to_device(on_host, device), "cu_seqlens_cpu": on_host}
 
 
-class _Sharing(NamedTuple):
-    """The sequences of a pack in two parts: those that begin anew, and those that go on from one of them."""
+class _Level(NamedTuple):
+    """The sequences of a pack with equally many ancestors."""
 
-    first: torch.Tensor  # int64 [t_1], their tokens in the pack, of a prompt without padding
-    first_offsets: tuple[int, ...]
-    then: torch.Tensor  # int64 [t_2]
-    then_offsets: tuple[int, ...]
-    prompts: torch.Tensor  # int64 [n_2], number among the first of the sequence that each of the others goes on from
+    tokens: torch.Tensor  # int64 [t], where theirs are in the pack, without padding behind a parent
+    offsets: tuple[int, ...]
+    parents: torch.Tensor  # int64 [n], number in the level before of the sequence that each goes on from
 
 
 @lru_cache(maxsize=8)
-def _sharing(cu_seqlens: tuple[int, ...], shared: SharedPrompts, device: torch.device) -> _Sharing:
-    cu = np.array(cu_seqlens)
+def _levels(cu_seqlens: tuple[int, ...], shared: SharedPrompts, device: torch.device) -> tuple[_Level, ...]:
+    """Return the levels of the tree, the roots first."""
+    cu, cu_keys = np.array(cu_seqlens), shared.cu_keys.astype(np.int64)
     lengths = np.diff(cu)
-    before = np.diff(shared.cu_keys.astype(np.int64)) - lengths  # tokens of the prompt, of each sequence
-    goes_on = before > 0
-    prompt = np.searchsorted(cu, shared.keys[shared.cu_keys[:-1][goes_on]], side="right") - 1
-    lengths = lengths.copy()
-    lengths[prompt] = before[goes_on]  # under context parallelism padding follows the prompt's tokens
-
-    def part(chosen: np.ndarray) -> tuple[torch.Tensor, tuple[int, ...]]:
-        ends = np.cumsum(lengths[chosen])
-        tokens = np.arange(lengths[chosen].sum()) + np.repeat(cu[:-1][chosen] - ends + lengths[chosen], lengths[chosen])
-        return to_device(torch.from_numpy(tokens), device), (0, *ends.tolist())
-
-    among_first = (np.cumsum(~goes_on) - 1)[prompt]
-    return _Sharing(*part(~goes_on), *part(goes_on), to_device(torch.from_numpy(among_first), device))
+    before = np.diff(cu_keys) - lengths  # tokens of the ancestors, of each sequence
+    child = np.flatnonzero(before)
+    parent = np.full(len(lengths), -1)
+    parent[child] = np.searchsorted(cu, shared.keys[cu_keys[child] + before[child] - 1], side="right") - 1
+    lengths[parent[child]] = before[child] - before[parent[child]]
+    levels, numbers = [], np.flatnonzero(before == 0)
+    place = np.zeros(len(lengths), np.int64)  # of each sequence in its level
+    while len(numbers):
+        own, ends = lengths[numbers], np.cumsum(lengths[numbers])
+        tokens = np.arange(own.sum()) + np.repeat(cu[numbers] - ends + own, own)
+        arrays = tokens, place[parent[numbers]]
+        of_tokens, of_parents = (to_device(torch.from_numpy(x), device) for x in arrays)
+        levels.append(_Level(of_tokens, (0, *ends.tolist()), of_parents))
+        place[numbers] = np.arange(len(numbers))
+        numbers = np.flatnonzero(np.isin(parent, numbers))
+    return tuple(levels)
 
 
 def delta_net_of_pack(
@@ -333,18 +335,18 @@ def delta_net_of_pack(
     cu_seqlens: tuple[int, ...],
     shared: SharedPrompts | None,
 ) -> torch.Tensor:
-    """Return the outputs of `delta_net` for a whole pack; with ``shared``, completions go on from their prompts."""
+    """Return the outputs of `delta_net` for a whole pack; with ``shared``, sequences go on from their parents' ends."""
     if shared is None:
         return delta_net(qkv, weight, log_decay, beta, key_size, cu_seqlens)[0]
-    plan = _sharing(cu_seqlens, shared, qkv.device)
-
-    def part(tokens: torch.Tensor, offsets: tuple[int, ...], before: State | None) -> tuple[torch.Tensor, State]:
-        own_qkv, own_decay, own_beta = (x.index_select(0, tokens) for x in (qkv, log_decay, beta))
-        return delta_net(own_qkv, weight, own_decay, own_beta, key_size, offsets, before)
-
-    out, state = part(plan.first, plan.first_offsets, None)
-    more, _ = part(plan.then, plan.then_offsets, State(*(x.index_select(0, plan.prompts) for x in state)))
-    return out.new_zeros(len(qkv), *out.shape[1:]).index_copy(0, plan.first, out).index_copy(0, plan.then, more)
+    outs, state = [], None
+    levels = _levels(cu_seqlens, shared, qkv.device)
+    for level in levels:
+        before = None if state is None else State(*(x.index_select(0, level.parents) for x in state))
+        own_qkv, own_decay, own_beta = (x.index_select(0, level.tokens) for x in (qkv, log_decay, beta))
+        out, state = delta_net(own_qkv, weight, own_decay, own_beta, key_size, level.offsets, before)
+        outs.append(out)
+    whole = outs[0].new_zeros(len(qkv), *outs[0].shape[1:])
+    return whole.index_copy(0, torch.cat([level.tokens for level in levels]), torch.cat(outs))
 
 
 def gated_norm(out: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -14,7 +14,15 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 
 from megatron_grpo.data.batch import RolloutBatch
-from megatron_grpo.data.pack import Pack, pack_completions, shareable_tokens, shared_tokens
+from megatron_grpo.data.pack import Pack, pack_completions
+from megatron_grpo.data.prefix_tree import (
+    WORTH,
+    Prefixes,
+    hashed_prefixes,
+    shareable_tokens,
+    spared_tokens,
+    with_prefixes,
+)
 from megatron_grpo.data.schedule import Schedule, attention_coefficient, hybrid_schedule, schedule
 from megatron_grpo.data.share import spread
 from megatron_grpo.models import balancing, router_replay
@@ -84,7 +92,7 @@ def assignment(
         "max_tokens": max_tokens,
         "microbatch_multiple": args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1,
         "attention_coefficient": _attention_coefficient(args),
-        "together": batch.group_ids[completions] if share_prompts else together,
+        "together": together,
     }
     ranks: Schedule
     if args.hybrid_context_parallel and max_tokens:
@@ -93,14 +101,16 @@ def assignment(
         # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal
         # in every parallel configuration.
         padded = padded_lengths(lengths, cp_size, samples) if max_tokens else lengths
-        how["shared"] = shareable_tokens(batch.prompt_lengths[completions], cp_size) if share_prompts else None
+        if share_prompts:
+            padded = padded - _repeated(args, batch, completions, cp_size)
+            how |= {"prefixes": _prefixes(args, batch, completions), "cp_size": cp_size}
         groups = schedule(padded, dp_size, None if max_tokens else args.micro_batch_size, **how)
         degrees, ranks = [cp_size] * len(groups[0]), [group for group in groups for _ in range(cp_size)]
     return degrees, [[completions[pack] for pack in rank] for rank in ranks]
 
 
 def _shares_prompts(args, max_tokens: int | None) -> bool:
-    """Return whether packs have a prompt once: only with a token budget are the completions of a group together."""
+    """Return whether packs have common prefixes once: only with a token budget are such completions together."""
     return bool(args.share_prompts and max_tokens)
 
 
@@ -140,7 +150,7 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # needs equally many tokens on each rank
         unit = pad_multiple * sequence_multiple(max(degrees)) // max(degrees)
         of_rank = unit * max(
-            -(-(_padded(batch, pack, degree) - share_prompts * _saved(batch, pack, degree)) // (degree * unit))
+            -(-(_padded(batch, pack, degree) - share_prompts * _saved(args, batch, pack, degree)) // (degree * unit))
             for rank in ranks
             for degree, pack in zip(degrees, rank, strict=True)
         )
@@ -161,8 +171,51 @@ def _padded(batch: RolloutBatch, pack: np.ndarray, degree: int) -> int:
     return int(padded_lengths(batch.lengths[pack], degree, _samples(batch, pack)).sum())
 
 
-def _saved(batch: RolloutBatch, pack: np.ndarray, degree: int) -> int:
-    return int(shared_tokens(batch.prompt_lengths[pack], batch.group_ids[pack], degree).sum())
+def _prefixes(args, batch: RolloutBatch, completions: np.ndarray) -> Prefixes:
+    """Return the prefixes that these completions have in common, as every rank knows them: at least those.
+
+    Images are not in the hashes: those of a row are equal, and those that a completion has beyond its prompt differ.
+    """
+    assert batch.prefix_hashes is not None or batch.holds_all
+    hashes = with_prefixes(batch).prefix_hashes
+    assert hashes is not None
+    images = {}
+    if args.vision_config:
+        images = {"apart": batch.row_ids[completions], "prompt_only": batch.image_keys[completions] < 0}
+    return hashed_prefixes(hashes[completions], batch.prompt_lengths[completions], **images)
+
+
+def _repeated(args, batch: RolloutBatch, completions: np.ndarray, degree: int) -> np.ndarray:
+    """Return the tokens that the samples of each completion share at least, [m]."""
+    if batch.samples is None or args.vision_config:
+        return np.zeros(len(completions), np.int64)
+    repeated, multiple = with_prefixes(batch).repeated_tokens, sequence_multiple(degree)
+    assert repeated is not None
+    least = repeated[completions] - -(-repeated[completions] // WORTH)  # as in `spared_tokens`
+    lost = (batch.samples[completions] - 1) * 2 * (multiple - 1)  # a shared prefix is a multiple
+    return np.maximum(least - lost, 0) // multiple * multiple
+
+
+def _saved(args, batch: RolloutBatch, pack: np.ndarray, degree: int) -> int:
+    between = spared_tokens(_prefixes(args, batch, pack).common, degree)
+    return int(between.sum() + _repeated(args, batch, pack, degree).sum())
+
+
+def shared_tokens(args, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:
+    """Return the tokens of each prefix that an update with these completions computes once less; equal on all ranks.
+
+    At least those: the packs find more where completions differ beyond their prompts.
+    """
+    degrees, ranks = assignment(args, batch, completions)
+    found = [np.zeros(0, np.int64)]
+    for rank in ranks[:: parallel_state.get_context_parallel_world_size()]:
+        for degree, pack in zip(degrees, rank, strict=True):
+            found.append(shareable_tokens(_prefixes(args, batch, pack).common, degree))
+            of_samples = _repeated(args, batch, pack, degree)
+            if batch.samples is not None:
+                further = np.maximum(batch.samples[pack] - 1, 1)
+                found.append(np.repeat(of_samples // further, further))
+    return np.concatenate(found)
 
 
 def _attention_coefficient(args) -> float:

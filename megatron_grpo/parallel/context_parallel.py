@@ -34,15 +34,26 @@ def place_in_pack(
     return degree, cp_group.rank() % degree
 
 
-def whole_pack(values: torch.Tensor, own_labels: torch.Tensor, num_labels: int, degree: int) -> torch.Tensor:
+def whole_pack(
+    values: torch.Tensor,
+    own_labels: torch.Tensor,
+    num_labels: int,
+    degree: int,
+    first_labels: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Gather ``values`` ``[k, l]`` of this rank's labels to ``[k, L]`` for all ``num_labels`` = L labels of the pack.
 
     ``own_labels`` ``[l]`` are the indices of this rank's labels in the pack's order. Each of the ``degree`` ranks then
     computes the same loss of the whole pack, and the backward pass keeps only the gradients of the rank's own labels.
-    The sum of the gradients over ranks is the gradient of one loss.
+    The sum of the gradients over ranks is the gradient of one loss. With ``first_labels`` ``[L]`` the ranks have values
+    of these labels only, and a label has the value of its first one (`Pack.first_labels`).
     """
     group = sharing_ranks(degree)
-    return values if group is None else _WholePack.apply(values, own_labels, num_labels, group)
+    if group is not None:
+        values = _WholePack.apply(values, own_labels, num_labels, group)
+    elif first_labels is not None:
+        values = values.new_zeros(len(values), num_labels).index_copy(1, own_labels, values)
+    return values if first_labels is None else values.index_select(1, first_labels)
 
 
 class _WholePack(torch.autograd.Function):

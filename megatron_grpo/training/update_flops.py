@@ -8,17 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_grpo.data.batch import Int64, RolloutBatch
-from megatron_grpo.data.pack import shared_tokens
 from megatron_grpo.data.share import of_completions
 from megatron_grpo.estimate.throughput import ModelFlops, TowerFlops
+from megatron_grpo.models import forward
 from megatron_grpo.vision.images import ImageStore
 
 
 def text_flops(args: Namespace, flops: ModelFlops, batch: RolloutBatch, completions: Int64) -> float:
-    """Return the TFLOP of an update with these completions, images apart; --share-prompts computes a prompt once."""
+    """Return the TFLOP of an update with these completions, images apart; --share-prompts computes prefixes once."""
     found = flops.update(batch.lengths[completions], batch.response_lengths[completions])
     if args.share_prompts:
-        shared = shared_tokens(batch.prompt_lengths[completions], batch.group_ids[completions])
+        shared = forward.shared_tokens(args, batch, completions)
         found -= flops.update(shared, np.zeros_like(shared))
     return found
 

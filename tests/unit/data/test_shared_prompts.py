@@ -1,17 +1,27 @@
-"""Packs in which the completions of a group have one copy of their prompt: the sequences of the model are the same."""
+"""Packs that have one copy of what sequences begin with: the sequences of the model are the same."""
 
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.data.pack import IGNORED_LABEL, pack_completions, shareable_tokens, shared_tokens
+from megatron_grpo.data.pack import pack_completions
+from megatron_grpo.data.prefix_tree import Prefixes, hashed_prefixes, spared_tokens, with_prefixes
 from megatron_grpo.data.schedule import schedule
 from megatron_grpo.parallel.zigzag import padded_lengths, zigzag
-from megatron_grpo.utils.errors import GrpoError
+
+
+def spared(batch: RolloutBatch, chosen, cp_size: int = 1) -> int:
+    """Return the tokens that a pack with these completions spares, as the schedule knows them."""
+    hashes = with_prefixes(batch).prefix_hashes[chosen]
+    return int(spared_tokens(hashed_prefixes(hashes, batch.prompt_lengths[chosen]).common, cp_size).sum())
+
+
+def of_groups(groups: np.ndarray, prompt: int) -> Prefixes:
+    """Return the prefixes of completions whose groups, which are neighbours, have prompts of so many tokens."""
+    return Prefixes(np.arange(len(groups)), np.where(np.diff(groups, prepend=-1) == 0, prompt, 0))
 
 
 def batch_of(prompts: list[list[int]], completions: list[list[int]], group_ids: list[int]) -> RolloutBatch:
@@ -31,9 +41,13 @@ def batch_of(prompts: list[list[int]], completions: list[list[int]], group_ids: 
 @st.composite
 def batches(draw) -> RolloutBatch:
     groups = draw(st.lists(st.integers(0, 3), min_size=1, max_size=9))
+    system = list(range(900, 900 + draw(st.sampled_from([0, 0, 5, 30]))))
     prompts = {group: [100 * group + i for i in range(draw(st.integers(1, 20)))] for group in sorted(set(groups))}
+    prompts = {group: system + prompt for group, prompt in prompts.items()}
     lengths = draw(st.lists(st.integers(0, 5), min_size=len(groups), max_size=len(groups)))
     completions = [[1000 + 10 * i + k for k in range(length)] for i, length in enumerate(lengths)]
+    if draw(st.booleans()):  # completions that begin alike, or are equal
+        completions = [[(i + k) // 3 % 2 for k in range(length)] for i, length in enumerate(lengths)]
     return batch_of([prompts[group] for group in groups], completions, groups)
 
 
@@ -47,8 +61,26 @@ def test_by_hand():
     assert pack.cu_seqlens.tolist() == [0, 2, 5, 7, 10, 12]
     assert pack.shared_prompts.keys.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9, 10, 11]
     assert pack.shared_prompts.cu_keys.tolist() == [0, 2, 7, 11, 14, 16]
-    assert pack.indices.tolist() == [0, 2, 1] and pack.completion.tolist() == [0, 0, 1, 2]
-    assert shared_tokens(batch.prompt_lengths, batch.group_ids).tolist() == [2]
+    assert pack.indices.tolist() == [0, 1, 2] and pack.completion.tolist() == [0, 0, 1, 2]
+    assert pack.token_index.tolist() == [3, 4, 7, 11] and pack.label_positions.tolist() == [2, 3, 5, 8]
+    assert pack.own_labels.tolist() == [0, 1, 3, 2] and pack.first_labels.tolist() == [0, 1, 2, 3]
+    assert spared(batch, np.arange(3)) == 2
+    assert spared(batch, np.array([1, 2])) == 0
+
+
+def test_completions_that_begin_alike_by_hand():
+    """10 11 | 12 13 14, 10 11 | 12 13 15 and 10 11 | 12: the second node begins with what its parent predicts."""
+    batch = batch_of([[10, 11]] * 3, [[12, 13, 14], [12, 13, 15], [12]], [7, 7, 8])
+    pack = pack_completions(batch, [0, 1, 2], share_prompts=True)
+    assert pack.tokens.tolist() == [10, 11, 12, 12, 13, 14, 13, 15]
+    assert pack.cu_seqlens.tolist() == [0, 2, 3, 4, 6, 8]
+    assert pack.position_ids.tolist() == [0, 1, 2, 2, 3, 4, 3, 4]
+    assert pack.labels.tolist() == [-100, 12, -100, 13, 14, -100, 15, -100]
+    assert pack.shared_prompts.keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 0, 1, 3, 4, 5, 0, 1, 3, 6, 7]
+    assert pack.shared_prompts.cu_keys.tolist() == [0, 2, 5, 8, 13, 18]
+    assert pack.token_index.tolist() == [2, 3, 4, 7, 8, 9, 12] and pack.completion.tolist() == [0, 0, 0, 1, 1, 1, 2]
+    assert pack.first_labels.tolist() == [0, 1, 2, 0, 1, 5, 0]
+    assert pack.own_labels.tolist() == [0, 1, 2, 5] and pack.label_positions.tolist() == [1, 3, 4, 6]
 
 
 @settings(deadline=None)
@@ -57,15 +89,15 @@ def test_sequences_are_those_of_a_plain_pack(batch, data, pad_multiple):
     chosen = data.draw(st.lists(st.integers(0, batch.num_completions - 1), unique=True))
     plain = pack_completions(batch, chosen)
     pack = pack_completions(batch, chosen, pad_multiple, share_prompts=True)
-    spared = shared_tokens(batch.prompt_lengths[chosen], batch.group_ids[chosen]).sum()
-    assert len(pack.tokens) - (len(plain.tokens) - spared) == -(len(plain.tokens) - spared) % pad_multiple
+    assert len(pack.tokens) % pad_multiple == 0
+    assert len(pack.tokens) - pad_multiple < (~pack.padding).sum() <= len(plain.tokens) - spared(batch, chosen)
     assert sorted(pack.token_index.tolist()) == sorted(plain.token_index.tolist())
     of_completion = np.searchsorted(batch.cu_seqlens, pack.token_index, "right") - 1
     assert pack.indices[pack.completion].tolist() == of_completion.tolist()
 
     shared = pack.shared_prompts
-    assert (shared is None) == (spared == 0)
     if shared is None:
+        assert len(pack.tokens) - pad_multiple < len(plain.tokens)
         return
     whole = [batch.tokens[a:b].tolist() for a, b in pairwise(batch.cu_seqlens.tolist())]
     seen = []
@@ -75,21 +107,21 @@ def test_sequences_are_those_of_a_plain_pack(batch, data, pad_multiple):
         assert pack.position_ids[keys].tolist() == list(range(len(keys)))
         if pack.padding[a:b].any():
             continue
-        labels = pack.labels[a:b]
-        assert labels[:-1][labels[:-1] != IGNORED_LABEL].tolist() == [
-            following
-            for label, following in zip(labels, pack.tokens[a + 1 : b], strict=False)
-            if label != IGNORED_LABEL
-        ]
         if (tokens := pack.tokens[keys].tolist()) in whole:
             seen.append(tokens)
-    assert sorted(seen) == sorted(whole[i] for i in chosen)
-
-
-def test_prompts_of_a_group_that_differ_are_refused():
-    batch = batch_of([[10, 11], [10, 12]], [[13], [14]], [7, 7])
-    with pytest.raises(GrpoError, match=r"--share-prompts: samples 0 and 1 .* different prompts"):
-        pack_completions(batch, [0, 1], share_prompts=True)
+    assert all(seen.count(whole[i]) >= [whole[j] for j in chosen].count(whole[i]) for i in chosen)
+    computed = pack.first_labels[np.arange(pack.num_labels)]
+    assert sorted(set(computed.tolist())) == sorted(pack.own_labels.tolist())
+    position = dict(zip(pack.own_labels.tolist(), pack.label_positions.tolist(), strict=True))
+    sequence = np.searchsorted(pack.cu_seqlens, pack.label_positions, "right") - 1
+    of_label = dict(zip(pack.own_labels.tolist(), sequence.tolist(), strict=True))
+    for label, first in enumerate(computed.tolist()):
+        token, completion = pack.token_index[label], chosen[pack.completion[label]]
+        number, place = of_label[first], position[first]
+        keys = shared.keys[shared.cu_keys[number] : shared.cu_keys[number + 1]].tolist()
+        past = pack.tokens[keys[: keys.index(place) + 1]].tolist()  # what the position sees
+        assert past == batch.tokens[batch.cu_seqlens[completion] : token].tolist()
+        assert pack.labels[place] == batch.tokens[token]
 
 
 @settings(deadline=None)
@@ -99,14 +131,13 @@ def test_micro_batches_keep_the_budget_that_shared_prompts_fill(batch, dp_size, 
         return
     padded = padded_lengths(batch.lengths, cp_size)
     budget = int(padded.max()) + more
-    shareable = shareable_tokens(batch.prompt_lengths, cp_size)
-    ranks = schedule(padded, dp_size, max_tokens=budget, together=batch.group_ids, shared=shareable)
+    prefixes = hashed_prefixes(with_prefixes(batch).prefix_hashes, batch.prompt_lengths)
+    ranks = schedule(padded, dp_size, max_tokens=budget, prefixes=prefixes, cp_size=cp_size)
     assert sorted(i for rank in ranks for pack in rank for i in pack) == list(range(batch.num_completions))
     for rank in ranks:
         for pack in rank:
             packed = pack_completions(batch, pack, cp_size=cp_size, share_prompts=True)
-            spared = shared_tokens(batch.prompt_lengths[pack], batch.group_ids[pack], cp_size).sum()
-            assert 0 < packed.cu_seqlens[-1] <= min(budget, padded[pack].sum() - spared)
+            assert 0 < packed.cu_seqlens[-1] <= min(budget, padded[pack].sum() - spared(batch, pack, cp_size))
 
 
 @settings(deadline=None)
@@ -116,7 +147,9 @@ def test_context_ranks_hold_the_pack_of_one_rank(batch, cp_size):
     chosen = np.arange(batch.num_completions)
     parts = [pack_completions(batch, chosen, 1, None, cp_size, rank, share_prompts=True) for rank in range(cp_size)]
     first = parts[0]
-    assert sum(len(part.own_labels) for part in parts) == first.num_labels == batch.response_mask.sum()
+    own = [label for part in parts for label in part.own_labels.tolist()]
+    labels = np.arange(first.num_labels) if first.first_labels is None else first.first_labels
+    assert sorted(own) == sorted(set(labels.tolist())) and first.num_labels == batch.response_mask.sum()
     whole = [np.empty(first.cu_seqlens[-1], np.int64) for _ in range(3)]
     for part in parts:
         at = zigzag(first.cu_seqlens, cp_size, part.cp_rank)
@@ -142,15 +175,15 @@ def test_context_ranks_hold_the_pack_of_one_rank(batch, cp_size):
 def test_a_group_fills_one_micro_batch():
     """Eight completions of 10 tokens after a prompt of 101: 180 tokens, where separate ones have 888."""
     lengths, groups = np.full(16, 111), np.arange(16) // 8
-    packs = schedule(lengths, 1, max_tokens=200, together=groups, shared=np.full(16, 100))
+    packs = schedule(lengths, 1, max_tokens=200, prefixes=of_groups(groups, 101))
     assert sorted(packs[0]) == [list(range(8)), list(range(8, 16))]
     assert len(schedule(lengths, 1, max_tokens=200)[0]) == 16
 
 
 def test_few_groups_are_divided_over_many_ranks():
     """Two groups of eight on four ranks: a half of a group each, of 100 + 4 * 11 tokens."""
-    lengths, groups, prompts = np.full(16, 111), np.arange(16) // 8, np.full(16, 100)
-    ranks = schedule(lengths, 4, max_tokens=200, together=groups, shared=prompts)
+    lengths, groups = np.full(16, 111), np.arange(16) // 8
+    ranks = schedule(lengths, 4, max_tokens=200, prefixes=of_groups(groups, 101))
     assert [len(rank) for rank in ranks] == [1] * 4
     packs = sorted(rank[0] for rank in ranks)
     assert [len(pack) for pack in packs] == [4] * 4 and [set(groups[pack]) for pack in packs] == [{0}, {0}, {1}, {1}]
@@ -159,6 +192,19 @@ def test_few_groups_are_divided_over_many_ranks():
 def test_short_prompts_do_not_unbalance_the_ranks():
     """Three groups of eight on two ranks: whole groups would be 2 to 1."""
     lengths, groups = np.full(24, 110), np.arange(24) // 8
-    ranks = schedule(lengths, 2, max_tokens=2000, together=groups, shared=np.full(24, 10))
+    ranks = schedule(lengths, 2, max_tokens=2000, prefixes=of_groups(groups, 11))
     sizes = [sum(100 * len(pack) + 10 * len(set(groups[pack])) for pack in rank) for rank in ranks]
     assert max(sizes) < 1.05 * min(sizes)
+
+
+def test_groups_with_one_system_prompt():
+    """Four groups of four, 100 tokens of a system prompt, 100 of a group's and 10 of each completion."""
+    lengths, groups = np.full(16, 210), np.arange(16) // 4
+    common = np.where(np.diff(groups, prepend=0) == 0, 201, 101)
+    common[0] = 0
+    prefixes = Prefixes(np.arange(16), common)
+    of_group, of_two = 197 + 4 * 13, 99 + 2 * (98 + 4 * 13)  # 197 and 99 of the common tokens are sure
+    packs = schedule(lengths, 1, max_tokens=of_group, prefixes=prefixes)[0]
+    assert sorted(packs) == np.arange(16).reshape(4, 4).tolist()
+    packs = schedule(lengths, 1, max_tokens=of_two, prefixes=prefixes)[0]
+    assert sorted(packs) == np.arange(16).reshape(2, 8).tolist()

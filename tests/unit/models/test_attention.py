@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_grpo.data.pack import SharedPrompts, _keys_of_sequences
+from megatron_grpo.data.pack import SharedPrompts, _keys_of_nodes
+from megatron_grpo.data.prefix_tree import PrefixTree
 from megatron_grpo.models.attention import (
     PackedAttention,
     _gathered_positions,
@@ -303,17 +304,21 @@ def test_gpu_layout(flash_on_cpu, cp_size, chunks, shape):
 @settings(max_examples=60, deadline=None)
 @given(
     cp_size=st.sampled_from([1, 2, 3]),
-    chunks=st.lists(st.tuples(st.booleans(), st.integers(1, 5)), min_size=1, max_size=5),
-    spare=st.integers(0, 2),
+    chunks=st.lists(st.tuples(st.integers(0, 8), st.integers(1, 5)), min_size=1, max_size=6),
     shape=st.fixed_dictionaries(shapes),
 )
-def test_shared_prompts(flash_on_cpu, cp_size, chunks, spare, shape):
-    """The first sequence is a prompt with some padding; some of the others go on from it. Both kernels, all ranks."""
+def test_shared_prompts(flash_on_cpu, cp_size, chunks, shape):
+    """Each sequence begins anew, or goes on from one before it. Both kernels, all ranks."""
     multiple = 2 * cp_size if cp_size > 1 else 1
-    lengths = np.array([4, *(chunk for _, chunk in chunks)]) * multiple
-    cu, prompt = np.append(0, np.cumsum(lengths)), np.array([-1, *(-(not goes_on) for goes_on, _ in chunks)])
-    before = np.where(prompt == 0, lengths[0] - spare, 0)
-    shared = SharedPrompts(*_keys_of_sequences(cu, prompt, before), np.arange(cu[-1]))
+    lengths = np.array([chunk for _, chunk in chunks]) * multiple
+    cu = np.append(0, np.cumsum(lengths))
+    parent = np.array([choice % (number + 1) - 1 for number, (choice, _) in enumerate(chunks)])
+    nothing = np.zeros(0, np.int64)
+    keys, cu_keys = _keys_of_nodes(cu, PrefixTree(parent, nothing, lengths, nothing, nothing))
+    shared = SharedPrompts(keys, cu_keys.astype(np.int32), np.arange(cu[-1]))
+    paths = []
+    for number, before in enumerate(parent.tolist()):
+        paths.append((paths[before] if before >= 0 else []) + list(range(*cu[number : number + 2])))
     case = Case((int(cu[-1]),), **shape)
     offsets, left = tuple(cu.tolist()), -1 if case.left is None else case.left
     scale, gathered = case.size**-0.5, torch.from_numpy(_gathered_positions(cu, cp_size))
@@ -321,7 +326,7 @@ def test_shared_prompts(flash_on_cpu, cp_size, chunks, spare, shape):
     def reference_attention(q, k, v, sink):
         parts = []
         for number in range(len(lengths)):
-            keys = list(range(lengths[0] - spare)) * bool(prompt[number] == 0) + list(range(*cu[number : number + 2]))
+            keys = paths[number]
             alone = Case((len(keys),), **shape)
             own = len(keys) - lengths[number]
             queries = torch.cat([q.new_zeros(own, *q.shape[1:]), q[cu[number] : cu[number + 1]]])

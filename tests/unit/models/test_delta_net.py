@@ -188,6 +188,31 @@ def test_completions_go_on_from_a_shared_prompt():
     torch.testing.assert_close(*gradients)
 
 
+def test_sequences_go_on_from_each_level_of_a_tree():
+    """The paths 0, 0 1, 0 2, 0 2 3, 0 2 4 and 5 as whole sequences; the first four have children or siblings."""
+    torch.manual_seed(5)
+    lengths, paths = [5, 7, 3, 1, 9, 4], [[0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 4], [5]]
+    cu, channels = (0, *np.cumsum(lengths).tolist()), 2 * KEY + VALUES * VALUE
+    keys = [np.concatenate([np.arange(cu[n], cu[n + 1]) for n in path]) for path in paths]
+    cu_keys = np.append(0, np.cumsum([len(key) for key in keys])).astype(np.int32)
+    shared = SharedPrompts(np.concatenate(keys), cu_keys, np.zeros(cu[-1], np.int64))
+    qkv = torch.randn(cu[-1], KEY_HEADS, channels, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(KEY_HEADS, channels, 4, dtype=torch.float64, requires_grad=True)
+    log_decay = (-torch.rand(cu[-1], KEY_HEADS, VALUES, dtype=torch.float64)).requires_grad_()
+    beta = torch.rand(cu[-1], KEY_HEADS, VALUES, dtype=torch.float64, requires_grad=True)
+    everything = [qkv, weight, log_decay, beta]
+    got = delta_net_of_pack(*everything, KEY, cu, shared)
+    parts = []
+    for key, length in zip(keys, lengths, strict=True):
+        rows = torch.from_numpy(key)
+        own = qkv[rows], weight, log_decay[rows], beta[rows]
+        parts.append(delta_net.delta_net(*own, KEY, (0, len(rows)))[0][-length:])
+    want = torch.cat(parts)
+    torch.testing.assert_close(got, want)
+    gradients = [torch.autograd.grad(out.square().sum(), everything) for out in (got, want)]
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_sequence_in_two_parts_is_the_whole_one():
     """The state after the first part is all that the second one needs."""
     torch.manual_seed(4)

@@ -1,0 +1,168 @@
+"""Common prefixes of token sequences: which ones a pack computes once, and how many tokens that spares.
+
+Sequences in the order of their tokens have the longest common prefix with their neighbour, and any two of them have the
+smallest of those between them in common. The order, and a number for each pair of neighbours, thus describe all common
+prefixes: `prefix_tree` turns them into nodes for a pack, and the schedule adds up what a set of completions spares.
+
+A node of ``d`` tokens is followed by sequences that begin with their own copy of the last common token, because that
+token predicts the next one. ``d`` is a multiple of `sequence_multiple`, so that padding stands at the end of a sequence
+only, and the padded tokens of a pack are those of separate sequences without the spared ones.
+"""
+
+import hashlib
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_grpo.data.batch import Bool, Int64, RolloutBatch, UInt8
+from megatron_grpo.parallel.zigzag import sequence_multiple
+
+# Lengths of the prefixes that `prefix_hashes` describes, 16 to 2^20 tokens in steps of sqrt(2).
+HASHED_LENGTHS = np.round(16 * 2 ** (np.arange(33) / 2)).astype(np.int64)
+# A run of tokens is a node if it is longer than this part of its path. The queries of each node have a copy of the
+# path's keys, which costs more than a token or two that several completions have in common after a long prompt.
+WORTH = 64
+
+
+class Prefixes(NamedTuple):
+    """The common prefixes of n sequences."""
+
+    order: Int64  # [n], the sequences in an order in which neighbours have the longest prefixes in common
+    common: Int64  # [n], tokens in common with the one before, in this order; 0 of the first
+
+
+class PrefixTree(NamedTuple):
+    """Sequences as paths in a forest of m nodes, which are runs of tokens. A parent comes before its children."""
+
+    parent: Int64  # [m], -1: none
+    depth: Int64  # [m], tokens of all ancestors
+    lengths: Int64  # [m], tokens of the node itself
+    source: Int64  # [m], a sequence with these tokens, from the position ``depth`` on
+    leaf: Int64  # [n], the node in which each sequence ends
+
+
+def shareable_tokens(common: npt.NDArray[np.integer], cp_size: int = 1) -> Int64:
+    """Return the tokens that a pack computes once for sequences with so many tokens in common, [n]."""
+    multiple = sequence_multiple(cp_size)
+    return np.maximum(common.astype(np.int64) - 1, 0) // multiple * multiple
+
+
+def spared_tokens(common: npt.NDArray[np.integer], cp_size: int = 1) -> Int64:
+    """Return the tokens that a pack computes once at least, [n]: without the runs that `prefix_tree` leaves out."""
+    shared, multiple = shareable_tokens(common, cp_size), sequence_multiple(cp_size)
+    return (shared - shared // WORTH) // multiple * multiple
+
+
+def as_bytes(values: npt.NDArray) -> UInt8:
+    """Return the rows of an array [n, ...] as bytes, [n, bytes of a row]."""
+    row = values.dtype.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(len(values), row)
+
+
+def common_prefixes(rows: UInt8, cu_seqlens: Int64) -> Prefixes:
+    """Return the common prefixes of sequences at ``cu_seqlens`` [n + 1] whose tokens are ``rows`` [total, bytes]."""
+    width, raw, bounds = rows.shape[1], rows.tobytes(), list(pairwise(cu_seqlens.tolist()))
+    order = sorted(range(len(bounds)), key=[raw[a * width : b * width] for a, b in bounds].__getitem__)
+    common = np.zeros(len(order), np.int64)
+    for place, (before, this) in enumerate(pairwise(order), start=1):
+        (a, a_end), (b, b_end) = bounds[before], bounds[this]
+        size = min(a_end - a, b_end - b)
+        differ = (rows[a : a + size] != rows[b : b + size]).any(1)
+        common[place] = differ.argmax() if differ.any() else size
+    return Prefixes(np.array(order, np.int64), common)
+
+
+def prefix_tree(lengths: Int64, order: Int64, shared: Int64) -> PrefixTree:
+    """Return the tree of sequences of ``lengths`` [n].
+
+    Neighbours in ``order`` [n] have the first ``shared`` [n] tokens in common, fewer than either has. They have them as
+    ancestors, but for runs that are too short (`WORTH`).
+    """
+    inner: list[list[int]] = [[] for _ in order]  # by the place of the first sequence: depths of the nodes' ends
+    last: list[list[int]] = [[] for _ in order]  # of the same nodes the place after the last sequence
+    stack = [(0, 0)]  # (depth of the end, first place) of the nodes that are open
+    for place, depth in enumerate([*shared[1:].tolist(), 0][: len(order)], start=1):
+        first = place - 1
+        while stack[-1][0] > depth:
+            end, first = stack.pop()
+            inner[first].append(end)
+            last[first].append(place)
+        if stack[-1][0] < depth:
+            stack.append((depth, first))
+    nodes: list[tuple[int, int, int, int]] = []  # parent, depth, length, source
+    leaf = np.empty(len(order), np.int64)
+    path = [(0, len(order), -1)]  # (depth of the end, place after the last sequence, number) of a place's ancestors
+    for place, sequence in enumerate(order.tolist()):
+        while path[-1][1] <= place:
+            path.pop()
+        for end, after in zip(reversed(inner[place]), reversed(last[place]), strict=True):  # the shallowest came last
+            depth, _, parent = path[-1]
+            if end - depth > end // WORTH:
+                path.append((end, after, len(nodes)))
+                nodes.append((parent, depth, end - depth, sequence))
+        depth, _, parent = path[-1]
+        leaf[sequence] = len(nodes)
+        nodes.append((parent, depth, int(lengths[sequence]) - depth, sequence))
+    parent, depth, length, source = np.array(nodes, np.int64).reshape(-1, 4).T
+    return PrefixTree(parent, depth, length, source, leaf)
+
+
+def prefix_hashes(rows: UInt8, prompt: int) -> Int64:
+    """Return hashes of a sequence's first tokens, [35]: of `HASHED_LENGTHS`, -1 if it is shorter, and of its prompt."""
+    hashes = np.full(len(HASHED_LENGTHS) + 1, -1)
+    content, done = hashlib.blake2b(digest_size=8), 0
+    for number, length in enumerate(length for length in HASHED_LENGTHS.tolist() if length <= len(rows)):
+        content.update(rows[done:length].tobytes())
+        hashes[number], done = _number(content), length
+    hashes[-1] = _number(hashlib.blake2b(rows[:prompt].tobytes(), digest_size=8))
+    return hashes
+
+
+def _number(content: hashlib.blake2b) -> int:
+    return int.from_bytes(content.digest(), "little") >> 1  # not negative as int64
+
+
+def hashed_prefixes(
+    hashes: Int64, prompt_lengths: npt.NDArray[np.integer], apart: Int64 | None = None, prompt_only: Bool | None = None
+) -> Prefixes:
+    """Return common prefixes by their `prefix_hashes` [n, 35]: two sequences have at least so many tokens in common.
+
+    Exact for sequences that differ right after their common prompt. ``apart`` [n]: sequences with different values have
+    nothing in common. ``prompt_only`` [n]: no more than their prompts.
+    """
+    prompts = prompt_lengths.astype(np.int64)[:, None]
+    lengths = np.concatenate([np.broadcast_to(HASHED_LENGTHS, (len(hashes), len(HASHED_LENGTHS))), prompts], 1)
+    ascending = np.argsort(lengths, axis=1, kind="stable")
+    lengths, keys = (np.take_along_axis(values, ascending, 1) for values in (lengths, hashes))
+    different = -1 - np.arange(len(keys))[:, None]
+    missing = keys < 0 if prompt_only is None else (keys < 0) | (prompt_only[:, None] & (lengths > prompts))
+    keys = np.where(missing, different, keys)
+    if apart is not None:
+        keys, lengths = np.insert(keys, 0, apart, axis=1), np.insert(lengths, 0, 0, axis=1)
+    order = np.lexsort(keys.T[::-1])
+    equal = np.logical_and.accumulate(keys[order[1:]] == keys[order[:-1]], axis=1).sum(1)
+    known = np.insert(lengths, 0, 0, axis=1)[order[1:]]
+    common = np.take_along_axis(known, equal[:, None], 1)[:, 0]
+    return Prefixes(order, np.insert(common, 0, 0)[: len(order)])
+
+
+def with_prefixes(batch: RolloutBatch) -> RolloutBatch:
+    """Return the batch, all of whose tokens this rank holds, with `prefix_hashes` and `repeated_tokens`.
+
+    The hashes are of a completion's first sequence.
+    """
+    if batch.prefix_hashes is not None:
+        return batch
+    rows, bounds = as_bytes(batch.tokens), batch.cu_seqlens.tolist()
+    hashes = np.empty((batch.num_completions, len(HASHED_LENGTHS) + 1), np.int64)
+    repeated = np.zeros(batch.num_completions, np.int64)
+    for i, (start, end) in enumerate(pairwise(bounds)):
+        starts = [] if batch.sample_starts is None else np.flatnonzero(batch.sample_starts[start:end]).tolist()
+        cu = np.array([0, *starts, end - start])
+        hashes[i] = prefix_hashes(rows[start : start + cu[1]], int(batch.prompt_lengths[i]))
+        if starts:
+            repeated[i] = shareable_tokens(common_prefixes(rows[start:end], cu).common).sum()
+    return replace(batch, prefix_hashes=hashes, repeated_tokens=repeated)
