@@ -143,6 +143,8 @@ def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
     metrics = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, trainer.bad_updates)
     trainer.bad_updates.react(trainer.iteration + 1, batch, completions, metrics)
+    if args.share_prompts:
+        metrics["tokens/shared"] = int(forward.shared_tokens(args, batch, completions).sum())
     return metrics | {"tokens/update": int(batch.lengths[completions].sum())}
 
 

@@ -96,9 +96,14 @@ def rollout(args, length: int | Sequence[int] | None = None, prompt: int = 1) ->
     completions = [tokens(1, completion) for _, completion in longest]
     reasons = [FinishReason.STOP if i % 3 else FinishReason.LENGTH for i in range(n)]
     masks = [[1] * len(completion) for completion in completions]
+    if length is None:
+        _begin_alike(completions, same)
     if args.environment:
         masks = [_turns(i, len(completion)) for i, completion in enumerate(completions)]
         reasons = [FinishReason.FAILED if i % 8 == 5 else reason for i, reason in enumerate(reasons)]
+    starts = _sample_starts(masks) if args.on_rewritten_history == "split" else None
+    if starts is not None:
+        _repeat_the_past(prompts, completions, starts)
     batch = RolloutBatch.from_completions(
         prompts,
         completions,
@@ -109,7 +114,7 @@ def rollout(args, length: int | Sequence[int] | None = None, prompt: int = 1) ->
         sample_ids=np.arange(n),
         finish_reasons=reasons,
         response_masks=masks,
-        sample_starts=_sample_starts(masks) if args.on_rewritten_history == "split" else None,
+        sample_starts=starts,
         kept_token_ids=_kept_token_ids(args, completions) if replays_top_k(args) else None,
     )
     if args.environment:
@@ -122,6 +127,24 @@ def rollout(args, length: int | Sequence[int] | None = None, prompt: int = 1) ->
     batch.advantages = rng.standard_normal(n).astype(np.float32)
     batch.rewards = batch.advantages[:, None]
     return batch
+
+
+def _begin_alike(completions: list[list[int]], same: int) -> None:
+    """Let half of the completions begin as the one before it in its group, of ``same`` completions, does."""
+    rng = np.random.default_rng(4)
+    for number, (before, own) in enumerate(itertools.pairwise(completions), start=1):
+        if number % same % 2:
+            count = rng.integers(0, min(len(before), len(own)) + 1)
+            own[:count] = before[:count]
+
+
+def _repeat_the_past(prompts: list[list[int]], completions: list[list[int]], starts: list[list[int]]) -> None:
+    """Let each further sample of a completion begin as the completion does."""
+    rng = np.random.default_rng(5)
+    for prompt, own, places in zip(prompts, completions, starts, strict=True):
+        for place, end in zip(places, [*places[1:], len(own)], strict=True):
+            past = [*prompt, *own][: rng.integers(0, end - place + 1)]
+            own[place : place + len(past)] = past
 
 
 def _turns(number: int, length: int) -> list[int]:

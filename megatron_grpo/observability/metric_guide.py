@@ -80,9 +80,10 @@ METRICS = {
     "eval/pass_at_<k>": "fraction of held-out prompts with a correct completion among k samples, k = 1, 2, 4 ...",
     "eval/<file>/<metric>": "eval/<metric> over the prompts of one file; only if --valid-data-path has several files",
     "tokens/update": "prompt and completion tokens that this update trained on",
+    "tokens/shared": "tokens that this update did not compute again (--share-prompts), as far as the schedule knows",
     "tokens/rollout": "sampled tokens of the rollout, in the row of its first update",
     "flops/update": "TFLOP of the model's forward and backward passes in this update, all devices, no recomputation; "
-    "--share-prompts counts a prompt once",
+    "without tokens/shared",
     "tokens/total": "sum of tokens/update since the start of the run",
     "consumed/prompts": "training prompts used since the start of the run",
     "consumed/left_out": "rows that were drawn and then skipped (streamed data only), since the start of the run",
@@ -232,6 +233,8 @@ REMEDIES = {
     "eval/pass_at_<k>": "Falling while eval/sampled_accuracy rises: the policy loses variety; see entropy. Not above "
     "eval/sampled_accuracy: more samples of these prompts give no signal.",
     "tokens/update": "Large changes: lengths differ between rollouts; --max-tokens-per-microbatch bounds the memory.",
+    "tokens/shared": "Small compared with tokens/update: --share-prompts gives little; a larger "
+    "--max-tokens-per-microbatch keeps more of a group together.",
     "tokens/rollout": "A count: completion/length_mean times the completions of a rollout.",
     "flops/update": "A count: the numerator of perf/mfu.",
     "tokens/total": "A count: use it as the x axis to compare runs with different batch sizes.",

@@ -43,7 +43,7 @@ _MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/pea
 _MINIMA = {"completion/length_min", "ratio/min"}
 _LAST_VALUES = {"lr", "params_norm", "tokens/total", "consumed/prompts", "consumed/left_out"}
 _SUMS = {"tokens/update", "tokens/rollout", "flops/update", "reward/failures", "drafts/proposed", "drafts/accepted"}
-_SUMS |= {"update/skipped", "stream/trainer_wait", "stream/engine_idle"}
+_SUMS |= {"tokens/shared", "update/skipped", "stream/trainer_wait", "stream/engine_idle"}
 
 
 class Timers:

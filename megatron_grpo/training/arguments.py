@@ -69,7 +69,7 @@ BATCH_AND_DURATION: tuple[FlagRow, ...] = (
         "--share-prompts",
         bool,
         False,
-        "compute a prompt once for the completions of its group that lie in one micro-batch",
+        "compute once what sequences of a micro-batch begin with alike, such as the prompt of a group",
     ),
     (
         "--cuda-graphs",

@@ -494,6 +494,7 @@ def test_a_trajectory_gives_the_gradient_of_its_sampled_tokens(history, share, t
     """
     layouts = [layout.replace(" LOSSES", "") for layout in LAYOUTS["dense"] if "--share-prompts" not in layout]
     few = ["TP1: --micro-batch-size 1", f"{'CP2' if history == 'split' else 'TP2 SP'}: {BUDGET}"]
+    few += [f"TP1: {SHARED}", f"CP2: {SHARED}"] if history == "split" else []
     layouts = list(dict.fromkeys(layouts)) if share == "all" else few
     layouts = [layout.replace("--use-distributed-optimizer", "") for layout in layouts if OVERLAP not in layout]
     # Trajectories are longer, and each of their samples is padded.

@@ -8,6 +8,7 @@ from ranks import run_torchrun
 from share_worker import NUMBER, made_by, wanted, whole_rollout
 
 from megatron_grpo.data.batch import FIELDS, RolloutBatch
+from megatron_grpo.data.prefix_tree import with_prefixes
 
 pytestmark = pytest.mark.distributed
 WORLDS = (1, 4)
@@ -23,7 +24,7 @@ def out(tmp_path_factory):
 
 def check(batch: RolloutBatch, held: np.ndarray) -> None:
     """The batch has the whole rollout's numbers, and its tokens where ``held``."""
-    whole = whole_rollout()
+    whole = with_prefixes(whole_rollout())
     assert batch.held.tolist() == held.tolist()
     assert batch.lengths.tolist() == whole.lengths.tolist()
     assert batch.response_lengths.tolist() == whole.response_lengths.tolist()

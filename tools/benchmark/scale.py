@@ -52,6 +52,7 @@ import pretrain_grpo
 from megatron_grpo.checkpointing import background_writer, checkpoint, checkpoint_directory, optimizer_state
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.data.batch import FIELDS, FinishReason, RolloutBatch
+from megatron_grpo.data.prefix_tree import HASHED_LENGTHS
 from megatron_grpo.data.row_files import Blocks
 from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.estimate import host_memory
@@ -174,6 +175,8 @@ def rollout(args: Namespace, completions: int, replayed_layers: int = 0) -> tupl
     arrays = [getattr(one, name) for name, spec in FIELDS.items() if spec.axis == "token"]
     row = sum(exchange._row_bytes(array) for array in arrays if array is not None)
     number = np.arange(completions)
+    hashes = np.full((completions, 1 + len(HASHED_LENGTHS)), -1)  # completions of a group have the prompt in common
+    hashes[:, -1] = number // args.num_generations
     batch = RolloutBatch(
         **{name: np.zeros((0, *array.shape[1:]), array.dtype) for name, array in one.arrays().items()}
         | {
@@ -184,6 +187,8 @@ def rollout(args: Namespace, completions: int, replayed_layers: int = 0) -> tupl
             "sample_ids": number,
             "finish_reasons": np.full(completions, FinishReason.STOP, np.uint8),
             "turns": np.ones(completions, np.int32),
+            "prefix_hashes": hashes,
+            "repeated_tokens": np.zeros(completions, np.int64),
             "all_lengths": prompt + lengths,
             "all_response_lengths": lengths,
         }
