@@ -56,6 +56,16 @@ def spared_tokens(common: npt.NDArray[np.integer], cp_size: int = 1) -> Int64:
     return (shared - shared // WORTH) // multiple * multiple
 
 
+def spared_by_samples(repeated: Int64, samples: npt.NDArray[np.integer], cp_size: int = 1) -> Int64:
+    """Return the tokens that a pack computes once at least among the samples of each completion, [n].
+
+    ``repeated`` [n]: the sums of `shareable_tokens` for ``samples`` [n] sequences, without context parallelism.
+    """
+    multiple = sequence_multiple(cp_size)
+    least = repeated - -(-repeated // WORTH) - (samples - 1) * 2 * (multiple - 1)  # `spared_tokens` rounds down twice
+    return np.maximum(least, 0) // multiple * multiple
+
+
 def as_bytes(values: npt.NDArray) -> UInt8:
     """Return the rows of an array [n, ...] as bytes, [n, bytes of a row]."""
     row = values.dtype.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))

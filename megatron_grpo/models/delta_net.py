@@ -338,7 +338,8 @@ def delta_net_of_pack(
     """Return the outputs of `delta_net` for a whole pack; with ``shared``, sequences go on from their parents' ends."""
     if shared is None:
         return delta_net(qkv, weight, log_decay, beta, key_size, cu_seqlens)[0]
-    outs, state = [], None
+    outs: list[torch.Tensor] = []
+    state: State | None = None
     levels = _levels(cu_seqlens, shared, qkv.device)
     for level in levels:
         before = None if state is None else State(*(x.index_select(0, level.parents) for x in state))

@@ -16,10 +16,10 @@ from megatron.core.utils import unwrap_model
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack, pack_completions
 from megatron_grpo.data.prefix_tree import (
-    WORTH,
     Prefixes,
     hashed_prefixes,
     shareable_tokens,
+    spared_by_samples,
     spared_tokens,
     with_prefixes,
 )
@@ -179,7 +179,7 @@ def _prefixes(args, batch: RolloutBatch, completions: np.ndarray) -> Prefixes:
     assert batch.prefix_hashes is not None or batch.holds_all
     hashes = with_prefixes(batch).prefix_hashes
     assert hashes is not None
-    images = {}
+    images: dict[str, np.ndarray] = {}
     if args.vision_config:
         images = {"apart": batch.row_ids[completions], "prompt_only": batch.image_keys[completions] < 0}
     return hashed_prefixes(hashes[completions], batch.prompt_lengths[completions], **images)
@@ -189,11 +189,9 @@ def _repeated(args, batch: RolloutBatch, completions: np.ndarray, degree: int) -
     """Return the tokens that the samples of each completion share at least, [m]."""
     if batch.samples is None or args.vision_config:
         return np.zeros(len(completions), np.int64)
-    repeated, multiple = with_prefixes(batch).repeated_tokens, sequence_multiple(degree)
+    repeated = with_prefixes(batch).repeated_tokens
     assert repeated is not None
-    least = repeated[completions] - -(-repeated[completions] // WORTH)  # as in `spared_tokens`
-    lost = (batch.samples[completions] - 1) * 2 * (multiple - 1)  # a shared prefix is a multiple
-    return np.maximum(least - lost, 0) // multiple * multiple
+    return spared_by_samples(repeated[completions], batch.samples[completions], degree)
 
 
 def _saved(args, batch: RolloutBatch, pack: np.ndarray, degree: int) -> int:

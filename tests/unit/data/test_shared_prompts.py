@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
-from megatron_grpo.data.prefix_tree import Prefixes, hashed_prefixes, spared_tokens, with_prefixes
+from megatron_grpo.data.prefix_tree import Prefixes, hashed_prefixes, spared_by_samples, spared_tokens, with_prefixes
 from megatron_grpo.data.schedule import schedule
 from megatron_grpo.parallel.zigzag import padded_lengths, zigzag
 
@@ -122,6 +122,50 @@ def test_sequences_are_those_of_a_plain_pack(batch, data, pad_multiple):
         past = pack.tokens[keys[: keys.index(place) + 1]].tolist()  # what the position sees
         assert past == batch.tokens[batch.cu_seqlens[completion] : token].tolist()
         assert pack.labels[place] == batch.tokens[token]
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data(), cp_size=st.sampled_from([1, 2]))
+def test_samples_of_an_episode_share_their_past(data, cp_size):
+    """The pack has at most the tokens that the schedule expects, and each sample is a path."""
+    past = list(range(data.draw(st.integers(1, 150))))
+    episodes, starts = [], []
+    for number in range(data.draw(st.integers(1, 3))):
+        sequences = []
+        for turn in range(data.draw(st.integers(1, 4))):
+            before = sequences[-1] if sequences else past
+            own = before[: data.draw(st.integers(0, len(before)))]
+            sequences.append(own + [500 + 100 * number + 10 * turn + k for k in range(data.draw(st.integers(1, 5)))])
+        episodes.append([token for sequence in sequences for token in sequence])
+        starts.append((np.cumsum([len(sequence) for sequence in sequences[:-1]]) - 1).astype(np.int64).tolist())
+    n = len(episodes)
+    batch = RolloutBatch.from_completions(
+        prompts=[episode[:1] for episode in episodes],
+        completions=[episode[1:] for episode in episodes],
+        log_probs=[None] * n,
+        weight_version=0,
+        group_ids=[0] * n,
+        row_ids=[0] * n,
+        sample_ids=list(range(n)),
+        finish_reasons=[FinishReason.STOP] * n,
+        response_masks=[
+            [int(token >= 500 and k not in begins) for k, token in enumerate(episode[1:])]
+            for episode, begins in zip(episodes, starts, strict=True)
+        ],
+        sample_starts=starts,
+    )
+    chosen = np.arange(n)
+    pack = pack_completions(batch, chosen, cp_size=cp_size, share_prompts=True)
+    of_samples = spared_by_samples(with_prefixes(batch).repeated_tokens, batch.samples, cp_size).sum()
+    separate = padded_lengths(batch.lengths, cp_size, batch.samples).sum()
+    assert pack.cu_seqlens[-1] <= separate - of_samples - spared(batch, chosen, cp_size)
+    if pack.shared_prompts is None or cp_size > 1:
+        return
+    paths = np.split(pack.shared_prompts.keys, pack.shared_prompts.cu_keys[1:-1])
+    paths = [pack.tokens[keys].tolist() for keys in paths]
+    for episode, begins in zip(episodes, starts, strict=True):
+        for a, b in pairwise([0, *(begin + 1 for begin in begins), len(episode)]):
+            assert episode[a:b] in paths
 
 
 @settings(deadline=None)
