@@ -102,20 +102,17 @@ def wait_for_rows(run, save, count):
     assert run.poll() is None, (save.parent / "output").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "more"),
     [
         (2, "--rollout-ranks 1"),
-        pytest.param(3, "--rollout-ranks 2 --vllm-tensor-parallel-size 2", marks=pytest.mark.slow),
-        pytest.param(4, f"--rollout-ranks 2 --weight-update keep {CACHED}", marks=pytest.mark.slow, id="keep"),
-        pytest.param(3, f"--rollout-ranks 2 --vllm-tensor-parallel-size 2 {ADAPTER}", marks=pytest.mark.slow),
-        pytest.param(
-            4, f"--rollout-ranks 2 --weight-update keep {CACHED} {ADAPTER}", marks=pytest.mark.slow, id="keep, lora"
-        ),
-        pytest.param(3, "--rollout-ranks 2 --weight-update drain --dynamic-sample", marks=pytest.mark.slow),
-        pytest.param(
-            3, "--rollout-ranks 1 --tensor-model-parallel-size 2 --num-iterations 2 --beta 0.1", marks=pytest.mark.slow
-        ),
+        (3, "--rollout-ranks 2 --vllm-tensor-parallel-size 2"),
+        pytest.param(4, f"--rollout-ranks 2 --weight-update keep {CACHED}", id="keep"),
+        (3, f"--rollout-ranks 2 --vllm-tensor-parallel-size 2 {ADAPTER}"),
+        pytest.param(4, f"--rollout-ranks 2 --weight-update keep {CACHED} {ADAPTER}", id="keep, lora"),
+        (3, "--rollout-ranks 2 --weight-update drain --dynamic-sample"),
+        (3, "--rollout-ranks 1 --tensor-model-parallel-size 2 --num-iterations 2 --beta 0.1"),
     ],
 )
 def test_a_run_that_a_signal_ends_goes_on_with_what_had_started(flags, tmp_path, nproc, more):

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import ranks
 import torch
 from ranks import run_torchrun
 from safetensors.torch import save_file
@@ -23,8 +22,8 @@ VOCABULARY, TEMPERATURE = 6, 0.8
 TOLERANCE = 1e-5  # nats
 DRAFTS = 2  # tokens of a draft
 METHODS = ("ngram", "draft_model", "draft_model, sampled drafts", "mtp", "ngram, adapter", "draft_model, adapter")
-# Without a model that drafts, and with one; test_a_draft_model_that_is_the_policy_is_always_accepted has a draft model.
-FEW_METHODS = ("ngram", "mtp")
+# test_a_draft_model_that_is_the_policy_is_always_accepted has a draft model.
+FEW_METHODS = ("ngram",)
 RANK = 2  # of the adapter
 
 
@@ -137,16 +136,8 @@ def mtp_draft(model, mtp, ids: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module", params=slow_except(FEW_METHODS, METHODS))
 def found(request, tmp_path_factory):
-    """What a method gave; with "mtp" by default no samples, whose drafts are accepted by the code of "ngram"."""
-    greedy = ("--greedy",) if request.param == "mtp" and not ranks.thorough else ()
-    return run(tmp_path_factory.mktemp("speculative"), request.param, *greedy)
-
-
-@pytest.fixture
-def sampled(found):
-    if not hasattr(found, "sampled"):
-        pytest.skip("samples of mtp: --thorough")
-    return found
+    """What a method gave."""
+    return run(tmp_path_factory.mktemp("speculative"), request.param)
 
 
 def exact(model, sequences, prompt_length: int) -> np.ndarray:
@@ -264,23 +255,23 @@ def p_value(found, samples: dict, kept: int = VOCABULARY, tolerance: float = TOL
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def test_samples_have_the_distribution_of_the_model(sampled):
-    assert p_value(sampled, sampled.sampled) > LEAST_P_VALUE
+def test_samples_have_the_distribution_of_the_model(found):
+    assert p_value(found, found.sampled) > LEAST_P_VALUE
 
 
-def test_truncated_samples_have_their_distribution_and_kept_tokens(sampled):
-    assert p_value(sampled, sampled.top_k, kept=TOP_K) > LEAST_P_VALUE
+def test_truncated_samples_have_their_distribution_and_kept_tokens(found):
+    assert p_value(found, found.top_k, kept=TOP_K) > LEAST_P_VALUE
 
 
 @pytest.mark.parametrize("disturbance", ["interrupted", "kept"])
-def test_disturbed_samples_have_the_distribution_of_the_model(sampled, disturbance):
+def test_disturbed_samples_have_the_distribution_of_the_model(found, disturbance):
     """Interrupted and continued with a new KV cache; or under way at new weights, with the old one."""
-    assert p_value(sampled, getattr(sampled, disturbance)) > LEAST_P_VALUE
+    assert p_value(found, getattr(found, disturbance)) > LEAST_P_VALUE
 
 
-def test_tokens_before_new_weights_have_the_old_version(sampled):
-    assert len(sampled.seams) == DISTURBED
-    assert all(before == old for before, old in sampled.seams)
+def test_tokens_before_new_weights_have_the_old_version(found):
+    assert len(found.seams) == DISTURBED
+    assert all(before == old for before, old in found.seams)
 
 
 @pytest.mark.slow

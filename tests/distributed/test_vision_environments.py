@@ -138,9 +138,8 @@ def test_a_resume_has_the_screenshots_of_unfinished_episodes(data, tmp_path):
 AGENT_FLAGS = ["--environment-timeout", "300"]
 
 
-@pytest.mark.parametrize(
-    "shape", slow_except(["qwen2_5_vl"], ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
 def test_an_agent_with_pictures_and_its_replay(data, tmp_path, shape):
     """Branches of a conversation share pictures; the engine and the trainer see the same ones."""
     flags = [*AGENT_FLAGS, "--micro-batch-size", "4", "--no-save-hf"]

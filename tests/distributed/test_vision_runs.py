@@ -149,12 +149,13 @@ def one_rank(data):
     return run(data, 1, data / "one", "--micro-batch-size", "4", "--no-save-hf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "rows"),
     [
         ("model", "videos"),
         *(
-            pytest.param(*words.split(), marks=pytest.mark.slow)
+            *words.split()
             for words in (
                 "model train",
                 "llava_onevision train",
