@@ -154,17 +154,12 @@ def one_rank(data):
     ("model", "rows"),
     [
         ("model", "videos"),
-        *(
-            *words.split()
-            for words in (
-                "model train",
-                "llava_onevision train",
-                "llava_onevision images_first",
-                "internvl videos",
-                "qwen3_vl videos",
-                "qwen3_vl_moe videos",
-            )
-        ),
+        ("model", "train"),
+        ("llava_onevision", "train"),
+        ("llava_onevision", "images_first"),
+        ("internvl", "videos"),
+        ("qwen3_vl", "videos"),
+        ("qwen3_vl_moe", "videos"),
     ],
 )
 def test_engine_and_trainer_agree(data, tmp_path, model, rows):

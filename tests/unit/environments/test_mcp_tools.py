@@ -106,6 +106,7 @@ def test_calls(tools):
     assert not Path(f"/proc/{process}").exists()  # it has ended with the loop
 
 
+@pytest.mark.slow
 def test_a_server_gets_no_keys(server, monkeypatch):
     """The specification's client passes on what POSIX programs need; the user adds what the server needs."""
     monkeypatch.setenv("SHOP_API_KEY", "secret")
@@ -124,6 +125,7 @@ def test_a_server_gets_no_keys(server, monkeypatch):
         mcp_tools("https://shop.example/mcp", env={})
 
 
+@pytest.mark.slow
 def test_a_server_behind_a_url(server):
     """Its calls, and what is said while it does not run; a server that has started again is found."""
     with socket.socket() as free:
@@ -173,6 +175,7 @@ def test_a_server_behind_a_url(server):
         first.wait()
 
 
+@pytest.mark.slow
 def test_a_worker_ends_its_server(server, tmp_path):
     plugin = tmp_path / "plugin.py"
     plugin.write_text(

@@ -222,6 +222,7 @@ def test_what_passes_costs_no_sample_and_is_counted_once(double, pool, fault, ca
     assert said.count("retrying for 60 s (--reward-model-timeout)") == said.count("answers again, after ") == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_costs_its_samples_and_then_no_time(double, pool):
     one = double("classifier", ready=True)
     flags = f"--reward-funcs cls --reward-model cls={one.url} --reward-model-concurrency 2 --reward-model-timeout 4"

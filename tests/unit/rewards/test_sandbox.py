@@ -357,6 +357,7 @@ def test_with_many_open_files():
         assert candidate.run("print(1 + 1)", [{"stdin": ""}], Limits(10.0, 10.0))[0]["stdout"] == "2\n"
 
 
+@pytest.mark.slow
 def test_in_the_pool(tmp_path):
     programs = [ADD, *(program for program, _ in FAULTS.values()), "import os\nos.kill(-1, 9)", ADD]
     row = {"tests": [{"stdin": "1 2", "stdout": "3"}]}

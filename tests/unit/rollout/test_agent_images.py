@@ -314,6 +314,7 @@ def white(side):
     return file.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_hundred_megapixels(qwen, pool):
     """A large picture is scaled down, as the processor says; a larger one is refused by Pillow."""

@@ -14,17 +14,15 @@ from collections import Counter
 
 import ledger_run
 import pytest
-import ranks
 from ledger_run import BATCHES, GROUPS
+from slow import slow_except
 
 from megatron_grpo.rollout.ledger import content
 from megatron_grpo.rollout.ledger.ledger import load, recorded_prompt
 
 MODES = pytest.mark.parametrize("partial", [False, True], ids=["synchronous", "partial"])
 # Both modes write and read the ledger with the same functions; partial rollouts also have groups of several rollouts.
-FEW_MODES = pytest.mark.parametrize(
-    "partial", [pytest.param(False, marks=pytest.mark.slow, id="synchronous"), pytest.param(True, id="partial")]
-)
+FEW_MODES = pytest.mark.parametrize("partial", slow_except([True], [False, True]), ids=["synchronous", "partial"])
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +91,11 @@ def kills_and_check(start, root, partial, kills):
     return count
 
 
-@FEW_MODES
+@pytest.mark.slow
+@MODES
 def test_killed_before_each_fsync(start, tmp_path, partial):
-    """One run for each fsync; what a kill after it leaves is what the kill before the next one leaves.
-
-    By default for every third one, from the second on, which writes the header of a file of batches.
-    """
-    for at in range(1, 200) if ranks.thorough else range(2, 200, 3):
+    """One run for each fsync; what a kill after it leaves is what the kill before the next one leaves."""
+    for at in range(1, 200):
         root = tmp_path / str(at)
         root.mkdir()
         if not kills_and_check(start, root, partial, [("fsync", at, False)]):
@@ -119,7 +115,8 @@ def test_killed_again_and_again(start, tmp_path, partial):
         )
 
 
-@MODES  # which files can go differs: a synchronous group is needed for one batch
+# Which files can go differs: a synchronous group is needed for one batch.
+@pytest.mark.parametrize("partial", slow_except([False], [False, True]), ids=["synchronous", "partial"])
 def test_old_files_go_and_every_kept_checkpoint_can_be_resumed(start, tmp_path, partial):
     """Runs that keep one or two checkpoints are killed up to three times; a copy goes on from each checkpoint.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import REPO
+from slow import slow_except
 
 PROGRAMS = "bash cat chmod cp dirname grep head mkdir realpath rm sed sha256sum sleep tail uname".split()
 # Answers as `python -c` with the question of `fits`, and as `python -m venv`, which ends the script.
@@ -62,7 +63,7 @@ def test_a_shim_that_fails_is_no_interpreter_and_pyenv_versions_are_searched(mac
     assert f"$ {expected} -m venv" in make(root)[1]
 
 
-@pytest.mark.parametrize("name", ["python3.12", "python3.13", "python3"])
+@pytest.mark.parametrize("name", slow_except(["python3.13"], ["python3.12", "python3.13", "python3"]))
 def test_names_of_the_search_path(machine, name):
     root, add = machine
     add(f"bin/{name}", "3.13.2")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ranks
 from huggingface_hub.errors import StrictDataclassError
+from slow import slow_except
 from test_weights_families import CLASSES, CONFIGS
 from transformers import (
     AutoConfig,
@@ -122,7 +123,7 @@ def test_missing_keys_of_text_models(name, change):
         assert ("num_key_value_heads",) in read
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", slow_except(["qwen3_vl"], VISION))
 def test_missing_keys_of_vision_models(name):
     cls, config = VISION[name]
     full = whole(cls, {"model_type": name, **config}, families.FAMILIES[name].architecture)
@@ -132,6 +133,7 @@ def test_missing_keys_of_vision_models(name):
         assert ("text_config", "rope_parameters", "rope_theta") in read
 
 
+@pytest.mark.slow
 def test_missing_keys_of_the_published_layout_of_qwen2_5_vl():
     """Its config.json has the decoder's keys at the top."""
     cls, config = VISION["qwen2_5_vl"]
