@@ -22,8 +22,6 @@ VOCABULARY, TEMPERATURE = 6, 0.8
 TOLERANCE = 1e-5  # nats
 DRAFTS = 2  # tokens of a draft
 METHODS = ("ngram", "draft_model", "draft_model, sampled drafts", "mtp", "ngram, adapter", "draft_model, adapter")
-# test_a_draft_model_that_is_the_policy_is_always_accepted has a draft model.
-FEW_METHODS = ("ngram",)
 RANK = 2  # of the adapter
 
 
@@ -134,9 +132,9 @@ def mtp_draft(model, mtp, ids: list[int]) -> list[int]:
     return text[len(ids) :]
 
 
-@pytest.fixture(scope="module", params=slow_except(FEW_METHODS, METHODS))
+@pytest.fixture(scope="module", params=slow_except((), METHODS))
 def found(request, tmp_path_factory):
-    """What a method gave."""
+    """What a method gave; the default test is test_a_draft_model_that_is_the_policy_is_always_accepted."""
     return run(tmp_path_factory.mktemp("speculative"), request.param)
 
 
@@ -152,6 +150,10 @@ def of_tokens(tables: np.ndarray, ids) -> np.ndarray:
 
 
 def test_greedy_completions_and_their_log_probs_are_those_of_the_model(found):
+    check_greedy(found)
+
+
+def check_greedy(found) -> None:
     for prompt, asked in zip(PROMPTS, found.greedy, strict=True):
         (ids,), (log_probs,) = asked["ids"], asked["log_probs"]
         table = exact(found.model, [[*prompt, *ids]], len(prompt))[0]
@@ -204,12 +206,15 @@ def test_the_dry_run_counts_the_memory_of_drafts(found):
 
 
 def test_a_draft_model_that_is_the_policy_is_always_accepted(tmp_path):
+    """The greedy completions are the model's."""
     policy = tmp_path / "policy"
-    qwen3(policy)
+    model = qwen3(policy)
     config = {"model": str(policy), "num_speculative_tokens": DRAFTS}
     flags = ("--vllm-speculative-config", json.dumps(config), "--greedy")
     run_torchrun(1, "tests/distributed/speculative_worker.py", policy, tmp_path / "found.json", *flags)
-    for asked in json.loads((tmp_path / "found.json").read_text())["greedy"]:
+    found = SimpleNamespace(**json.loads((tmp_path / "found.json").read_text()), model=model)
+    check_greedy(found)
+    for asked in found.greedy:
         drafts, proposed, accepted = asked["drafts"]
         assert proposed == accepted == DRAFTS * drafts and drafts == asked["steps"] - 1
 

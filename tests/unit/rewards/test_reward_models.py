@@ -275,6 +275,7 @@ def test_one_of_several_models_is_named(double, pool, template):
     assert two.calls[-1][1]["model"] == "large"
 
 
+@pytest.mark.slow
 def test_a_server_of_the_wrong_kind_is_refused(double, pool, template):
     one, two, three = double("classifier"), double("judge"), double("classifier", classes=2)
     with pytest.raises(GrpoError, match=r"say=http.*404.*Is it a classifier, started by `vllm serve DIR --runner poo"):

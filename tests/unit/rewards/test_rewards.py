@@ -622,6 +622,7 @@ def test_routes_and_clip_of_groups(make_pool):
     assert failures == []
 
 
+@pytest.mark.slow
 def test_a_group_wise_function_that_always_hangs_is_not_waited_for(make_pool):
     with pytest.raises(GrpoError, match='"rank" returned no value and timed out on 8 samples'):
         make_pool("rank", timeout=0.2, retries=0).score(samples(*["hang 1"] * 40), group_size=2)

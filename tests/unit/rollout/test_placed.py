@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from slow import slow_except
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampler import PromptSampler
@@ -404,7 +405,7 @@ class RecordedRun:
         self.run.ledger.close()
 
 
-@pytest.mark.parametrize("flags", ["", "--dynamic-sample", "--weight-update keep"])
+@pytest.mark.parametrize("flags", slow_except([""], ["", "--dynamic-sample", "--weight-update keep"]))
 def test_a_killed_run_goes_on_with_the_batches_and_groups_of_the_ledger(launch, tmp_path, flags):
     """Kills after batches 3, 4, 4 and 7 with checkpoints at 2 and, while recorded batches are used, at 3."""
     trained, used, finished = {}, [], {}

@@ -104,6 +104,7 @@ def test_without_an_interpreter_one_line_says_what_to_install(machine, version, 
         assert cure in message
 
 
+@pytest.mark.slow
 def test_without_a_home_uv_is_asked(machine):
     root, add = machine
     expected = add_uv(root, add)
@@ -112,6 +113,7 @@ def test_without_a_home_uv_is_asked(machine):
     assert f"$ {expected} -m venv" in (root / "venv/install.log").read_text()
 
 
+@pytest.mark.slow
 def test_an_interpreter_without_venv_gives_way_to_another(machine):
     root, add = machine
     add("bin/python3.12", "3.12.3", without_venv=1)

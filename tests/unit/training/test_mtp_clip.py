@@ -61,6 +61,7 @@ def test_the_step_of_the_layers_is_clipped_by_their_own_norm(one_rank, flags, sc
     assert length == pytest.approx(CLIP if clipped else row["mtp/grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_their_norm_is_known_without_a_clip(one_rank):
     clipped, _, _ = updated("--mtp-loss-scaling-factor", "100")
     row, _, _ = updated("--mtp-loss-scaling-factor", "100", "--clip-grad", "0")

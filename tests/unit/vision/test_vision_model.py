@@ -215,6 +215,7 @@ def test_families_in_tiles_there_and_back_bit_for_bit(world, tmp_path, shape):
     assert answers[0].equal(answers[1])
 
 
+@pytest.mark.slow
 def test_the_published_shape_of_internvl(world, tmp_path):
     """InternVL3-1B-hf: names and shapes equal those of transformers' model; the size is the one published, 938M.
 
