@@ -48,10 +48,12 @@ def test_wrong_flag():
     assert root_cause(str(REPO / "pretrain_grpo.py"), "--xyzzy") == (0, 2, message)
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="without fork_rank a signal has no message")
-@pytest.mark.parametrize("name, cause", [("SIGKILL", "when the memory of the host"), ("SIGABRT", "native code")])
+@pytest.mark.parametrize(
+    "name, cause",
+    [("SIGKILL", "when the memory of the host"), pytest.param("SIGABRT", "native code", marks=pytest.mark.slow)],
+)
 def test_a_rank_that_a_signal_ends(name, cause, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     rank, code, text = root_cause(WORKER, name, "--save", str(tmp_path))
