@@ -1,6 +1,6 @@
 """What test_rollout.py runs under torchrun: one engine, one trainer, and many rollouts.
 
-    torchrun --nproc-per-node W tests/distributed/rollout_worker.py OUT_DIR FLAGS
+    torchrun --nproc-per-node W tests/distributed/rollout_worker.py OUT_DIR FLAGS [--few]
 
 Every rank writes its rollouts as OUT_DIR/CASE.RANK.npz, the trainer's log-probabilities of them beside, and
 OUT_DIR/facts.RANK.json. The test judges them.
