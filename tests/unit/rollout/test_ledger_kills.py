@@ -15,14 +15,13 @@ from collections import Counter
 import ledger_run
 import pytest
 from ledger_run import BATCHES, GROUPS
-from slow import slow_except
 
 from megatron_grpo.rollout.ledger import content
 from megatron_grpo.rollout.ledger.ledger import load, recorded_prompt
 
+# By default test_placed.py has kills within one process; here a second process imports everything, for 20 s.
+pytestmark = pytest.mark.slow
 MODES = pytest.mark.parametrize("partial", [False, True], ids=["synchronous", "partial"])
-# Both modes write and read the ledger with the same functions; partial rollouts also have groups of several rollouts.
-FEW_MODES = pytest.mark.parametrize("partial", slow_except([True], [False, True]), ids=["synchronous", "partial"])
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,6 @@ def kills_and_check(start, root, partial, kills):
     return count
 
 
-@pytest.mark.slow
 @MODES
 def test_killed_before_each_fsync(start, tmp_path, partial):
     """One run for each fsync; what a kill after it leaves is what the kill before the next one leaves."""
@@ -103,7 +101,7 @@ def test_killed_before_each_fsync(start, tmp_path, partial):
     assert at > 4 * BATCHES  # a run has more than four of them for each batch
 
 
-@FEW_MODES
+@MODES
 def test_killed_again_and_again(start, tmp_path, partial):
     """Twenty kills at random steps of the engine, of one run after the other: each run is killed up to five times."""
     rng, count = random.Random(1), 0
@@ -115,8 +113,7 @@ def test_killed_again_and_again(start, tmp_path, partial):
         )
 
 
-# Which files can go differs: a synchronous group is needed for one batch.
-@pytest.mark.parametrize("partial", slow_except([False], [False, True]), ids=["synchronous", "partial"])
+@MODES  # which files can go differs: a synchronous group is needed for one batch
 def test_old_files_go_and_every_kept_checkpoint_can_be_resumed(start, tmp_path, partial):
     """Runs that keep one or two checkpoints are killed up to three times; a copy goes on from each checkpoint.
 
