@@ -231,11 +231,11 @@ LAYOUTS["delta"] = [
 # By default each dimension of the dense model alone, over two ranks, and experts on two ranks.
 FEW_LAYOUTS = {
     "dense": [
-        LAYOUTS["dense"][0],
+        "TP1: --micro-batch-size 1",
         f"DP2: --micro-batch-size 2 --use-distributed-optimizer {FUSED}",
         f"TP2 SP: {SHARED}",
         f"PP2 VPP2: {BUDGET} {OVERLAP} {FUSED}",
-        f"CP2 LOSSES: {BUDGET}",
+        f"CP2: {SHARED}",
     ],
     "moe": [LAYOUTS["moe"][0], f"EP2: {BUDGET} --moe-grouped-gemm {OVERLAP}"],
     "balanced": ["TP1", "CP2 EP2", "PP2 VPP2"],

@@ -60,12 +60,18 @@ def trained_rows(save):
     return [row for _, row in rows]
 
 
+def test_an_engine_on_a_rank_of_its_own(flags, tmp_path):
+    """Its log-probabilities are the trainer's, before and after the update whose weights it gets."""
+    words = [*flags, "--train-iters", "2", "--rollout-ranks", 1, "--save", tmp_path]
+    ranks.run_torchrun(2, "pretrain_grpo.py", *words)
+    rows = rows_of(tmp_path)
+    assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 and row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "trained"),
-    [
-        ("", "hf_model/model.safetensors"),
-        pytest.param("--lora-rank 4", "adapter/adapter_model.safetensors", marks=pytest.mark.slow),
-    ],
+    [("", "hf_model/model.safetensors"), ("--lora-rank 4", "adapter/adapter_model.safetensors")],
 )
 def test_without_staleness_a_run_is_that_of_a_colocated_engine_bit_for_bit(flags, tmp_path, more, trained):
     words = [*flags, *more.split(), "--train-iters", "2", "--eval-interval", "2", "--val-before-train"]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from classifiers import by_transformers, make_classifier
 from server_double import HANDLERS, Double, Handler, called
-from slow import slow_except
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_grpo.rewards.pool import RewardPool
@@ -203,7 +202,8 @@ def test_an_answer_without_a_score_costs_that_sample(double, pool, template):
     assert failures[0].reason == r"no match of '([1-9]\\d*)/10' in the judge's answer, which ends in '0/10'"
 
 
-@pytest.mark.parametrize("fault", slow_except(["500"], ["die", "500", "429"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["die", "500", "429"])
 def test_what_passes_costs_no_sample_and_is_counted_once(double, pool, fault, capfd):
     one = double("classifier", ready=True, seconds=0.01)
     rewards = pool(f"--reward-funcs cls --reward-model cls={one.url} --reward-model-concurrency 4")

@@ -279,7 +279,7 @@ def test_without_staleness_each_batch_is_what_was_drawn_for_it(launch):
     assert all(engine.most == 8 for engine in run.engines)  # --vllm-max-num-seqs
 
 
-@pytest.mark.parametrize("how", ["interrupt", "drain", "keep"])
+@pytest.mark.parametrize("how", slow_except(["interrupt"], ["interrupt", "drain", "keep"]))
 def test_completions_live_through_new_weights_within_the_bound(launch, how):
     run, trained, mixed = launch(f"--max-staleness 2 --weight-update {how}"), [], 0
     for version in range(12):
@@ -445,7 +445,7 @@ def test_another_runs_groups_are_refused(launch):
         run.trainer.restore(state)
 
 
-@pytest.mark.parametrize("where", ["trainer", "engine"])
+@pytest.mark.parametrize("where", slow_except(["engine"], ["trainer", "engine"]))
 def test_a_signal_ends_the_wait_and_what_runs_can_be_saved(launch, tmp_path, where):
     run = launch()
     run.publish(0)

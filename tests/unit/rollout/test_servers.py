@@ -408,6 +408,7 @@ def test_raw_log_probs_will_do_at_temperature_1(start):
     pool.close()
 
 
+@pytest.mark.slow
 def test_servers_may_still_be_starting(start, monkeypatch):
     double, said = start(), []
     double.fault = "die"

@@ -56,6 +56,7 @@ def test_nothing_grows_faster_than_stated(worlds):
         assert large[name] <= 1.2 * 4 ** GROWTH[name] * small[name], (name, small[name], large[name])
 
 
+@pytest.mark.slow
 def test_a_save_compares_no_pairs_of_shards(monkeypatch):
     """The experts of all layers are one tensor of 48 x 128 shards: torch would compare each with all others."""
 

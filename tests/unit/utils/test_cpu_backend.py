@@ -211,6 +211,7 @@ def test_every_patch_is_checked():
     ]
 
 
+@pytest.mark.slow
 def test_nothing_else_changes(stages):
     assert stages["spoiled"] == []
 
