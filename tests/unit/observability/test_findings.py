@@ -151,6 +151,7 @@ def test_a_distillation_is_judged_by_its_teacher_and_not_by_a_reward_that_is_con
     assert only(falling)[0] == "reward/mean"  # a reward that collapses is told all the same
 
 
+@pytest.mark.slow
 def test_noise_is_no_finding():
     """At most 1% of the healthy runs have a finding: batch noise of the reward, evaluations of 30 prompts."""
     noise, alarms, runs = random.Random(1), 0, 0

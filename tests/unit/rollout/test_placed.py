@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from slow import slow_except
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampler import PromptSampler
@@ -278,7 +279,7 @@ def test_without_staleness_each_batch_is_what_was_drawn_for_it(launch):
     assert all(engine.most == 8 for engine in run.engines)  # --vllm-max-num-seqs
 
 
-@pytest.mark.parametrize("how", ["interrupt", "drain", "keep"])
+@pytest.mark.parametrize("how", slow_except(["interrupt"], ["interrupt", "drain", "keep"]))
 def test_completions_live_through_new_weights_within_the_bound(launch, how):
     run, trained, mixed = launch(f"--max-staleness 2 --weight-update {how}"), [], 0
     for version in range(12):
@@ -404,7 +405,7 @@ class RecordedRun:
         self.run.ledger.close()
 
 
-@pytest.mark.parametrize("flags", ["", "--dynamic-sample", "--weight-update keep"])
+@pytest.mark.parametrize("flags", slow_except([""], ["", "--dynamic-sample", "--weight-update keep"]))
 def test_a_killed_run_goes_on_with_the_batches_and_groups_of_the_ledger(launch, tmp_path, flags):
     """Kills after batches 3, 4, 4 and 7 with checkpoints at 2 and, while recorded batches are used, at 3."""
     trained, used, finished = {}, [], {}
@@ -444,7 +445,7 @@ def test_another_runs_groups_are_refused(launch):
         run.trainer.restore(state)
 
 
-@pytest.mark.parametrize("where", ["trainer", "engine"])
+@pytest.mark.parametrize("where", slow_except(["engine"], ["trainer", "engine"]))
 def test_a_signal_ends_the_wait_and_what_runs_can_be_saved(launch, tmp_path, where):
     run = launch()
     run.publish(0)
