@@ -369,6 +369,7 @@ def work_vllm() -> None:
     from vllm import LLM, SamplingParams
 
     gpu = torch.cuda.is_available()
+    dtype = "bfloat16" if gpu else "float32"  # of runs; in bfloat16 some virtual machines lack AMX's instructions
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -385,7 +386,7 @@ def work_vllm() -> None:
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "attention_bias": False,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": dtype,
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -393,7 +394,7 @@ def work_vllm() -> None:
             model=folder,
             load_format="dummy",
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=dtype,
             max_model_len=128,
             max_num_seqs=4,
             enforce_eager=True,

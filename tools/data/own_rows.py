@@ -147,7 +147,7 @@ def _check_header(names: Sequence[str], path: Path, separator: str) -> None:
             raise GrpoError(f'{path}: the header has "{name}" more than once: give each column a name of its own')
     if len(names) == 1 and (other := next((mark for mark in ",;\t" if mark in names[0]), None)):
         raise GrpoError(
-            f"{path}: the header has {other!r} and no {separator!r}: {path.suffix} needs {separator!r} between columns, "
+            f"{path}: the header has {other!r} and no {separator!r}: {path.suffix} has {separator!r} between columns, "
             "and a point in decimals"
         )
 
