@@ -121,6 +121,17 @@ CASES = {
         "--num-epochs",
         ["Nothing to do (docs/migration/ms_swift.md", "move_model_batches", "GPUS_PER_NODE=${GPUS_PER_NODE:-4}"],
     ),
+    "megatron rlhf on Ray": (  # a section for each role; the engines have GPUs of their own
+        "ray.yaml",
+        "rlhf_type: grpo\nmodel: /m/tiny\nreward_funcs: [accuracy]\nmicro_batch_size: 2\nglobal_batch_size: 16\n"
+        "num_generations: 8\ntrain_iters: 100\nlr: 5e-5\nmax_completion_length: 64\ndataset: t.jsonl\nuse_vllm: true\n"
+        "train:\n  gpus: 8\n  tuner_type: lora\n  lora_rank: 8\n  output_dir: o\n"
+        "rollout:\n  gpus: 8\n  vllm_tensor_parallel_size: 2\n",
+        "ms-swift",
+        "--lora-rank 8 --vllm-tensor-parallel-size 2 --train-iters 100",
+        "--gpus",
+        ["NNODES=${NNODES:-2} GPUS_PER_NODE=${GPUS_PER_NODE:-8}", "--rollout-ranks N, with --max-staleness"],
+    ),
     "swift rlhf": (
         "run.sh",
         SWIFT,
