@@ -4,7 +4,7 @@
     python tools/translate_flags.py run.sh > run_ours.sh
     python tools/translate_flags.py config.yaml --gpus-per-node 8 --nnodes 2 -o run_ours.sh
 
-Reads bash scripts and YAML files; runs nothing of them. Prints a script with torchrun, pretrain_grpo.py and our flags.
+Reads bash scripts, YAML files and, of TRL, Python scripts; runs nothing of them. Prints a script with torchrun, pretrain_grpo.py and our flags.
 Each line names the setting that it comes from. Comments at the top list what a person must decide, and the settings
 without a counterpart. docs/migration/ has the tables. DRY_RUN=1 bash run_ours.sh checks the result on any machine.
 """
@@ -57,7 +57,9 @@ def translated(path: Path, system: str | None, gpus_per_node: int | None, nnodes
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="bash script, or YAML file of a configuration")
+    parser.add_argument(
+        "script", type=Path, metavar="SCRIPT", help="bash script, YAML file of a configuration, or Python script of TRL"
+    )
     parser.add_argument("--system", choices=tuple(SYSTEMS), help="whose script it is [told from its command or keys]")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node [those of the script, else 8]")
     parser.add_argument("--nnodes", type=int, metavar="N", help="number of nodes [those of the script, else 1]")

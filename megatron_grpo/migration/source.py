@@ -9,6 +9,7 @@ import yaml
 
 from megatron_grpo.migration.bash import Script, read_bash
 from megatron_grpo.migration.rows import Settings
+from megatron_grpo.migration.trl_script import read_trl_script
 from megatron_grpo.utils.errors import GrpoError
 
 # Words of a command that name the system.
@@ -51,11 +52,14 @@ class Source(NamedTuple):
 
 
 def read_source(path: Path, system: str | None = None) -> Source:
-    """Read a bash script or a YAML file; GrpoError if it cannot be read or its system cannot be told."""
+    """Read a bash script, a YAML file or a script of TRL; GrpoError if it cannot be read or its system is unknown."""
     if not path.is_file():
         raise GrpoError(f"{path}: there is no such file")
     if path.suffix in (".yaml", ".yml"):
         return _configuration(path, system)
+    if path.suffix == ".py":
+        values, notes = read_trl_script(path)
+        return Source("TRL", _settings(flatten(values), {}, notes), notes)
     return _script(path, system)
 
 
