@@ -33,7 +33,7 @@ EXAMPLES = {
     "verl": ("run_verl.sh", "bash scripts (`python -m verl.trainer.main_ppo key=value`) and YAML files"),
     "TRL": (
         "grpo.yaml",
-        "YAML files of `trl grpo --config`, bash scripts with its flags, and the literal arguments of `GRPOConfig(...)` in Python scripts",
+        "YAML files of `trl grpo --config`, bash scripts with its flags, and Python scripts with `GRPOConfig(...)`",
     ),
     "slime": ("run_slime.sh", "bash scripts with `train.py`, their arrays, and the files that they source"),
     "ROLL": ("rlvr_config.yaml", "YAML files"),

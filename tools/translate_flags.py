@@ -4,8 +4,8 @@
     python tools/translate_flags.py run.sh > run_ours.sh
     python tools/translate_flags.py config.yaml --gpus-per-node 8 --nnodes 2 -o run_ours.sh
 
-Reads bash scripts, YAML files and, of TRL, Python scripts; runs nothing of them. Prints a script with torchrun, pretrain_grpo.py and our flags.
-Each line names the setting that it comes from. Comments at the top list what a person must decide, and the settings
+Reads bash scripts, YAML files and, of TRL, Python scripts; runs nothing of them. Prints a script with torchrun,
+pretrain_grpo.py and our flags. Each line names the setting that it comes from. Comments at the top list what a person must decide, and the settings
 without a counterpart. docs/migration/ has the tables. DRY_RUN=1 bash run_ours.sh checks the result on any machine.
 """
 

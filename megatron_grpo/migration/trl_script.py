@@ -27,8 +27,8 @@ def read_trl_script(path: Path) -> tuple[dict[str, Any], list[str]]:
     calls = {name: call for name, call in _calls(tree) if name in ("GRPOConfig", "GRPOTrainer", "LoraConfig")}
     if "GRPOConfig" not in calls:
         raise GrpoError(
-            f"{path}: no GRPOConfig(...): of Python scripts, those of TRL with one are read; give the bash script or the "
-            "YAML file with the settings"
+            f"{path}: no GRPOConfig(...): of Python scripts, those of TRL with one are read; give the bash script "
+            "or the YAML file with the settings"
         )
     notes: list[str] = []
     values = _arguments(calls["GRPOConfig"], names, notes)

@@ -173,6 +173,19 @@ CASES = {
         "--num-epochs",
         ["8 are assumed", "dataset_name: a JSON-lines or Parquet file", "use_vllm"],
     ),
+    "TRL in Python": (
+        "train.py",
+        "from datasets import load_dataset\nfrom peft import LoraConfig\nfrom trl import GRPOConfig, GRPOTrainer\n"
+        "LR = 2e-6\ndef short(completions, **kwargs):\n    return [-len(c) for c in completions]\n"
+        'config = GRPOConfig(output_dir="o", learning_rate=LR, max_steps=40, num_generations=4, beta=0.1, '
+        "per_device_train_batch_size=8, max_completion_length=2**6, bf16=True)\n"
+        'trainer = GRPOTrainer(model="/m/tiny", args=config, reward_funcs=[short], peft_config=LoraConfig(r=4),\n'
+        '    train_dataset=load_dataset("me/sums", split="train"))\ntrainer.train()\n',
+        "TRL",
+        "--lr 2e-06 --train-iters 40 --num-generations 4 --beta 0.1 --lora-rank 4 --lora-alpha 8 --lora-dropout 0.0",
+        "--seed",
+        ["max_completion_length=2 ** 6: the script computes it", "reward functions: [short]", "me/sums"],
+    ),
     "TRL by its command": (
         "run.sh",
         TRL_COMMAND,
@@ -397,6 +410,8 @@ def test_keys_that_hydra_deletes_are_not_set(tmp_path):
     "file, text, message",
     [
         ("run.sh", "echo hello\n", "no command of a known system"),
+        ("run.py", "print(1)\n", r"run\.py: no GRPOConfig\(\.\.\.\): of Python scripts"),
+        ("run.py", "def (\n", "cannot be read as Python"),
         ("run.yaml", "a: 1\n", r"its top-level keys \(a\) belong to no known system; give --system"),
         ("run.yaml", "- a\n", "its top level is no mapping"),
         ("run.yaml", "a: [\n", "cannot be read as YAML"),
