@@ -73,8 +73,11 @@ def test_an_estimator(tmp_path, parameters, body, message):
         tried(tmp_path, text, words)
 
 
-def test_an_estimator_of_tokens(tmp_path):
-    text = "@register_advantage('mine', per_token=True)\ndef mine(response_mask):\n    return response_mask * 1.0\n"
-    tried(tmp_path, text, "--advantage-estimator mine")
+@pytest.mark.parametrize("given", ["response_mask", "rewards"])
+def test_an_estimator_of_tokens(tmp_path, given):
+    text = f"@register_advantage('mine', per_token=True)\ndef mine({given}):\n    return {given} * 1.0\n"
+    if given == "response_mask":
+        tried(tmp_path, text, "--advantage-estimator mine")
+        return
     with pytest.raises(GrpoError, match=r"shape \(4,\): return one of each token \(14\)"):
-        tried(tmp_path, text.replace("response_mask", "rewards"), "--advantage-estimator mine")
+        tried(tmp_path, text, "--advantage-estimator mine")
