@@ -293,6 +293,7 @@ def test_a_script_of_each_system(name, tmp_path, monkeypatch, groups):
     path.write_text(text)
     assert read_source(path).system == system
     script = translate_flags.translated(path, None, None, None)
+    assert "\n    exec torchrun " in script  # signals of a scheduler reach torchrun, and do not end bash alone
     words = printed_flags(script, tmp_path)
     for flag in given.split(" --"):
         wanted = ("--" + flag.removeprefix("--")).split()
