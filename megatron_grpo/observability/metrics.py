@@ -208,7 +208,8 @@ class MetricsLogger:
             shown = now
             text = f"rollout {len(completions)}/{len(completions) + under_way}"
             text += f" of replica 1/{num_replicas}" if num_replicas > 1 else ""
-            text += f", {tokens / (now - began):,.0f} tokens/s"
+            # Tokens of unfinished completions are not known: without a finished one a rate of 0 would look like a hang.
+            text += f", {tokens / (now - began):,.0f} tokens/s" if tokens else ", none is finished yet"
             if self.bar.disable:
                 print_rank_0(f"{text}, {now - began:.0f} s")
             else:
