@@ -39,6 +39,9 @@ from megatron_grpo.utils import progress
 FIRST_OF_JOB = 2**40  # id of a request of an evaluation; those of training are far below
 IDLE = 0.002  # seconds between two looks for commands, if nothing is generated
 BETWEEN_SIGNS = 0.5  # seconds between two signs of progress
+# Requests that the engine gets before a step. The device computes while the host prepares the next ones, each of which
+# takes some 0.1 ms, and a probe of new weights does not wait for all of them.
+AT_ONCE = 64
 
 
 @dataclass
@@ -207,7 +210,11 @@ class Producer:
     # ---- generation
 
     def _fill(self) -> None:
-        """Submit as many requests as the engine runs at a time; those of a job come first."""
+        """Submit as many requests as the engine runs at a time; those of a job come first.
+
+        With --max-staleness they come in parts of `AT_ONCE`. Without it the engine gets what a colocated one gets, so
+        that both compute the same.
+        """
         if not (self._engine.has_weights and self._has_policy):
             return  # a resumed run has groups before it has weights
         if self._version is not None and self._args.weight_update == "drain":
@@ -215,6 +222,8 @@ class Producer:
         if self._job is not None and self._args.weight_update != "keep":
             return  # the others wait until it is done
         free = self._capacity - len(self._running)
+        if self._args.max_staleness:
+            free = min(free, AT_ONCE)
         ids = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         self._engine.submit([self._request(number) for number in ids])
         self._running.update(ids)
