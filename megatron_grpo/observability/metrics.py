@@ -259,7 +259,8 @@ class MetricsLogger:
         if self.status is not None:
             self.status.close("finished" if self.iteration >= self.total and not progress.error else "stopped")
         with contextlib.suppress(OSError):  # a terminal that is gone
-            for line in findings.lines(findings.findings(self.judged)):
+            placed = (self.args.rollout_ranks, self.args.world_size) if self.args.rollout_ranks else None
+            for line in findings.lines(findings.findings(self.judged, placed)):
                 print_rank_0(line)
 
     def _write_row(self) -> None:
