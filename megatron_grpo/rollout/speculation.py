@@ -67,6 +67,8 @@ def mtp_prefixes(args: Namespace) -> tuple[str, ...]:
     """Return the prefixes of the names of multi-token-prediction tensors, if these layers draft; else ()."""
     if method_of(args) != "mtp":
         return ()
+    if prefix := families.for_args(args).mtp_prefix:
+        return (prefix,)
     return tuple(f"model.layers.{args.num_layers + layer}." for layer in range(args.mtp_num_layers))
 
 

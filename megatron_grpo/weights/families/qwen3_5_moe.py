@@ -9,6 +9,9 @@ from megatron_grpo.weights.families.common import COMMON, HF, Config, Family, de
 from megatron_grpo.weights.families.delta_net import (
     DEFAULTS,
     HYBRID,
+    MTP_MAPPINGS,
+    MTP_PREFIX,
+    mtp_layer,
     read_hybrid,
     text_config,
     text_part,
@@ -26,11 +29,12 @@ _STACKED: dict[str, dict[str, Any]] = {
     },
     "linear_fc2.weight": {"hf": {HF + "mlp.experts.down_proj": "experts hidden expert_ffn"}},
 }
+_EXPERT_BY_EXPERT = with_gated_shared_expert(MLP)
 _MLP = [
     replace(mapping, **_STACKED[mapping.mcore.rpartition("{expert}.")[2]], all_experts=True)
     if "{expert}" in mapping.mcore
     else mapping
-    for mapping in with_gated_shared_expert(MLP)
+    for mapping in _EXPERT_BY_EXPERT
 ]
 
 
@@ -57,6 +61,9 @@ FAMILY = Family(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     mappings=decoder_mappings(ATTENTION, _MLP),
+    mtp_mappings=MTP_MAPPINGS,
+    mtp_prefix=MTP_PREFIX,
+    mtp_layer=mtp_layer(decoder_mappings(ATTENTION, _EXPERT_BY_EXPERT)),  # published so
     fixed={**COMMON, **HYBRID, **EXPERTS, "moe_layer_freq": 1, "moe_router_pre_softmax": False},
     read=_read,
     write=_write,
