@@ -85,6 +85,8 @@ def open_weights(hf_dir: str | Path, family_name: str | None = None, mtp_layers:
             print_rank_0(
                 f"{hf_dir}: {len(unread)} tensors are not read, such as {unread[0]}: the model has no such part"
             )
+    for name, parts in family.stacked.items() if family is not None else ():
+        source.unstack(name, parts)
     if source.quantization:
         print_rank_0(
             f"{hf_dir}: weights in {source.quantization} are dequantized when they are read; config.json is written "

@@ -32,6 +32,7 @@ FAMILIES = {
     "minimax_m2": ("", f"{TENSOR} --expert-tensor-parallel-size 2", EXPERTS),
     "deepseek_v3": ("", "--pipeline-model-parallel-size 2", EXPERTS),  # as Kimi-K2.5's language model
     "qwen3_5_text": ("--vllm-dtype bfloat16", "", TENSOR),
+    "qwen3_next": ("--vllm-dtype bfloat16", EXPERTS, f"{TENSOR} --expert-tensor-parallel-size 2"),
 }
 
 

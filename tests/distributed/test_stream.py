@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_torchrun
 from slow import FEW, slow_except
-from toy_checkpoints import FAMILIES, HYBRID, SHAPES, make
+from toy_checkpoints import DELTA, FAMILIES, HYBRID, SHAPES, make
 from transformers import AutoModelForCausalLM
 
 # Those of stream_worker.py.
@@ -15,9 +15,6 @@ PROMPTS = [[5, 9, 33, 7, 21, 90, 14], [44], [3 + 7 * i % 100 for i in range(40)]
 pytestmark = pytest.mark.vllm
 # vLLM's kernels on a CPU want heads of 32 channels and experts of multiples of 32.
 MULTI_LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "hidden_size": 128}
-# Its kernel for delta nets has these heads, in bfloat16.
-DELTA = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-DELTA |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 LONGROPE = {"short_factor": [1.0 + i / 4 for i in range(12)], "long_factor": [9.0] * 12}
 # With what config.json has on the Hub and transformers leaves out.
 SIZES = dict.fromkeys(HYBRID, DELTA) | {

@@ -250,7 +250,10 @@ OF_DELTA_NETS = {
     "DP2, shared prompts": LAYOUTS["DP2, shared prompts"],
     "CP2, shared prompts": LAYOUTS["CP2, shared prompts"],
     "PP2, shared prompts": LAYOUTS["PP2, shared prompts"],
-    "TP2 SP EP2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+    "TP2 SP EP2": (
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
+        " --expert-tensor-parallel-size 1"
+    ),
     "EP2": "--expert-model-parallel-size 2",
 }
 # Model, rows, flags of the recorded run -> layouts.

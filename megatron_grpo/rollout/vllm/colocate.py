@@ -437,7 +437,7 @@ def _build(args, directory: str):
     if args.model_family in ("qwen3_5_text", "qwen3_5_moe_text"):
         from megatron_grpo.rollout.vllm import qwen3_5
 
-        qwen3_5.register()
+        qwen3_5.register(args)
     try:
         options = dict(
             model=directory,

@@ -38,6 +38,10 @@ _MLP = [
 ]
 
 
+# Qwen3.5-35B-A3B's files have the experts of multi-token prediction one by one, Qwen3.6-35B-A3B's all in one tensor.
+_MTP_EXPERTS = "mtp.layers.0.mlp.experts."
+
+
 def with_width(config: Config) -> Config:
     """Return config.json with the width of dense layers, which it leaves out: there are none."""
     return {"intermediate_size": config.get("moe_intermediate_size"), **config}
@@ -63,7 +67,11 @@ FAMILY = Family(
     mappings=decoder_mappings(ATTENTION, _MLP),
     mtp_mappings=MTP_MAPPINGS,
     mtp_prefix=MTP_PREFIX,
-    mtp_layer=mtp_layer(decoder_mappings(ATTENTION, _EXPERT_BY_EXPERT)),  # published so
+    mtp_layer=mtp_layer(decoder_mappings(ATTENTION, _EXPERT_BY_EXPERT)),
+    stacked={
+        _MTP_EXPERTS + "gate_up_proj": [f"{_MTP_EXPERTS}{{expert}}.{part}_proj.weight" for part in ("gate", "up")],
+        _MTP_EXPERTS + "down_proj": [_MTP_EXPERTS + "{expert}.down_proj.weight"],
+    },
     fixed={**COMMON, **HYBRID, **EXPERTS, "moe_layer_freq": 1, "moe_router_pre_softmax": False},
     read=_read,
     write=_write,
