@@ -154,7 +154,10 @@ def test_a_real_server_of_a_model_with_delta_nets(flags, tmp_path):
     model, save = tmp_path / "model", tmp_path / "save"
     sizes = f"--save {model} --shape qwen3_5_text --steps 0 --quiet --hidden-size 64 --num-layers 4"
     make(build_parser().parse_args(sizes.split()))
-    words = [*flags, "--load-hf", model, "--save", save, "--bf16", "--use-distributed-optimizer", "--lr", "1e-3"]
+    prompts = [{"prompt": f"{a}+{b}="} for a in range(3) for b in range(3)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    words = [*flags, "--load-hf", model, "--train-data-path", tmp_path / "sums.jsonl", "--save", save, "--lr", "1e-3"]
+    words += ["--bf16", "--use-distributed-optimizer"]
     options = "--dtype bfloat16 --mamba-ssm-cache-dtype float32"
     with vllm_server(str(model), tmp_path, options) as url:
         words += ["--vllm-server-base-url", url, "--vllm-server-timeout", 300]

@@ -27,7 +27,7 @@ SIZES = dict.fromkeys(HYBRID, DELTA) | {
 
 
 # Mean |difference| of log-probabilities in nats; 0.012 to 0.039 were seen. The router may choose other experts.
-BFLOAT16 = {"qwen3_5_text": 0.03, "qwen3_next": 0.1, "qwen3_5_moe_text": 0.1}
+BFLOAT16 = {"qwen3_5_text": 0.03, "qwen3_next": 0.05, "qwen3_5_moe_text": 0.05}
 BY_DEFAULT = (*FEW, "qwen3_5_text")
 
 
@@ -80,6 +80,7 @@ def test_streamed_weights_answer_like_those_from_files(family, answered):
             assert found.max() < 1e-3, name
 
 
+@pytest.mark.parametrize("family", slow_except(["qwen3_5_text"], HYBRID))
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
@@ -90,15 +91,15 @@ def test_streamed_weights_answer_like_those_from_files(family, answered):
         ("input_layernorm.weight", lambda w: w - 1),
     ],
 )
-def test_an_error_of_one_layer_exceeds_the_bound_of_bfloat16(name, wrong, answered):
+def test_an_error_of_one_layer_exceeds_the_bound_of_bfloat16(name, wrong, answered, family):
     """In transformers' model, whose log-probabilities are the trainer's to 1e-5 (test_hybrid_models.py)."""
-    directory = answered("qwen3_5_text")
+    directory = answered(family)
     answers = json.loads((directory / "answers.json").read_text())["stream"]
     model = of_transformers(directory / "first")
-    assert differences(model, answers).mean() < BFLOAT16["qwen3_5_text"]
+    assert differences(model, answers).mean() < BFLOAT16[family]
     weight = model.get_parameter(f"model.layers.0.{name}")
     weight.data = wrong(weight.data)
-    assert differences(model, answers).mean() > 2 * BFLOAT16["qwen3_5_text"]
+    assert differences(model, answers).mean() > 2 * BFLOAT16[family]
 
 
 @pytest.mark.parametrize("family", slow_except(BY_DEFAULT, FAMILIES))

@@ -131,7 +131,7 @@ def test_an_interrupted_completion_of_a_hybrid_goes_on(toys, family):
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
         engine.update_weights(iter(()), 1)
         with engine.rollout(1):
-            done = generate(engine, [replace(request, begun=begun[request.id]) for request in requests])
+            done = list(generate(engine, [replace(request, begun=begun[request.id]) for request in requests]))
         for completion in done:
             ids, number = completion.token_ids, completion.id
             late = of_trainer(number, ids)
