@@ -28,7 +28,8 @@ def lines(run: Run) -> Iterator[str]:
         seconds += row["time/step"]
         if "eval/greedy_accuracy" not in row:
             continue
-        accuracies = [f"{row[f'eval/{kind}_accuracy']:.3f}" for kind in ("greedy", "sampled")]
+        found = [row.get(f"eval/{kind}_accuracy") for kind in ("greedy", "sampled")]
+        accuracies = ["" if value is None else f"{value:.3f}" for value in found]
         cells = []
         for name, combined, form in COLUMNS:
             values = [update[name] for update in since if update.get(name) is not None]
