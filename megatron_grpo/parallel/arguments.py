@@ -253,6 +253,11 @@ def _check_pipeline(args: Namespace) -> None:
     else:
         for dest in ("overlap_p2p_comm", "overlap_p2p_communication_warmup_flush", "align_param_gather"):
             needs(args, dest, "num_virtual_stages_per_pipeline_rank", "only the interleaved schedule uses it")
+    if args.mtp_num_layers and pp > 1 and not args.untie_embeddings_and_output_weights:
+        raise GrpoError(
+            f"--mtp-num-layers with --pipeline-model-parallel-size {pp} does not work with a head that is tied to the "
+            "embedding, of which the last stage would have two copies: leave one of them out"
+        )
     if not args.pipeline_model_parallel_layout:
         _check_stages(args, pp, virtual or 1)
 

@@ -455,7 +455,7 @@ def _build(args, directory: str):
     if args.model_family in ("qwen3_5_text", "qwen3_5_moe_text"):
         from megatron_grpo.rollout.vllm import qwen3_5
 
-        qwen3_5.register()
+        qwen3_5.register(args)
     try:
         options = dict(
             model=directory,
@@ -636,7 +636,7 @@ def _cache_bytes_on_a_cpu(args) -> int:
     channels = args.kv_channels
     if args.multi_latent_attention:  # keys and values are expanded
         heads, channels = args.num_attention_heads, args.qk_head_dim + args.qk_pos_emb_head_dim
-    layers = args.num_layers + len(mtp_prefixes(args))
+    layers = args.num_layers + (args.mtp_num_layers if mtp_prefixes(args) else 0)
     if draft_directory(args):  # a model that is at most as large
         layers *= 2
     size = tokens * layers * 2 * heads * channels * 4

@@ -322,6 +322,8 @@ REFUSED = {
     "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
     "--linear-num-key-heads 8": "--linear-num-key-heads has no effect without --experimental-attention-variant gated",
     f"{DELTA} --linear-attention-freq [1,1,0]": "with --linear-attention-freq [1, 1, 0]: give n for attention in every",
+    f"{DELTA} --mtp-num-layers 2": "has one such layer: give 1",
+    f"{DELTA} {PP2} --mtp-num-layers 1": "does not work with a head that is tied to the embedding",
     f"{DELTA} --linear-attention-freq 0": "with --linear-attention-freq 0: give n for attention in every n-th layer",
     f"{DELTA} --linear-num-value-heads 6": "--linear-num-value-heads (6) must be divisible by --linear-num-key",
     f"{DELTA} --linear-num-key-heads 2 --context-parallel-size 2 --tensor-model-parallel-size 2": (
