@@ -4,7 +4,6 @@ import json
 
 import pytest
 from ranks import run_torchrun
-from slow import slow_except
 
 pytestmark = pytest.mark.distributed
 WORKER = "tests/distributed/private_disk_worker.py"
@@ -49,7 +48,8 @@ MISSING = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "missing"), slow_except(MISSING[:1], MISSING))
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "missing"), MISSING)
 def test_what_only_the_host_of_rank_0_has_is_named(start, tiny_models, tmp_path, flags, missing):
     for host in "host0", "host1":
         (tmp_path / host / "model").symlink_to(tiny_models["qwen3"])

@@ -1,6 +1,7 @@
 """Process that imports all modules of a rank once and forks ranks on request: warm_rank.py SOCKET
 
-ranks.py starts two of these processes for all lanes of a test session: the imports take about 15 s of CPU time.
+ranks.py starts one of these processes for all lanes of a test session, with --thorough two: the imports take about 20 s
+of CPU time.
 
 A connection to the Unix socket SOCKET sends one line, {"argv": [script, ...], "environments": [{...}, ...],
 "output": file}, for one rank per environment. The answer is one line with the process ids of the ranks (also their

@@ -171,6 +171,7 @@ def fp16_update():
     parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.slow
 def test_a_loss_scale_that_overflows_is_not_in_the_median(fp16_update):
     """The scale halves from 2^50 in every update until gradients fit; then 25 updates of one batch are alike."""
     flags = ("--initial-loss-scale", str(2**50), "--hysteresis", "1", "--bad-update-factor", "10")
