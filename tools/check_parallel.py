@@ -127,6 +127,7 @@ VARIATIONS = (
         "--micro-batch-size 1",
         "--micro-batch-size 2",
         "--max-tokens-per-microbatch 64",
+        "--max-tokens-per-microbatch 64 --share-prompts",
         "--max-tokens-per-microbatch 17 --hybrid-context-parallel",
     ),
     ("", "--use-distributed-optimizer", OVERLAP),

@@ -187,6 +187,7 @@ def _fixed_packs(work: list[float], dp_size: int, micro_batch_size: int, multipl
 
 
 Packs = list[tuple[int, list[int]]]  # (degree, completions)
+_Piece = tuple[int, list[int]]  # (tokens, completions)
 
 
 class _Trees:
@@ -217,11 +218,6 @@ class _Trees:
     def work_of(self, spared: list[int]) -> float:
         """Return the work of ``spared`` tokens."""
         return sum(tokens + self._attention_coefficient * tokens**2 for tokens in spared)
-
-    def largest(self) -> int:
-        """Return the number of completions of the largest tree."""
-        ends = np.flatnonzero(np.append(self.shared[1:], 0) == 0) + 1
-        return int(np.diff(np.insert(ends, 0, 0)).max())
 
 
 @dataclass(frozen=True)
@@ -291,7 +287,7 @@ def _divisions(completions: _Completions, ranks: int, max_tokens: int, multiple:
             return [found]
         few = sum(degree for degree, _ in found) // ranks * 5 // 4
         return [_packs_of_pieces(completions, max(Counter(groups).values()), ranks, max_tokens, multiple, few) or found]
-    divisions, members = [found], completions.trees.largest()
+    divisions, members = [found], max(map(len, _parts_of_trees(completions, max_tokens, n)))
     while members > 1:  # large pieces share more, small ones divide evenly
         divisions.append(_packs_of_pieces(completions, members, ranks, max_tokens, multiple) or found)
         members //= 2
@@ -389,14 +385,11 @@ def _first_fit(completions: _Completions, room: int, members: int) -> list[list[
 def _parts_of_trees(completions: _Completions, room: int, members: int) -> list[list[int]]:
     """Divide each tree into pieces of at most ``room`` tokens and so many members.
 
-    From the leaves to the roots: the pieces of a node's branches join where they fit, the largest first, each with the
-    first piece with room. They have the node's tokens in common.
+    From the leaves to the roots: the pieces of a node's branches join where they fit. They have its tokens in common.
     """
     trees = completions.trees
     assert trees is not None
-    stack: list[tuple[int, list[tuple[int, list[int]]]]] = [
-        (0, [])
-    ]  # (depth of a node, (tokens, members) of its pieces)
+    stack: list[tuple[int, list[_Piece]]] = [(0, [])]  # (depth of a node, its pieces)
     for place, item in enumerate(trees.order):
         after = trees.shared[place + 1] if place + 1 < len(trees.order) else 0
         if after > stack[-1][0]:
@@ -404,22 +397,31 @@ def _parts_of_trees(completions: _Completions, room: int, members: int) -> list[
         stack[-1][1].append((completions.sizes[1][item], [item]))
         while stack[-1][0] > after:
             depth, pieces = stack.pop()
-            joined: list[tuple[int, list[int]]] = []
-            for size, own in sorted(pieces, key=lambda piece: (-piece[0], piece[1])):
-                fits = (
-                    number
-                    for number, (other, theirs) in enumerate(joined)
-                    if len(theirs) + len(own) <= members and other + size - depth <= room
-                )
-                number = next(fits, None)
-                if number is None:
-                    joined.append((size, own))
-                else:
-                    joined[number] = joined[number][0] + size - depth, joined[number][1] + own
+            joined = _joined(sorted(pieces, key=lambda piece: (-piece[0], piece[1])), depth, room, members)
             if stack[-1][0] < after:
                 stack.append((after, []))
             stack[-1][1].extend(joined)
     return [own for _, own in stack[0][1]]
+
+
+def _joined(pieces: list[_Piece], common: int, room: int, members: int) -> list[_Piece]:
+    """Join pieces with ``common`` tokens, the largest first, each with the first piece that has room for it."""
+    joined: list[_Piece] = []
+    with_room: list[int] = []
+    for size, own in pieces:
+        for number in with_room:
+            other, theirs = joined[number]
+            if len(theirs) + len(own) <= members and other + size - common <= room:
+                joined[number] = other + size - common, theirs + own
+                break
+        else:
+            number = len(joined)
+            joined.append((size, own))
+            with_room.append(number)
+        total, theirs = joined[number]
+        if len(theirs) == members or total + pieces[-1][0] - common > room:  # nothing more fits
+            with_room.remove(number)
+    return joined
 
 
 def _longest_first(

@@ -1,9 +1,9 @@
-"""Prompts that the completions of a group share in a pack (``--share-prompts``), for the ``local`` layers.
+"""Prefixes that sequences share in a pack (``--share-prompts``), for the ``local`` layers.
 
 Such a pack has a prompt once, without its last token, as a sequence of its own. Each completion is a sequence that
 begins with the last token of the prompt, and whose positions go on where the prompt's end. Its tokens attend to the
 keys and values of the prompt and to their own. Everything but attention thus computes a prompt once, and all gradients
-are those of separate sequences, except for rounding.
+are those of separate sequences, except for rounding. Completions that begin alike are such a prompt again.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from megatron_grpo.data.pack import SharedPrompts
 
 @dataclass(kw_only=True)
 class SharedPack(PackedSeqParams):
-    """A pack with shared prompts; ``max_seqlen_kv`` is the largest number of keys that a sequence has."""
+    """A pack with shared prefixes; ``max_seqlen_kv`` is the largest number of keys that a sequence has."""
 
     shared: SharedPrompts
     position_ids: torch.Tensor  # int64 [t], those of `SharedPrompts`
