@@ -164,6 +164,7 @@ def _without_labels(pack: Pack) -> Pack:
         labels=np.full_like(pack.labels, IGNORED_LABEL),
         own_labels=none,
         label_positions=none,
+        first_labels=None,
         token_index=none,
         completion=none,
         of_labels={},
