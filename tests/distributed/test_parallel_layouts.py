@@ -362,7 +362,7 @@ def test_layouts_agree_over_the_kept_tokens(tmp_path, tiny_models):
     and PP2 give the numbers of one process.
     """
     flags = f"--load-hf {tiny_models['qwen3']} --top-k 6 {CORRECTED}"
-    layouts = [f"TP1: {BUDGET}", f"TP2 SP: {BUDGET}", f"CP2: {BUDGET}", f"PP2: {BUDGET}"]
+    layouts = [f"TP1: {BUDGET}", f"TP2 SP: {BUDGET}", f"CP2: {SHARED}", f"PP2: {BUDGET}"]
     status, printed = check(flags, "--out", tmp_path, "--layouts", *layouts)
     assert status == 0 and f"{len(layouts)} of {len(layouts)} layouts agree" in printed, printed
     rows = [json.loads(line)["updates"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]

@@ -143,3 +143,15 @@ def test_kept_tokens_that_differ_are_predictions_of_their_own(world):
     pack = pack_completions(batch, [0, 1], share_prompts=True)
     assert pack.num_labels == 6 and len(pack.own_labels) == 4 and len(pack.tokens) == 7
     check(args, trainer.model[0], batch)
+
+
+TURNS = "--environment calculator --max-turns 4 --max-environment-tokens 24 --on-rewritten-history split"
+
+
+@pytest.mark.parametrize("more", ["", TURNS])
+def test_the_rollouts_of_parity_tests_have_trees(more, world):
+    """tools/check_parallel.py compares layouts on completions of which several have the same sampled tokens."""
+    args = made_up.parse([*MODELS["dense"].split(), *more.split()], 1)
+    batch = made_up.rollout(args)
+    pack = pack_completions(batch, np.arange(16), share_prompts=True)
+    assert len(pack.own_labels) < 0.97 * pack.num_labels
