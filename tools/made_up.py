@@ -139,11 +139,11 @@ def _begin_alike(completions: list[list[int]], same: int) -> None:
 
 
 def _repeat_the_past(prompts: list[list[int]], completions: list[list[int]], starts: list[list[int]]) -> None:
-    """Let each further sample of a completion begin as the completion does."""
+    """Let each further sample of a completion begin as the completion does, but for up to two tokens at its end."""
     rng = np.random.default_rng(5)
     for prompt, own, places in zip(prompts, completions, starts, strict=True):
         for place, end in zip(places, [*places[1:], len(own)], strict=True):
-            past = [*prompt, *own][: rng.integers(0, end - place + 1)]
+            past = [*prompt, *own][: max(end - place - rng.integers(0, 3), 0)]
             own[place : place + len(past)] = past
 
 

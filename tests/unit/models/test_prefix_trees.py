@@ -154,4 +154,4 @@ def test_the_rollouts_of_parity_tests_have_trees(more, world):
     args = made_up.parse([*MODELS["dense"].split(), *more.split()], 1)
     batch = made_up.rollout(args)
     pack = pack_completions(batch, np.arange(16), share_prompts=True)
-    assert len(pack.own_labels) < 0.97 * pack.num_labels
+    assert len(pack.own_labels) < pack.num_labels
