@@ -145,13 +145,14 @@ def tiny_models(tmp_path_factory) -> dict[str, str]:
 
     root = tmp_path_factory.mktemp("models")
 
+    sizes = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32 --max-position-embeddings 512"
+
     class Made(dict):
-        """Models that are made at their first use."""
+        """Each model is made at its first use."""
 
         def __missing__(self, family: str) -> str:
             words = f"--save {root / family} --shape {family} --tokenizer bytes --steps 0 --quiet {sizes}".split()
             make_tiny_model.make(make_tiny_model.build_parser().parse_args(words))
             return self.setdefault(family, str(root / family))
 
-    sizes = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32 --max-position-embeddings 512"
     return Made()
