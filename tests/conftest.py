@@ -34,9 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests first: they are quick, and their failures explain those of the tests that start processes."""
-    # Of the others, files that take 10 seconds or more, the longest first: lanes then end at about one time.
-    files = "parallel_layouts placed_ranks end_to_end rollout checkpoint_layouts speculative adapter_sync "
-    files += "vision_environments restart environment_runs"
+    # Of the others, files that take 8 seconds or more, the longest first: lanes then end at about one time.
+    files = "parallel_layouts end_to_end rollout adapter_sync placed_ranks restart checkpoint_layouts torchrun_report "
+    files += "vision_environments environment_runs server_runs watchdog"
     long = {f"test_{name}": place for place, name in enumerate(files.split())}
 
     starting = {item.path for item in items for name in ("distributed", "vllm") if item.get_closest_marker(name)}
