@@ -67,6 +67,8 @@ def mtp_prefixes(args: Namespace) -> tuple[str, ...]:
     """Return the prefixes of the names of multi-token-prediction tensors, if these layers draft; else ()."""
     if method_of(args) != "mtp":
         return ()
+    if prefix := families.for_args(args).mtp_prefix:
+        return (prefix,)
     return tuple(f"model.layers.{args.num_layers + layer}." for layer in range(args.mtp_num_layers))
 
 
@@ -132,9 +134,10 @@ def _check_model_that_drafts(args: Namespace, config: dict[str, Any]) -> None:
 def check_draft(args: Namespace) -> None:
     """Raise GrpoError for a policy without the layers, or without the vocabulary, that draft."""
     if method_of(args) == "mtp" and not args.mtp_num_layers:
+        optional = "--mtp-num-layers 1, " if families.for_args(args).mtp_prefix else ""
         raise GrpoError(
             f"{FLAG}: method is mtp, but the model has no multi-token-prediction layers (--mtp-num-layers): give "
-            "ngram or draft_model"
+            f"{optional}ngram or draft_model"
         )
     directory = draft_directory(args)
     if directory and (theirs := read_config(directory).get("vocab_size")) != args.vocab_size:

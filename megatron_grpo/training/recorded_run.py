@@ -45,7 +45,7 @@ UNRELATED_FLAGS = """
     sleep_level vllm_enable_expert_parallel vllm_engine_kwargs vllm_enforce_eager vllm_enable_prefix_caching
     vllm_speculative_config
     rollout_balancing lora_weight_sync no_check_lora_sync check_weight_sync mismatch_limit
-    rollout_ranks weight_update
+    rollout_ranks weight_update use_distributed_optimizer overlap_param_gather
     valid_data_path reward_workers reward_timeout reward_retries reward_model_timeout reward_model_concurrency
     environment_workers environment_threads environment_sandboxes environment_timeout environment_retries
     teacher_server teacher_server_timeout code_sandbox save_adapter
@@ -86,7 +86,8 @@ def run_flags(args: Namespace) -> dict[str, Any]:
 
 def changed_flags(was: dict[str, Any], now: dict[str, Any], leave_out: Collection[str] = ()) -> list[str]:
     """Return one text for each flag that differs."""
-    names = sorted((was.keys() | now.keys()) - set(leave_out))
+    # Ledgers of earlier versions have some of the unrelated ones.
+    names = sorted((was.keys() | now.keys()) - {*leave_out, *UNRELATED_FLAGS})
     return [f"{flag(n)} was {was.get(n)} and is {now.get(n)}" for n in names if was.get(n) != now.get(n)]
 
 

@@ -63,10 +63,11 @@ ASSETS_DIR = "hf_assets"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def open_weights(hf_dir: str | Path, family_name: str | None = None) -> Safetensors:
+def open_weights(hf_dir: str | Path, family_name: str | None = None, mtp_layers: int | None = None) -> Safetensors:
     """Return the reader of a directory's weights, in the format of its config.json; print a line if it dequantizes.
 
-    ``family_name``: see `families.for_hf_config`.
+    ``family_name``: see `families.for_hf_config`. ``mtp_layers``: without them the tensors of multi-token prediction of
+    a family whose config.json leaves their number open are not read.
     """
     config = read_config(hf_dir)
     try:
@@ -74,8 +75,18 @@ def open_weights(hf_dir: str | Path, family_name: str | None = None) -> Safetens
     except GrpoError:  # a draft model: vLLM runs more families
         family = None
     source = quantized.reader(hf_dir, family.text_config(config) if family in families.READ_AS else config)
-    if family is not None and family.published is not None and (unread := source.rename(family.published)):
-        print_rank_0(f"{hf_dir}: {len(unread)} tensors are not read, such as {unread[0]}: the model has no such part")
+    if family is not None and (family.published or family.mtp_prefix):
+        published, left_out = family.published or str, None if mtp_layers else family.mtp_prefix
+
+        def name_of(name: str) -> str | None:
+            return None if left_out and name.startswith(left_out) else published(name)
+
+        if unread := source.rename(name_of):
+            print_rank_0(
+                f"{hf_dir}: {len(unread)} tensors are not read, such as {unread[0]}: the model has no such part"
+            )
+    for name, parts in family.stacked.items() if family is not None else ():
+        source.unstack(name, parts)
     if source.quantization:
         print_rank_0(
             f"{hf_dir}: weights in {source.quantization} are dequantized when they are read; config.json is written "
@@ -162,7 +173,7 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
     weights = model_weights.table(args)
     local = model_weights.local_weights(model_chunks, weights)
     model_weights.owning_stages(weights, {weight.name for weight, _ in local})
-    source = open_weights(hf_dir, args.model_family)
+    source = open_weights(hf_dir, args.model_family, args.mtp_num_layers)
     there, description = on_rank_0(_stored, source, weights)  # it opens all files; other ranks those that they read
     if (own := _description(source.dir)) != description:
         names = ", ".join(name for name in own if own[name] != description[name])
@@ -222,6 +233,7 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight
         if name not in found:
             # transformers omits these layers when it saves a model, but config.json still counts them
             cure = "; set num_nextn_predict_layers to 0 in config.json" if weight.name.startswith("mtp.") else ""
+            cure = "; leave out --mtp-num-layers" if cure and name.startswith("mtp.") else cure
             raise GrpoError(f"{source.dir} lacks the tensor {name}, from which {weight.name} is built{cure}")
         _check_shapes(source, weight)
         source.dtype(name)  # raises GrpoError for an unsupported one, and for quantized weights without their scales

@@ -123,7 +123,8 @@ def table(args: Namespace) -> list[Weight]:
         last, number = args.num_layers - 1, args.num_layers + mtp
         out += weights(family.mtp_mappings, last, layer=number, mtp=mtp)
         inner = [
-            replace(mapping, mcore=mapping.mcore.replace("decoder.layers.{layer}", _MTP_LAYER)) for mapping in layered
+            replace(mapping, mcore=mapping.mcore.replace("decoder.layers.{layer}", _MTP_LAYER))
+            for mapping in family.mtp_layer or layered
         ]
         out += weights(inner, last, layer=number, mtp=mtp)
     return out

@@ -14,7 +14,7 @@ import os
 import pickle
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,23 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+class _Rows:
+    """Some rows of one expert's matrix in a stacked tensor ``[experts, rows, columns]``, as a slice of safetensors."""
+
+    def __init__(self, stacked: Any, expert: int, begin: int, end: int):
+        self._stacked, self._expert, self._rows = stacked, expert, range(begin, end)
+
+    def get_shape(self) -> list[int]:
+        return [len(self._rows), *self._stacked.get_shape()[2:]]
+
+    def get_dtype(self) -> str:
+        return self._stacked.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        rows = self._rows[index[0]]
+        return self._stacked[(self._expert, slice(rows.start, rows.stop, rows.step), *index[1:])]
+
+
 class Safetensors:
     """Reader of a directory with model.safetensors, or with several files and their index.
 
@@ -47,6 +64,7 @@ class Safetensors:
         self.dir = Path(hf_dir)
         self._files: dict[Path, Any] = {}
         self._stored: dict[str, str] = {}  # names in the files, where `rename` has given others
+        self._unstacked: dict[str, tuple[str, int, int, int]] = {}  # of `unstack`: arguments of `_Rows`
         index = self.dir / self.index
         if index.exists():
             try:
@@ -72,6 +90,22 @@ class Safetensors:
         self._where = {new: self._where[name] for new, name in self._stored.items()}
         self._find_parts()
         return unread
+
+    def unstack(self, name: str, parts: Sequence[str]) -> None:
+        """Give the matrices of each expert in a tensor ``[experts, rows, columns]`` names; no-op without the tensor.
+
+        ``parts``: name patterns with "{expert}" of matrices that share the rows equally, in order.
+        """
+        if name not in self._where:
+            return
+        experts, rows = self.shape(name)[0], self.shape(name)[1] // len(parts)
+        found = {
+            part.format(expert=expert): (name, expert, number * rows, (number + 1) * rows)
+            for expert in range(experts)
+            for number, part in enumerate(parts)
+        }
+        self._unstacked |= found
+        self._where |= dict.fromkeys(found, self._where.pop(name))
 
     def _find_parts(self) -> None:
         """Find the tensors that are stored in parts; called whenever the names have changed."""
@@ -100,9 +134,10 @@ class Safetensors:
             raise InputError(f"{self._where[name]}: tensor {name} cannot be read: {error}") from None
 
     def _slice(self, name: str) -> Any:
-        path = self._where[name]
+        path, (stored, *rows) = self._where[name], self._unstacked.get(name, (name,))
         try:
-            return self._open(path, name).get_slice(self._stored.get(name, name))
+            found = self._open(path, name).get_slice(self._stored.get(stored, stored))
+            return _Rows(found, *rows) if rows else found
         except SafetensorError:
             raise InputError(f"{path} does not hold the tensor {name}, which {self.index} places there") from None
 

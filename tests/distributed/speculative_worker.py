@@ -106,7 +106,9 @@ def draft_size(worker) -> tuple[int, float]:
     with _loading_shapes(policy), _loading_shapes(model):
         shared = {id(parameter) for parameter in policy.parameters()}
         size = sum(p.numel() for p in model.parameters() if id(p) not in shared)
-    elements = [sum(m.kv_cache.numel() for m in one.modules() if hasattr(m, "kv_cache")) for one in (model, policy)]
+    caches = [[m.kv_cache for m in one.modules() if hasattr(m, "kv_cache")] for one in (model, policy)]
+    # A delta net has a pair of states, which do not grow with the tokens.
+    elements = [sum(cache.numel() for cache in own if isinstance(cache, torch.Tensor)) for own in caches]
     return size, elements[0] / sum(elements)
 
 

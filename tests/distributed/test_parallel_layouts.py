@@ -57,6 +57,8 @@ DELTA = f"""{MOE} --model-family qwen3_next --apply-layernorm-1p --attention-out
  --moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate --experimental-attention-variant gated_delta_net
  --linear-attention-freq 3 --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 16
  --linear-value-head-dim 12 --norm-epsilon 1e-6 --lr 3e-4"""
+# The layer of multi-token prediction has attention, as the last one.
+DELTA_MTP = f"{DELTA} --linear-attention-freq 2 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1"
 ACROSS_HEADS = f"""{ATTENTION} --model-family minimax_m2 --group-query-attention {EXPERTS} --num-query-groups 2
  --kv-channels 32 --ffn-hidden-size 32 --qk-layernorm-across-heads --rotary-percent 0.5
  --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3"""
@@ -228,6 +230,7 @@ LAYOUTS["delta"] = [
     f"PP2 EP2: {BUDGET} --pipeline-model-parallel-layout auto --moe-grouped-gemm",
     f"TP2 SP PP2: {BUDGET} --recompute-granularity full",
 ]
+LAYOUTS["delta_mtp"] = LAYOUTS["delta"][:6]
 # By default each dimension of the dense model alone, over two ranks, and experts on two ranks.
 FEW_LAYOUTS = {
     "dense": [
@@ -247,6 +250,7 @@ FEW_LAYOUTS = {
     "fp8_base": LAYOUTS["fp8_base"][:2],
     "gpt_oss": [LAYOUTS["gpt_oss"][number] for number in (0, 1, 3, 6)],
     "delta": [LAYOUTS["delta"][number] for number in (0, 2, 3)],
+    "delta_mtp": [LAYOUTS["delta_mtp"][number] for number in (0, 2, 3, 4)],
 }
 FEW = ("moe",)
 SHARES = ["few", pytest.param("the others", marks=pytest.mark.slow)]
@@ -326,7 +330,7 @@ def test_layouts_of_experts_agree(model, share, tmp_path):
     gated delta nets.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": f"{LATENT} {BALANCING}", "gpt_oss": GPT_OSS}
-    flags |= {"across_heads": ACROSS_HEADS, "delta": DELTA}
+    flags |= {"across_heads": ACROSS_HEADS, "delta": DELTA, "delta_mtp": DELTA_MTP}
     flags["balanced_packs"] = f"{MOE} {BALANCING}"
     flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora", "fp8_base": FP8_BASE}
     status, printed = check(flags[model], "--out", tmp_path, "--layouts", *share_of(model, share))

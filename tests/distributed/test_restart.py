@@ -79,6 +79,10 @@ def test_a_gradient_that_is_not_finite(action, flags, undisturbed, tmp_path):
     assert done[:2] == undisturbed[:2]
     if action == "stop":
         assert "The newest checkpoint is iteration 2" in run.stdout and len(done) == 2
+        (tmp_path / "none").mkdir()  # as of a run whose first update is bad
+        words = [tmp_path / "bad_updates" / "iteration_0000003", *flags, "--load", tmp_path / "none"]
+        output = run_torchrun(2, "tools/replay_update.py", *words).stdout
+        assert "nan; the initial weights, because --load has no checkpoint" in output
         return
     assert "model and optimizer are those of the checkpoint of iteration 2 again" in run.stdout
     assert [row["update/skipped"] for row in done] == [0, 0, 1, 0]

@@ -97,13 +97,14 @@ def results(layout, model, tmp_path_factory, request):
 
 
 @contextlib.contextmanager
-def vllm_server(model: str, out: Path):
+def vllm_server(model: str, out: Path, options: str = ""):
     """The address of a vLLM server as a user starts it; its weights are not the model's, so that a sync is needed."""
     source = out / "other"
     shutil.copytree(model, source)
     weights = load_file(source / "model.safetensors")
     save_file({name: tensor.flip(0).contiguous() for name, tensor in weights.items()}, source / "model.safetensors")
-    with cpu_server(source, out / "server.log", "--logprobs-mode raw_logprobs", VLLM_API_KEY=KEY) as (url, _):
+    options = f"--logprobs-mode raw_logprobs {options}"
+    with cpu_server(source, out / "server.log", options, VLLM_API_KEY=KEY) as (url, _):
         yield url
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from megatron_grpo.rollout.ledger import content
+from tools.make_tiny_model import build_parser, make
 
 pytestmark = pytest.mark.distributed
 
@@ -145,3 +146,23 @@ def test_check_engine_with_several_ranks(flags, double):
     table = [line for line in done.stdout.splitlines() if line.startswith("|")]
     mean, largest = map(float, table[-1].split("|")[2:4])
     assert 0 < mean < 1e-5 and largest < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_real_server_of_a_model_with_delta_nets(flags, tmp_path):
+    """In bfloat16, all that vLLM has of delta nets on a CPU, on both sides; the server begins with other weights."""
+    model, save = tmp_path / "model", tmp_path / "save"
+    sizes = f"--save {model} --shape qwen3_5_text --steps 0 --quiet --hidden-size 64 --num-layers 4"
+    make(build_parser().parse_args(sizes.split()))
+    prompts = [{"prompt": f"{a}+{b}="} for a in range(3) for b in range(3)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    words = [*flags, "--load-hf", model, "--train-data-path", tmp_path / "sums.jsonl", "--save", save, "--lr", "1e-3"]
+    words += ["--bf16", "--use-distributed-optimizer"]
+    options = "--dtype bfloat16 --mamba-ssm-cache-dtype float32"
+    with vllm_server(str(model), tmp_path, options) as url:
+        words += ["--vllm-server-base-url", url, "--vllm-server-timeout", 300]
+        run_torchrun(2, "pretrain_grpo.py", *words, env={"VLLM_API_KEY": KEY})
+    found = rows(save)
+    assert [row["iteration"] for row in found] == [1, 2, 3]
+    assert all(0 < row["mismatch/mean_abs"] < 2e-2 and row["grad_norm"] > 0 for row in found), found

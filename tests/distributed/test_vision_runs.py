@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ranks import run_torchrun
 from run_files import metrics_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from vision_models import check_equal, make, picture
 
 from megatron_grpo.patches import cpu_backend
@@ -246,7 +246,10 @@ OF_DELTA_NETS = {
     "DP2, shared prompts": LAYOUTS["DP2, shared prompts"],
     "CP2, shared prompts": LAYOUTS["CP2, shared prompts"],
     "PP2, shared prompts": LAYOUTS["PP2, shared prompts"],
-    "TP2 SP EP2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+    "TP2 SP EP2": (
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
+        " --expert-tensor-parallel-size 1"
+    ),
     "EP2": "--expert-model-parallel-size 2",
 }
 # Model, rows, flags of the recorded run -> layouts.
@@ -260,6 +263,11 @@ REPLAYED = {
         "DP2"
     ],
 }
+
+
+# Mean |difference| of log-probabilities of engine and trainer in nats, at the first update, where bfloat16 rounds no
+# weight (vision_models.py), and later. 0.021 and 0.025 were seen at the first one. The router may choose other experts.
+BFLOAT16 = {"qwen3_5": (0.025, 0.035), "qwen3_5_moe": (0.03, 0.1)}
 
 
 @pytest.fixture(scope="module")
@@ -288,9 +296,42 @@ def test_layouts_of_delta_nets_with_pictures(data, recorded, tmp_path, model, ro
     found = run(data, 2, tmp_path / "run", *words.split(), model=model, rows=rows)
     assert len(found) == len(expected) == 3
     for row, one in zip(found, expected, strict=True):
-        assert row["mismatch/mean_abs"] < 0.03  # of the language model alone in test_stream.py
+        assert row["mismatch/mean_abs"] < BFLOAT16[model.removeprefix("tied_")][row["iteration"] > 1]
         for name in ("reward/mean", "grad_norm", "entropy", "kl", "loss"):
             assert row[name] == pytest.approx(one[name], rel=1e-5, abs=2e-6), (name, row[name], one[name])
+
+
+_LAYERS, _TOWER = "model.language_model.layers.", "model.visual."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", BFLOAT16)
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        (_LAYERS + "0.linear_attn.A_log", lambda w: w.flip(0)),  # heads in another order
+        (_LAYERS + "0.linear_attn.conv1d.weight", lambda w: w.flip(-1)),
+        (_LAYERS + "0.linear_attn.norm.weight", lambda w: w.flip(0)),
+        (_LAYERS + "0.linear_attn.norm.weight", lambda w: 1 + w),  # as the other norms have it
+        (_LAYERS + "0.input_layernorm.weight", lambda w: w - 1),
+        (_LAYERS + "3.self_attn.k_proj.weight", lambda w: w.flip(0)),
+        (_TOWER + "blocks.0.norm1.weight", lambda w: w - 1),
+        (_TOWER + "blocks.0.attn.qkv.weight", lambda w: w.flip(0)),
+        (_TOWER + "merger.linear_fc2.weight", lambda w: w.flip(0)),
+    ],
+)
+def test_an_error_of_one_layer_exceeds_the_bound_of_bfloat16(data, recorded, tmp_path, model, name, wrong):
+    """In the trainer, which replays the engine's completions from a directory with one wrong tensor."""
+    save, _ = recorded(model, "train", "")
+    file = next(file for file in (data / model).glob("*.safetensors") if name in load_file(file))
+    right, tensors = file.read_bytes(), load_file(file)
+    try:
+        save_file({**tensors, name: wrong(tensors[name]).contiguous()}, file)
+        words = f"--micro-batch-size 4 {BF16} --replay-rollouts {save} --exit-interval 1 --no-save-hf"
+        (row,) = run(data, 1, tmp_path / "run", *words.split(), model=model)
+    finally:
+        file.write_bytes(right)
+    assert row["mismatch/mean_abs"] > BFLOAT16[model][0]
 
 
 @pytest.mark.slow

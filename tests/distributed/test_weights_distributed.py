@@ -41,7 +41,9 @@ VPP2 = {**PP2, "num_virtual_stages_per_pipeline_rank": 2}
 GROUPED = {"moe_grouped_gemm": True}
 UNTIED = tuple(family for family, tied in MEMBERS if not tied)
 TIED = tuple(f"{family}, tied" for family in ("qwen3", "llama", "gemma2"))
-MTP = tuple(f"{family}, mtp" for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite"))
+MTP = tuple(
+    f"{family}, mtp" for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text")
+)
 CASES = {
     2: [
         *((name, layout) for name in (*UNTIED, *TIED) for layout in (TP2, PP2, VPP2)),
@@ -106,7 +108,7 @@ def main(directory: Path, which: str) -> None:
     for number, (name, layout) in enumerate(sorted(share(dist.get_world_size(), which), key=lambda case: str(case[1]))):
         # megatron-core has biased experts without tensor parallelism of their own only
         whole = {"expert_tensor_parallel_size": 1} if name == "gpt_oss" else {}
-        args = toy_args(directory / name, **{**layout, **whole})
+        args = toy_args(directory / name, **{**layout, **whole, **({"mtp_num_layers": 1} if name in MTP else {})})
         if ready != (sizes := {**layout, **GROUPED, **whole}):
             initialize.destroy_rank_groups()
             initialize.initialize_distributed(args)

@@ -342,7 +342,11 @@ def truncated_weights(bench: Bench) -> list[str]:
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}
 
 HUGGING_FACE: list[Case] = [
-    ("no directory", flags("--load-hf gone"), r"gone/config\.json .*: gone is not a Hugging Face model directory"),
+    (
+        "no directory",
+        flags("--load-hf models/Qwen3-0.6B"),
+        r"there is no models/Qwen3-0\.6B\. A run downloads nothing: hf download OWNER/NAME --local-dir models/Qwen3-0",
+    ),
     (
         "name of the hub",
         flags("--load-hf Qwen/Qwen3-0.6B"),

@@ -256,6 +256,7 @@ class VllmHandler(Handler):
                     "vllm_config": {
                         "model_config": model,
                         "device_config": {"device": config.get("device", "cpu")},
+                        "cache_config": {"mamba_ssm_cache_dtype": "auto"},
                         "scheduler_config": {"enable_chunked_prefill": config.get("chunked", False)},
                         "compilation_config": {"custom_ops": ["all"]},
                         "lora_config": {"max_lora_rank": rank} if (rank := config.get("max_lora_rank")) else None,

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 from megatron_grpo.patches import cpu_backend
 
@@ -43,6 +44,9 @@ _HYBRID = {
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
 }
+# vLLM's kernel for delta nets on a CPU has these heads, in bfloat16.
+DELTA = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 _SHARED = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -234,19 +238,72 @@ def make(
     return model
 
 
-def add_mtp(directory: Path, model: torch.nn.Module) -> MtpModel:
-    """Add a random multi-token-prediction layer to a DeepSeek-V3 checkpoint, with DeepSeek's names; return it."""
-    torch.manual_seed(18)
+class HybridMtp(torch.nn.Module):
+    """Multi-token prediction of a model with gated delta nets, by the formula of vLLM's Qwen3NextMTP and Qwen3_5MTP.
+
+    norm(layer(fc [norm(embedding of the next token), norm(hidden state)])), with the published names. The layer has
+    attention and is transformers'. Called as transformers' MtpLayer, with the attributes of its MtpModel.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        last, hidden = model.model.layers[-1], model.config.hidden_size
+        self.layer = type(last)(model.config, model.config.num_hidden_layers - 1)
+        self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            self.register_parameter(name, torch.nn.Parameter(torch.empty(hidden)))
+        self.eps = model.config.rms_norm_eps
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (1 + weight) * x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt()
+
+    def forward(self, embedded, hidden, rotary, causal, positions, cache) -> torch.Tensor:
+        embedded = self._normed(embedded, self.pre_fc_norm_embedding)
+        both = torch.cat([embedded, self._normed(hidden, self.pre_fc_norm_hidden)], -1)
+        out = self.layer(self.fc(both), rotary, causal, positions, cache)
+        return self._normed(out, self.norm)
+
+    def published(self) -> dict[str, torch.Tensor]:
+        """Return the parameters by their names in files, where each expert is apart."""
+        names = {name: name if "." in name else f"{name}.weight" for name, _ in self.named_parameters()}
+        return {
+            f"mtp.{names[name].replace('layer.', 'layers.0.', 1)}": parameter
+            for name, parameter in self.named_parameters()
+        }
+
+
+def _hybrid_mtp(model: torch.nn.Module) -> tuple[SimpleNamespace, dict[str, torch.Tensor]]:
+    mtp = HybridMtp(model)
+    for tensor in mtp.state_dict().values():
+        tensor.copy_(0.1 * torch.randn(tensor.shape))
+    parts = {"embed_tokens": model.model.embed_tokens, "rotary_emb": model.model.rotary_emb}
+    return SimpleNamespace(layers=[mtp], shared_head=model.lm_head, **parts), mtp.published()
+
+
+def _deepseek_mtp(model: torch.nn.Module) -> tuple[MtpModel, dict[str, torch.Tensor]]:
     mtp = MtpModel(model, 1)
     for name, tensor in mtp.layers.state_dict().items():
         tensor.copy_((1.0 if "norm" in name else 0.0) + 0.1 * torch.randn(tensor.shape))
     path = f"model.layers.{model.config.num_hidden_layers}."
-    tensors = {
+    copies = {
         path + "embed_tokens.weight": model.model.embed_tokens.weight,
         path + "shared_head.head.weight": model.lm_head.weight,
     }
-    for name, tensor in mtp.layers[0].state_dict().items():
-        name = path + name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+    return mtp, copies | {
+        path + name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm"): tensor
+        for name, tensor in mtp.layers[0].state_dict().items()
+    }
+
+
+def add_mtp(directory: Path, model: torch.nn.Module) -> MtpModel | SimpleNamespace:
+    """Add a random multi-token-prediction layer to a checkpoint, with the published names; return it."""
+    torch.manual_seed(18)
+    family = model.config.model_type
+    hybrid = family in HYBRID
+    key = "mtp_num_hidden_layers" if family.startswith("qwen3_5") else "num_nextn_predict_layers"
+    mtp, stacked = (_hybrid_mtp if hybrid else _deepseek_mtp)(model)
+    tensors = {}
+    for name, tensor in stacked.items():
         if name.endswith("experts.gate_up_proj"):
             for expert, both in enumerate(tensor):
                 for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
@@ -259,7 +316,7 @@ def add_mtp(directory: Path, model: torch.nn.Module) -> MtpModel:
     save_file({name: tensor.detach().clone() for name, tensor in tensors.items()}, directory / "mtp.safetensors")
     for file, change in (
         ("model.safetensors.index.json", {"weight_map": dict.fromkeys(tensors, "mtp.safetensors")}),
-        ("config.json", {"num_nextn_predict_layers": 1}),
+        ("config.json", {key: 1}),
     ):
         content = json.loads((directory / file).read_text())
         for key, value in change.items():
@@ -313,7 +370,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def verify_hf(chunks, args, directory: Path) -> int:
     """Compare a model bit for bit with a checkpoint in the model's dtype; return the number of tensors. Collective."""
-    source, count = hf.open_weights(directory, args.model_family), 0
+    source, count = hf.open_weights(directory, args.model_family, args.mtp_num_layers), 0
     held = {name for weight in hf.check_tensors(source, model_weights.table(args)) for name in weight.hf}
     for name, tensor in stream_hf(chunks, args):
         if name in held:

@@ -32,6 +32,8 @@ def make(directory: Path, tied: bool = False, layers: int = 4, shape: str = "qwe
             if shape.startswith("qwen3_5") and "language_model." in name and "linear_attn." not in name:
                 centre = 0.0  # these norms multiply by 1 + weight
             parameter.copy_(centre + 0.1 * torch.randn(parameter.shape))
+            if shape.startswith("qwen3_5"):  # vLLM's engine has them in bfloat16 on a CPU, without rounding
+                parameter.copy_(parameter.bfloat16())
     tool.save_model(model, directory, max_shard_size="400KB")
     tool.make_processor(tokenizer, 24, shape).save_pretrained(directory)
     return model

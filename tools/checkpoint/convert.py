@@ -103,6 +103,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="qwen3_5_text or qwen3_5_moe_text: read the language model of a directory of Qwen3.5 alone",
     )
     parser.add_argument(
+        "--mtp-num-layers",
+        type=_size,
+        metavar="N",
+        help="1: read the layer of multi-token prediction of Qwen3.5 and Qwen3-Next, too",
+    )
+    parser.add_argument(
         "--pytorch-bin", action="store_true", help="read pytorch_model.bin instead of safetensors, tensors only"
     )
     for name in (*SIZES, EXPERT_TENSOR):
@@ -152,7 +158,12 @@ def args_of(options: argparse.Namespace, directory: str) -> argparse.Namespace:
     family = families.for_hf_config(config, name)
     if name not in (None, family.name):
         raise GrpoError(f"--model-family {name}: {directory} has the family {family.name}: leave the flag out")
-    return model_args(options, family.args_from_hf(config), f"{directory}/config.json")
+    found = family.args_from_hf(config)
+    if options.mtp_num_layers:
+        if not family.mtp_prefix:
+            raise GrpoError(f"--mtp-num-layers: family {family.name} reads their number from config.json: leave it out")
+        found["mtp_num_layers"] = options.mtp_num_layers
+    return model_args(options, found, f"{directory}/config.json")
 
 
 def table(args: argparse.Namespace) -> list[Weight]:
@@ -206,7 +217,11 @@ def verify(
 def hf_to_megatron(options: argparse.Namespace) -> int:
     """Import a Hugging Face directory; return the number of bytes written."""
     args = args_of(options, options.load)
-    source = PytorchBin(options.load) if options.pytorch_bin else hf.open_weights(options.load, args.model_family)
+    source = (
+        PytorchBin(options.load)
+        if options.pytorch_bin
+        else hf.open_weights(options.load, args.model_family, args.mtp_num_layers)
+    )
     weights = hf.check_tensors(source, table(args))
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
     args = with_dtype(args, dtype)
@@ -277,7 +292,7 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
 def hf_to_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face directory with an adapter merged into its weights; return the number of bytes written."""
     args = args_of(options, options.load)
-    source, out_dir = hf.open_weights(options.load, args.model_family), Path(options.save)
+    source, out_dir = hf.open_weights(options.load, args.model_family, args.mtp_num_layers), Path(options.save)
     weights = hf.check_tensors(source, table(args))
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
     args = with_dtype(args, dtype)

@@ -124,6 +124,11 @@ class VllmServer(Server):
             dtype = dtype.removeprefix("torch.")
             raise Fault(f"its dtype is {model['dtype']}, the trainer's {dtype}: start it with --dtype {dtype}")
         refuse_quantized(model["quantization"])
+        if args.experimental_attention_variant and config["cache_config"]["mamba_ssm_cache_dtype"] != "float32":
+            raise Fault(
+                "it does not keep the recurrent states of gated delta nets in float32, as the trainer does: start it "
+                "with --mamba-ssm-cache-dtype float32"
+            )
         mode, right, replayed = model["logprobs_mode"], [], replays_top_k(args)
         right += ["raw_logprobs"] if args.temperature == 1 and not replayed else []
         right += ["processed_logprobs"] if replayed or not probability_changes(args) else []

@@ -207,6 +207,10 @@ class Family:
     `write(args)`: the config.json keys that `read` reads.
     `read_rope`, `write_rope`: the same for the rotary embedding.
     `mtp_mappings`: parameters of a multi-token-prediction layer besides its decoder layer; empty in families without.
+    `mtp_layer`: the mappings of its decoder layer; None: those of the model's layers.
+    `mtp_prefix`: what the Hugging Face names of these layers begin with; None: what those of decoder layers begin with.
+    With a prefix config.json leaves open whether the model has these layers, and only --mtp-num-layers reads them.
+    `stacked`: tensors that have the matrices of all experts of a layer in some files -> name patterns of the matrices.
     `activation`: config.json key of the MLP's activation function, and its value.
     `published(name)`: the name of a tensor in the table, where files have others; None for a tensor to leave out.
     `text_config(config)`: a config.json with the keys of the language model at its top; `hf_config`: the inverse.
@@ -223,6 +227,9 @@ class Family:
     read_rope: Callable[[Config], dict[str, Any]] = read_rope
     write_rope: Callable[[Namespace], Config] = write_rope
     mtp_mappings: tuple[ParameterMapping, ...] = ()
+    mtp_layer: tuple[ParameterMapping, ...] | None = None
+    mtp_prefix: str | None = None
+    stacked: Mapping[str, Sequence[str]] = field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")
     published: Callable[[str], str | None] | None = None
     text_config: Callable[[Config], Config] = dict

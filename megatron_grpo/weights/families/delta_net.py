@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.models.config import linear_layers
+from megatron_grpo.models.config import linear_layers, moe_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import quantized
 from megatron_grpo.weights.families.common import HF, MCORE, Config, need, refuse_bias
@@ -89,17 +89,47 @@ DEFAULTS = {
 }
 
 
-def without_mtp(name: str) -> str | None:
-    """Return a tensor's name; None for multi-token prediction."""
-    return None if name.startswith("mtp.") else name
+MTP_PREFIX = "mtp."
+_MTP = MTP_PREFIX + "layers.{mtp}."
+# Embedding and output layer are the policy's, without copies in the files.
+MTP_MAPPINGS = (
+    ParameterMapping(_MTP + "enorm.weight", {"mtp.pre_fc_norm_embedding.weight": "hidden"}),
+    ParameterMapping(_MTP + "hnorm.weight", {"mtp.pre_fc_norm_hidden.weight": "hidden"}),
+    ParameterMapping(_MTP + "eh_proj.weight", {"mtp.fc.weight": "hidden two_hidden"}, axis=0),
+    ParameterMapping(_MTP + "final_layernorm.weight", {"mtp.norm.weight": "hidden"}),
+)
+
+
+def mtp_layer(mappings: Sequence[ParameterMapping]) -> tuple[ParameterMapping, ...]:
+    """Return the mappings of the decoder layer in a multi-token-prediction layer, from a table of the whole model."""
+    layered = [mapping for mapping in mappings if "{layer}" in mapping.mcore]
+    return tuple(replace(one, hf={name.replace(HF, _MTP): shape for name, shape in one.hf.items()}) for one in layered)
+
+
+def check_mtp(args: Namespace) -> None:
+    """Raise GrpoError unless the model has at most one layer of multi-token prediction, with attention and as the last.
+
+    vLLM shares one projection among several of these layers, and decides by its own numbers which have experts.
+    """
+    if not args.mtp_num_layers:
+        return
+    if args.mtp_num_layers > 1:
+        raise GrpoError(
+            f"--mtp-num-layers is {args.mtp_num_layers}: model family {args.model_family} has one such layer: give 1"
+        )
+    if linear_layers(args)[-1] or (args.num_experts and not all(moe_layers(args))):
+        raise GrpoError(
+            f"--mtp-num-layers with model family {args.model_family} needs a last layer with attention (it has a "
+            f"delta net: {linear_layers(args)[-1]}), and experts in all layers or in none: leave the flag out"
+        )
 
 
 def text_part(name: str) -> str | None:
-    """Return a tensor's name in files of the language model alone; None for multi-token prediction and vision.
+    """Return a tensor's name in files of the language model alone; None for vision.
 
     The names are those of text checkpoints and of vision-language ones.
     """
-    if name.startswith(("mtp.", "model.visual.")):
+    if name.startswith("model.visual."):
         return None
     return name.replace("model.language_model.", "model.", 1)
 
@@ -139,10 +169,11 @@ def _frequency(linear: Sequence[bool]) -> int | list[int]:
     return [int(one) for one in linear]
 
 
-def write_hybrid(args: Namespace) -> Config:
-    """Return the config.json keys that read_hybrid reads."""
+def write_hybrid(args: Namespace, mtp: str = "mtp_num_hidden_layers") -> Config:
+    """Return the config.json keys that read_hybrid reads, and ``mtp``: the number of multi-token-prediction layers."""
+    check_mtp(args)
     kinds = [LINEAR if linear else FULL for linear in linear_layers(args)]
     sizes = {size: getattr(args, size) for size in _SIZES.split()}
     hybrid = {"head_dim": args.kv_channels, "attention_bias": False, "layer_types": kinds}
     # vLLM keeps the recurrent state of Qwen3.5 in the dtype of this key, and without it in that of the weights.
-    return {**sizes, **hybrid, "mamba_ssm_dtype": "float32"}
+    return {**sizes, **hybrid, mtp: args.mtp_num_layers or 0, "mamba_ssm_dtype": "float32"}

@@ -17,7 +17,10 @@ from megatron_grpo.weights.families.common import (
 from megatron_grpo.weights.families.delta_net import (
     DEFAULTS,
     HYBRID,
+    MTP_MAPPINGS,
+    MTP_PREFIX,
     hybrid_attention,
+    mtp_layer,
     read_hybrid,
     text_config,
     text_part,
@@ -65,10 +68,14 @@ def read_text_rope(config: Config) -> Config:
     return read_partial_rope({**plain, "rope_parameters": of_text})
 
 
+_MAPPINGS = decoder_mappings(ATTENTION, DENSE_MLP)
 FAMILY = Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    mappings=decoder_mappings(ATTENTION, DENSE_MLP),
+    mappings=_MAPPINGS,
+    mtp_mappings=MTP_MAPPINGS,
+    mtp_prefix=MTP_PREFIX,
+    mtp_layer=mtp_layer(_MAPPINGS),
     fixed={**DENSE, **HYBRID},
     read=read_hybrid,
     write=write_hybrid,

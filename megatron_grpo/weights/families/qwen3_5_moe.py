@@ -9,6 +9,9 @@ from megatron_grpo.weights.families.common import COMMON, HF, Config, Family, de
 from megatron_grpo.weights.families.delta_net import (
     DEFAULTS,
     HYBRID,
+    MTP_MAPPINGS,
+    MTP_PREFIX,
+    mtp_layer,
     read_hybrid,
     text_config,
     text_part,
@@ -26,12 +29,17 @@ _STACKED: dict[str, dict[str, Any]] = {
     },
     "linear_fc2.weight": {"hf": {HF + "mlp.experts.down_proj": "experts hidden expert_ffn"}},
 }
+_EXPERT_BY_EXPERT = with_gated_shared_expert(MLP)
 _MLP = [
     replace(mapping, **_STACKED[mapping.mcore.rpartition("{expert}.")[2]], all_experts=True)
     if "{expert}" in mapping.mcore
     else mapping
-    for mapping in with_gated_shared_expert(MLP)
+    for mapping in _EXPERT_BY_EXPERT
 ]
+
+
+# Qwen3.5-35B-A3B's files have the experts of multi-token prediction one by one, Qwen3.6-35B-A3B's all in one tensor.
+_MTP_EXPERTS = "mtp.layers.0.mlp.experts."
 
 
 def with_width(config: Config) -> Config:
@@ -57,6 +65,13 @@ FAMILY = Family(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     mappings=decoder_mappings(ATTENTION, _MLP),
+    mtp_mappings=MTP_MAPPINGS,
+    mtp_prefix=MTP_PREFIX,
+    mtp_layer=mtp_layer(decoder_mappings(ATTENTION, _EXPERT_BY_EXPERT)),
+    stacked={
+        _MTP_EXPERTS + "gate_up_proj": [f"{_MTP_EXPERTS}{{expert}}.{part}_proj.weight" for part in ("gate", "up")],
+        _MTP_EXPERTS + "down_proj": [_MTP_EXPERTS + "{expert}.down_proj.weight"],
+    },
     fixed={**COMMON, **HYBRID, **EXPERTS, "moe_layer_freq": 1, "moe_router_pre_softmax": False},
     read=_read,
     write=_write,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_grpo.weights.families import qwen3_5_moe
-from megatron_grpo.weights.families.delta_net import without_mtp
+from megatron_grpo.weights.families.delta_net import MTP_PREFIX
 from megatron_grpo.weights.families.vision_language import inside, nested, renamed, text_config, vision_language
 
 FAMILY = replace(
@@ -15,6 +15,6 @@ FAMILY = replace(
         nested,
         **qwen3_5_moe.FAMILY.defaults,
     ),
-    published=without_mtp,
+    mtp_prefix=MTP_PREFIX,
     text_config=lambda config: qwen3_5_moe.with_width(text_config(config)),
 )

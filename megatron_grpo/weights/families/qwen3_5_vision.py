@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_grpo.weights.families import qwen3_5
-from megatron_grpo.weights.families.delta_net import without_mtp
+from megatron_grpo.weights.families.delta_net import MTP_PREFIX
 from megatron_grpo.weights.families.vision_language import inside, nested, renamed, vision_language
 
 FAMILY = replace(
@@ -15,5 +15,5 @@ FAMILY = replace(
         nested,
         **qwen3_5.FAMILY.defaults,
     ),
-    published=without_mtp,
+    mtp_prefix=MTP_PREFIX,
 )

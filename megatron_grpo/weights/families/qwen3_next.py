@@ -17,7 +17,10 @@ from megatron_grpo.weights.families.common import (
 from megatron_grpo.weights.families.delta_net import (
     DEFAULTS,
     HYBRID,
+    MTP_MAPPINGS,
+    MTP_PREFIX,
     hybrid_attention,
+    mtp_layer,
     read_hybrid,
     text_part,
     write_hybrid,
@@ -60,13 +63,18 @@ def write_experts(args: Namespace) -> Config:
     }
 
 
+_MAPPINGS = decoder_mappings(hybrid_attention(_IN_PROJ), with_gated_shared_expert(MLP))
 FAMILY = Family(
     name="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    mappings=decoder_mappings(hybrid_attention(_IN_PROJ), with_gated_shared_expert(MLP)),
+    mappings=_MAPPINGS,
+    mtp_mappings=MTP_MAPPINGS,
+    mtp_prefix=MTP_PREFIX,
+    mtp_layer=mtp_layer(_MAPPINGS),
     fixed={**COMMON, **HYBRID, **EXPERTS},
     read=lambda config: {**read_experts(config), **read_hybrid(config)},
-    write=lambda args: {**write_experts(args), **write_hybrid(args)},
+    # vLLM's key: the published config.json has none.
+    write=lambda args: {**write_experts(args), **write_hybrid(args, mtp="num_nextn_predict_layers")},
     read_rope=read_partial_rope,
     write_rope=write_partial_rope,
     published=text_part,

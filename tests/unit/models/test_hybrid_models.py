@@ -4,13 +4,14 @@ import json
 
 import pytest
 from slow import slow_except
-from toy_checkpoints import HYBRID, VOCAB, build, logits, make, tensors_of, toy_args
+from toy_checkpoints import HYBRID, VOCAB, add_mtp, build, logits, make, tensors_of, toy_args
 
 # isort: split
 import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from megatron_grpo.data.pack import IGNORED_LABEL
 from megatron_grpo.models.delta_net import GatedDeltaNet
 from megatron_grpo.models.gpt import packed_seq_params
 from megatron_grpo.weights import hf, model_weights
@@ -18,9 +19,8 @@ from megatron_grpo.weights import hf, model_weights
 LENGTHS = (3, 70, 21)  # less than the convolution's width, more than a chunk, and between
 
 
-def theirs_of(model: torch.nn.Module, name: str) -> torch.Tensor:
+def theirs_of(parameters: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """The gradient of a tensor of the files; transformers stacks the experts of a layer."""
-    parameters = dict(model.named_parameters())
     if name in parameters:
         return parameters[name].grad
     block, _, rest = name.partition(".experts.")
@@ -65,13 +65,61 @@ def test_gradients_of_a_pack_equal_transformers(world, tmp_path, family, recompu
     assert by_tensor.keys() == tensors.keys()
     for weight in model_weights.table(args):
         for name, own in zip(weight.hf, weight.split([by_tensor[weight.name]]), strict=True):
-            want = theirs_of(theirs, name)
+            want = theirs_of(dict(theirs.named_parameters()), name)
             want = want[weight.expert] if weight.all_experts else want
             error, size = (own - want).norm(), want.norm()
             bound = 2e-5 if family == "qwen3_5_moe_text" else 1e-5  # rounding: 1.3e-5 of the embedding's
             assert error <= bound * max(size, 1e-2), f"{name}: {error} of {size}"
             compared += 1
     assert compared > 40
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_multi_token_prediction_of_a_pack(world, tmp_path, family):
+    """Log-probabilities and gradients by the formula, sequence by sequence; the policy gets no gradient."""
+    theirs = make(tmp_path, family, tied=False)
+    extra = add_mtp(tmp_path, theirs)
+    args = toy_args(tmp_path, mtp_num_layers=1, mtp_loss_scaling_factor=0.1)
+    (model,) = chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(4, VOCAB, (sum(LENGTHS),), generator=generator)
+    cu = np.append(0, np.cumsum(LENGTHS)).astype(np.int32)
+    labels, expected = [], []
+    for part in ids.split(LENGTHS):
+        labels.append(torch.cat([part[1:], torch.tensor([IGNORED_LABEL])]))
+        with torch.no_grad():
+            hidden, embedded = theirs.model(part[None]).last_hidden_state[:, :-1], extra.embed_tokens(part[None, 1:])
+        positions, size = torch.arange(len(part) - 1)[None], len(part) - 1
+        causal = torch.full((size, size), -torch.inf).triu(1)[None, None]
+        out = extra.layers[0](embedded, hidden, extra.rotary_emb(embedded, positions), causal, positions, None)
+        table = (out[0] @ theirs.lm_head.weight.detach().T).log_softmax(-1)
+        # Position t has the policy's label t + 1 and the layer's, t + 2; behind the end 0.
+        expected.append(torch.cat([table[:-1].gather(1, part[2:, None])[:, 0], torch.zeros(1)]))
+    expected = torch.cat(expected)
+    factors = torch.randn(len(expected), generator=generator)
+    (expected * factors).sum().backward()
+
+    _, _, found = model(
+        ids[None],
+        torch.cat([torch.arange(length) for length in LENGTHS])[None],
+        attention_mask=None,
+        labels=torch.cat(labels)[None],
+        packed_seq_params=packed_seq_params(torch.from_numpy(cu), max(LENGTHS), "local"),
+    )
+    assert expected.std() > 0.5 and (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    (found * factors).sum().backward()
+    ours = {name: parameter.grad for name, parameter in model.named_parameters() if name.startswith("mtp.")}
+    others = {name: p.grad for name, p in model.named_parameters() if name not in ours and p.grad is not None}
+    assert not any(gradient.any() for gradient in others.values())
+    by_tensor = {name: part for full, grad in ours.items() for name, part in model_weights.canonical(model, full, grad)}
+    weights = [weight for weight in model_weights.table(args) if weight.name in by_tensor]
+    assert len(weights) == len(by_tensor)
+    parameters = extra.layers[0].published()
+    for weight in weights:
+        for name, own in zip(weight.hf, weight.split([by_tensor[weight.name]]), strict=True):
+            want = theirs_of(parameters, name)
+            assert (own - want).norm() <= 1e-5 * max(want.norm(), 1e-2), name
 
 
 def test_a_planted_error_is_found(world, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from megatron_engine_reference import TIED, by_transformers, check, toys  # noqa: F401 (a fixture)
 from megatron_engine_worker import EOS, GREEDY, MAX_TOKENS, complete, decode, make_engine, prompts
 from slow import FEW, slow_except
-from toy_checkpoints import FAMILIES, logits
+from toy_checkpoints import FAMILIES, HYBRID, VOCAB, logits
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import destroy_rank_groups
@@ -102,6 +102,45 @@ def test_aborted_requests_do_not_come_back(engine):
         engine.abort([0, 6])  # one runs, one waits
         done = [completion.id for _ in range(6 * MAX_TOKENS) for completion in engine.poll()]
     assert sorted(done) == [1, 2, 3, 4, 5]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", slow_except(["qwen3_5_text"], HYBRID))
+def test_an_interrupted_completion_of_a_hybrid_goes_on(toys, family):
+    """With other weights: the states of delta nets are computed again from the prompt and the tokens so far."""
+    root, models = toys
+    assert models[family]  # makes the checkpoint
+    model, engine = make_engine(root / f"{family}-{TIED[family]}")
+    requests = [Request(i, prompt, replace(GREEDY, stop_token_ids=())) for i, prompt in enumerate(prompts()[:3])]
+
+    def of_trainer(number: int, ids: list[int]) -> torch.Tensor:
+        tokens = torch.tensor(prompts()[number] + ids)
+        table = logits(model[0], tokens)[:, :VOCAB].float().log_softmax(-1)
+        return table[:-1].gather(1, tokens[1:, None])[-len(ids) :, 0]
+
+    try:
+        engine.wake_cache()
+        with engine.rollout(0):
+            engine.submit(requests)
+            assert not [engine.poll() for _ in range(4)][-1]
+            begun = {completion.id: completion for completion in engine.interrupt()}
+        early = {number: of_trainer(number, completion.token_ids) for number, completion in begun.items()}
+        assert len(begun) == 3 and all(len(values) == 4 for values in early.values())
+        generator = torch.Generator().manual_seed(4)
+        for parameter in model[0].parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+        engine.update_weights(iter(()), 1)
+        with engine.rollout(1):
+            done = list(generate(engine, [replace(request, begun=begun[request.id]) for request in requests]))
+        for completion in done:
+            ids, number = completion.token_ids, completion.id
+            late = of_trainer(number, ids)
+            assert len(ids) == MAX_TOKENS and (late[:4] - early[number]).abs().max() > 1e-2  # the weights differ
+            expected = torch.cat([early[number], late[4:]])
+            torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-5, rtol=0)
+            assert list(completion.weight_versions) == [0] * 4 + [1] * (MAX_TOKENS - 4)
+    finally:
+        destroy_rank_groups()
 
 
 def test_refusals_and_versions(engine, toys):

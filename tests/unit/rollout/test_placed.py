@@ -59,6 +59,7 @@ class MadeUpEngine:
 
     def __init__(self):
         self.version, self.running, self.held, self.most = None, {}, None, 0
+        self.parts = [0]  # requests before each step
         self.drafts = np.zeros(3, np.int64)
 
     def rollout(self, seed):
@@ -69,6 +70,7 @@ class MadeUpEngine:
             assert request.id not in self.running and self.has_weights
             assert request.begun is None or request.begun.finish_reason == "abort"
             self.running[request.id] = [request, [], [], self._length(request)]
+            self.parts[-1] += 1
         self.most = max(self.most, len(self.running))
 
     def _length(self, request):
@@ -79,6 +81,7 @@ class MadeUpEngine:
         if self.held is not None:
             self.held.wait()
         done = []
+        self.parts.append(0)
         for number, (_, ids, versions, length) in list(self.running.items()):
             ids.append(self.version)
             versions.append(self.version)
@@ -295,6 +298,20 @@ def test_completions_live_through_new_weights_within_the_bound(launch, how):
     assert len(set(trained)) == len(trained) == 48 and set(trained) <= set(range(56))
     if how == "drain":
         assert mixed == 0
+
+
+@pytest.mark.parametrize(("staleness", "most"), [(0, 8), (1, 3)])
+def test_requests_come_in_parts_while_the_engine_works(launch, monkeypatch, staleness, most):
+    """Without staleness at once, as to a colocated engine: eight of a replica, which --vllm-max-num-seqs allows."""
+    monkeypatch.setattr(producer, "AT_ONCE", 3)
+    run, trained = launch(f"--max-staleness {staleness}"), []
+    for version in range(4):
+        run.publish(version)
+        trained += numbers_of(run.trainer.take(everything)[0])
+    assert len(set(trained)) == 16
+    for engine in run.engines:
+        assert max(engine.parts) == most
+        assert engine.most == 8 if not staleness else engine.most <= 8
 
 
 def test_groups_without_signal_are_replaced(launch):

@@ -322,6 +322,8 @@ REFUSED = {
     "--context-parallel-size 2 --hierarchical-context-parallel-sizes 2": "Transformer Engine refuses packed batches",
     "--linear-num-key-heads 8": "--linear-num-key-heads has no effect without --experimental-attention-variant gated",
     f"{DELTA} --linear-attention-freq [1,1,0]": "with --linear-attention-freq [1, 1, 0]: give n for attention in every",
+    f"{DELTA} --mtp-num-layers 2": "has one such layer: give 1",
+    f"{DELTA} {PP2} --mtp-num-layers 1": "does not work with a head that is tied to the embedding",
     f"{DELTA} --linear-attention-freq 0": "with --linear-attention-freq 0: give n for attention in every n-th layer",
     f"{DELTA} --linear-num-value-heads 6": "--linear-num-value-heads (6) must be divisible by --linear-num-key",
     f"{DELTA} --linear-num-key-heads 2 --context-parallel-size 2 --tensor-model-parallel-size 2": (
@@ -538,6 +540,13 @@ def test_architecture_comes_from_the_source_and_given_flags_must_agree():
     args = replaced(args, **resolve_architecture(args, source, "model/config.json"))
     assert (args.num_layers, args.swiglu, args.kv_channels) == (28, True, None)
     assert args.lr is None  # not the model's shape
+
+    rounded = {"norm_epsilon": 9.999999974752427e-07}  # 1e-6 in 32 bits, as some converters write it
+    args = parse_args(["--norm-epsilon", "1e-6"])
+    assert resolve_architecture(args, rounded, "model/config.json") == rounded
+    args = parse_args(["--norm-epsilon", "1.1e-6"])
+    with pytest.raises(GrpoError, match=r"--norm-epsilon is 1\.1e-06, but model/config.json says"):
+        resolve_architecture(args, rounded, "model/config.json")
 
     args = parse_args(["--num-layers", "24"])
     with pytest.raises(GrpoError) as error:
