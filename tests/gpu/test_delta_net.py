@@ -1,7 +1,5 @@
 """The gated delta net by the kernels of flash-linear-attention, against plain torch in float32."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -69,25 +67,24 @@ def test_outputs_states_and_gradients(goes_on):
     assert max(errors) < 2e-2, errors
 
 
-def test_completions_that_share_a_prompt():
-    prompt, completions = 70, [5, 64, 90]
-    cu = (0, *np.cumsum([prompt, *completions]).tolist())
-    keys, ends = [np.arange(prompt)], [0, prompt]
-    for start, end in pairwise(cu[1:]):
-        keys.append(np.concatenate([np.arange(prompt), np.arange(start, end)]))
-        ends.append(ends[-1] + len(keys[-1]))
-    shared = SharedPrompts(np.concatenate(keys), np.array(ends, np.int32), np.zeros(cu[-1], np.int64))
+@pytest.mark.parametrize("paths", [[[0], [0, 1], [0, 2], [0, 3]], [[0], [0, 1], [0, 1, 2], [0, 1, 3]]])
+def test_sequences_go_on_from_others(paths):
+    lengths = [70, 5, 64, 90]
+    cu = (0, *np.cumsum(lengths).tolist())
+    keys = [np.concatenate([np.arange(cu[n], cu[n + 1]) for n in path]) for path in paths]
+    ends = np.append(0, np.cumsum([len(key) for key in keys])).astype(np.int32)
+    shared = SharedPrompts(np.concatenate(keys), ends, np.zeros(cu[-1], np.int64))
 
     def of_pack(*tensors):
         return [delta_net_of_pack(*tensors[:4], KEY, cu, shared)]
 
     def one_by_one(qkv, weight, log_decay, beta, *_):
         outs = []
-        for number in range(len(completions) + 1):
-            rows = torch.tensor(keys[number], device="cuda")
+        for key, length in zip(keys, lengths, strict=True):
+            rows = torch.tensor(key, device="cuda")
             own = [x[rows] for x in (qkv, log_decay, beta)]
             out, _ = delta_net.delta_net(own[0], weight, *own[1:], KEY, (0, len(rows)))
-            outs.append(out if number == 0 else out[prompt:])
+            outs.append(out[-length:])
         return [torch.cat(outs)]
 
     tensors = inputs(cu[-1], 0)
