@@ -27,7 +27,7 @@ MODELS = {
     "windows and sinks": f"""{COMMON} --no-swiglu --model-family gpt_oss --group-query-attention --num-query-groups 2
         --kv-channels 16 --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1 --add-bias-linear
         --add-qkv-bias --softmax-type learnable --window-size 5,0 --window-attn-skip-freq 2 --norm-epsilon 1e-5
-        --expert-tensor-parallel-size 1 {EXPERTS}""",
+        --expert-tensor-parallel-size 1 {EXPERTS} --moe-ffn-hidden-size 48""",
     "delta nets": f"""{COMMON} --model-family qwen3_next --qk-layernorm --group-query-attention --num-query-groups 2
         --kv-channels 16 --apply-layernorm-1p --attention-output-gate --rotary-percent 0.25 {EXPERTS}
         --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --linear-attention-freq 2
