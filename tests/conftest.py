@@ -34,10 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests first: they are quick, and their failures explain those of the tests that start processes."""
-    # Of the others, files that take 20 seconds or more, the longest first: lanes then end at about one time.
-    files = "parallel_layouts environment_runs end_to_end rollout checkpoint_layouts speculative placed_ranks "
-    files += "torchrun_report saves vision_environments restart adapter_sync server_runs vision_runs slow_ranks "
-    files += "dry_run_ranks offload_ranks save_memory router_replay_layouts"
+    # Of the others, files that take 8 seconds or more, the longest first: lanes then end at about one time.
+    files = "parallel_layouts end_to_end rollout adapter_sync placed_ranks restart checkpoint_layouts torchrun_report "
+    files += "vision_environments environment_runs server_runs watchdog"
     long = {f"test_{name}": place for place, name in enumerate(files.split())}
 
     starting = {item.path for item in items for name in ("distributed", "vllm") if item.get_closest_marker(name)}
@@ -53,6 +52,13 @@ def pytest_collection_finish() -> None:
     """Exclude the imported objects from garbage collections, as entry_point.py does for a run."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the sum that CONTRIBUTING.md limits for the default selection."""
+    reports = [report for stat in terminalreporter.stats.values() for report in stat]
+    seconds = sum(report.duration for report in reports if isinstance(report, pytest.TestReport))
+    terminalreporter.write_line(f"all cases together: {seconds:.0f} s")
 
 
 @pytest.fixture
@@ -138,8 +144,15 @@ def tiny_models(tmp_path_factory) -> dict[str, str]:
     import make_tiny_model
 
     root = tmp_path_factory.mktemp("models")
+
     sizes = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32 --max-position-embeddings 512"
-    for family in ("qwen3", "qwen2", "llama"):
-        words = f"--save {root / family} --shape {family} --tokenizer bytes --steps 0 --quiet {sizes}".split()
-        make_tiny_model.make(make_tiny_model.build_parser().parse_args(words))
-    return {family: str(root / family) for family in ("qwen3", "qwen2", "llama")}
+
+    class Made(dict):
+        """Each model is made at its first use."""
+
+        def __missing__(self, family: str) -> str:
+            words = f"--save {root / family} --shape {family} --tokenizer bytes --steps 0 --quiet {sizes}".split()
+            make_tiny_model.make(make_tiny_model.build_parser().parse_args(words))
+            return self.setdefault(family, str(root / family))
+
+    return Made()

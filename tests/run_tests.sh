@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing and runs the tests that a CPU can run:
 #
-#     bash tests/run_tests.sh                      every capability once; slow proofs are left out
+#     bash tests/run_tests.sh                      every capability once, in minutes; slow proofs are left out
 #     bash tests/run_tests.sh --all                every test, with more examples, and runs that torchrun itself starts
 #     bash tests/run_tests.sh [pytest arguments]   the tests that they select, slow ones included
 #     bash tests/run_tests.sh --gpu [files] [pytest arguments]

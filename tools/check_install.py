@@ -250,8 +250,10 @@ def run_apart(name: str, cure: str) -> str:
     lines, errors = texts
     if status:
         raised = [line for line in errors if re.match(r"[\w.]*(Error|Exception)\b", line)]
-        cause = (raised or errors or ["no message"])[-1]
-        raise GrpoError(f"ended with status {status}: {cause[:500]}: {cure}")
+        cause = (raised or errors or ["no message"])[-1][:500]
+        if status < 0:  # the last line came before the signal, and need not be the cause
+            raise GrpoError(f"{signal.Signals(-status).name} ended it (last line: {cause}): {cure}")
+        raise GrpoError(f"ended with status {status}: {cause}: {cure}")
     return lines[-1] if lines else "no message"
 
 
@@ -276,6 +278,8 @@ def check_vllm(args: argparse.Namespace) -> str:
         )
     if version("vllm") is None and driver() is not None:
         raise GrpoError(f"{vllm_version()} does not use the GPU of this machine: pip install -r requirements-gpu.txt")
+    if driver() is None:
+        return run_apart("vllm", f"{INSTALL}; this processor needs the instructions of the build (docs/gpus.md)")
     return run_apart("vllm", "install the versions of docs/gpus.md; check that the GPU has free memory")
 
 
@@ -365,6 +369,7 @@ def work_vllm() -> None:
     from vllm import LLM, SamplingParams
 
     gpu = torch.cuda.is_available()
+    dtype = "bfloat16" if gpu else "float32"  # of runs; in bfloat16 some virtual machines lack AMX's instructions
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -381,7 +386,7 @@ def work_vllm() -> None:
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "attention_bias": False,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": dtype,
     }
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -389,7 +394,7 @@ def work_vllm() -> None:
             model=folder,
             load_format="dummy",
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=dtype,
             max_model_len=128,
             max_num_seqs=4,
             enforce_eager=True,

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N tools/replay_update.py SAVE/bad_updates/iteration_0000042 FLAGS --load SAVE
 
 The folder is what --on-bad-update wrote. FLAGS are the flags of the run, whose data-parallel size may differ. The
-weights are those of the newest checkpoint of --load, so the numbers are the run's own if that checkpoint is of the
-update before. Nothing is written.
+weights are those of the newest checkpoint of --load, without one the initial ones, so the numbers are the run's own if
+that checkpoint is of the update before. Nothing is written.
 
 Each completion is one pass alone, with the token weights that it has in the update: the losses add up to the loss of
 the update, and the gradients to its gradient. Completions whose loss or gradient norm is not finite come first, then
@@ -25,6 +25,7 @@ from megatron.core import parallel_state
 
 import pretrain_grpo  # first of ours: it prepares for machines without a GPU
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.tokenizer import build_tokenizer
@@ -75,17 +76,20 @@ def main() -> None:
     options, flags = parser.parse_known_args()
     batch = RolloutBatch.load(options.folder)
     record = read_json_object(options.folder.with_suffix(".json"))
-    args = resolve_origin(parse_args(flags), resume=True)
+    args = parse_args(flags)
+    resume = bool(args.load) and latest_iteration(args.load) is not None
+    args = resolve_origin(args, resume=resume)
     args = resolve_args(args, int(os.environ.get("WORLD_SIZE", "1")))
     # Every rank trains.
     args = replaced(args, rollout_ranks=0, train_iters=args.train_iters or record["iteration"])
     initialize_distributed(args)
     set_random_seed(args.seed)
-    model, optimizer, scheduler, *_ = build_model_and_optimizer(args, model_provider, resume=True, ref_args=None)
+    model, optimizer, scheduler, *_ = build_model_and_optimizer(args, model_provider, resume=resume, ref_args=None)
     if args.vision_config:
         give_images(args, model, batch)
-    iteration, _ = checkpoint.load_checkpoint(args, model, optimizer, scheduler)
-    print_rank_0(f"update {record['iteration']}: {record['problem']}; weights of iteration {iteration}")
+    iteration = checkpoint.load_checkpoint(args, model, optimizer, scheduler)[0] if resume else 0
+    weights = f"weights of iteration {iteration}" if resume else "the initial weights, because --load has no checkpoint"
+    print_rank_0(f"update {record['iteration']}: {record['problem']}; {weights}")
 
     def repeat(packs) -> tuple[float, float]:
         step = partial(pretrain_grpo.forward_step, args=args, num_microbatches=len(packs))

@@ -4,27 +4,25 @@
     python tools/translate_flags.py run.sh > run_ours.sh
     python tools/translate_flags.py config.yaml --gpus-per-node 8 --nnodes 2 -o run_ours.sh
 
-Reads bash scripts and YAML files; runs nothing of them. Prints a script with torchrun, pretrain_grpo.py and our flags.
-Each line names the setting that it comes from. Comments at the top list what a person must decide, and the settings
-without a counterpart. docs/migration/ has the tables. DRY_RUN=1 bash run_ours.sh checks the result on any machine.
+Reads bash scripts, YAML files and, of TRL, Python scripts; runs nothing of them. Prints a script with torchrun,
+pretrain_grpo.py and our flags. Each line names the setting that it comes from. Comments at the top list what a person
+must decide, and the settings without a counterpart. docs/migration/ has the tables. DRY_RUN=1 bash run_ours.sh checks
+the result on any machine.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_grpo.patches import cpu_backend
-
-cpu_backend.install()  # before megatron.core is imported
-
 from megatron_grpo.migration.launch_script import launch_script
 from megatron_grpo.migration.source import read_source
 from megatron_grpo.migration.table import SYSTEMS
 from megatron_grpo.migration.translate import translate
-from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE
-from megatron_grpo.training.arguments import build_parser
+from megatron_grpo.training.command_line import TABLE, parser_from_table
+from megatron_grpo.utils.core_names import NEED_TRANSFORMER_ENGINE
 from megatron_grpo.utils.errors import GrpoError
 
 # Destinations of flags that work with Transformer Engine only.
@@ -33,10 +31,10 @@ EXTRA = (*NEED_TRANSFORMER_ENGINE, "use_precision_aware_optimizer", "attention_b
 
 
 def groups() -> dict[str, str]:
-    """Return the group of --help of each of our flags."""
+    """Return the group of --help of each of our flags, from the parser as data: torch is not imported."""
     return {
         option: group.title or ""
-        for group in build_parser()._action_groups
+        for group in parser_from_table(json.loads(TABLE.read_text()))._action_groups
         for action in group._group_actions
         for option in action.option_strings
     }
@@ -57,7 +55,9 @@ def translated(path: Path, system: str | None, gpus_per_node: int | None, nnodes
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="bash script, or YAML file of a configuration")
+    parser.add_argument(
+        "script", type=Path, metavar="SCRIPT", help="bash script, YAML file of a configuration, or Python script of TRL"
+    )
     parser.add_argument("--system", choices=tuple(SYSTEMS), help="whose script it is [told from its command or keys]")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node [those of the script, else 8]")
     parser.add_argument("--nnodes", type=int, metavar="N", help="number of nodes [those of the script, else 1]")

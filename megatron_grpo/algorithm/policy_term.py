@@ -30,7 +30,7 @@ class PolicyTerm(NamedTuple):
 
 def policy_term(args, log_probs: Tensor, old: Tensor, batch: dict[str, Tensor]) -> PolicyTerm:
     """Return the loss of --loss-type, multiplied by rollout importance weights and masks."""
-    policy = _policy_loss(args, log_probs, old, batch)
+    policy = policy_loss(args, log_probs, old, batch)
     loss = policy.loss
     if "kl_cov" in batch:
         loss = loss + batch["kl_cov"] * (log_probs - old).abs()
@@ -54,7 +54,8 @@ def policy_term(args, log_probs: Tensor, old: Tensor, batch: dict[str, Tensor]) 
     return PolicyTerm(mask * loss, low, high, 1 - mask, weight_clipped, policy.metrics)
 
 
-def _policy_loss(args, log_probs: Tensor, old: Tensor, batch: Mapping[str, Tensor]) -> PolicyLoss:
+def policy_loss(args, log_probs: Tensor, old: Tensor, batch: Mapping[str, Tensor]) -> PolicyLoss:
+    """Return the result of --loss-type for one micro-batch; GrpoError for a wrong shape or name in it."""
     inputs = {
         "log_probs": log_probs,
         "old_log_probs": old,
@@ -64,12 +65,13 @@ def _policy_loss(args, log_probs: Tensor, old: Tensor, batch: Mapping[str, Tenso
     value = call(LOSSES.get(args.loss_type).function, inputs, args)
     if not isinstance(value, PolicyLoss):  # only L: the loss clips no token
         value = PolicyLoss(value)
-    for name, tensor in {"a loss": value.loss, **value.metrics}.items():
+    named = {f"the metric {name!r}": tensor for name, tensor in value.metrics.items()}
+    for name, tensor in {"a loss": value.loss, **named}.items():
         if not isinstance(tensor, Tensor) or tensor.shape != log_probs.shape:
             shape = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"{tensor!r:.80}"
             raise GrpoError(
                 f"--loss-type {args.loss_type} returned {name} {shape} for {len(log_probs)} tokens: return one value "
-                "for each token"
+                "for each token, whose mean the run takes"
             )
     for name in value.metrics:
         if not name.startswith(f"{args.loss_type}/") or name.endswith(("/min", "/max")):

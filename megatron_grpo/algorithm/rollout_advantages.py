@@ -8,7 +8,7 @@ import numpy as np
 from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.distillation import on_policy_distillation
 from megatron_grpo.algorithm.kl import kl_penalties
-from megatron_grpo.algorithm.registry import call
+from megatron_grpo.algorithm.registry import Estimator, call
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.share import mean_in_loss, of_completions
 from megatron_grpo.utils.errors import GrpoError
@@ -69,11 +69,7 @@ def _estimate(
     }
     advantages = np.asarray(call(estimator.function, inputs, args), np.float32)
     size = len(batch.tokens) if estimator.per_token else batch.num_completions
-    if advantages.shape != (size,):
-        raise GrpoError(
-            f"--advantage-estimator {estimator.name} returned advantages of shape {advantages.shape}: return one "
-            f"of each {'token' if estimator.per_token else 'completion'} ({size})"
-        )
+    of_shape(estimator, advantages, size)
     if not np.isfinite(advantages).all():
         largest = np.nanmax(np.abs(rewards), initial=0)
         raise GrpoError(
@@ -81,6 +77,15 @@ def _estimate(
             "smaller --reward-weights, or another estimator"
         )
     return (None, advantages) if estimator.per_token else (advantages, None)
+
+
+def of_shape(estimator: Estimator, advantages: np.ndarray, size: int) -> None:
+    """Raise GrpoError unless an estimator returned ``size`` advantages."""
+    if advantages.shape != (size,):
+        raise GrpoError(
+            f"--advantage-estimator {estimator.name} returned advantages of shape {advantages.shape}: return one "
+            f"of each {'token' if estimator.per_token else 'completion'} ({size})"
+        )
 
 
 def _environment_weight(args) -> float:

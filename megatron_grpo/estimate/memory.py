@@ -29,7 +29,7 @@ from megatron_grpo.models.delta_net import CHUNK as DELTA_NET_CHUNK
 from megatron_grpo.models.fp8_training import fp8_layers
 from megatron_grpo.models.fp8_weight import BLOCK
 from megatron_grpo.models.head import CHUNK, KEPT
-from megatron_grpo.parallel.arguments import NEED_TRANSFORMER_ENGINE, has_packed_attention, query_groups
+from megatron_grpo.parallel.arguments import has_packed_attention, query_groups
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import has_colocated_vllm
@@ -37,6 +37,7 @@ from megatron_grpo.rollout.speculation import draft_args, method_of
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.core_flags import DTYPES
+from megatron_grpo.utils.core_names import NEED_TRANSFORMER_ENGINE
 from megatron_grpo.vision.kinds import is_trained, patches_per_token
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight

@@ -98,7 +98,7 @@ def launch_script(
         "if [[ ${DRY_RUN:-0} == 1 ]]; then",
         '    WORLD_SIZE=$((NNODES * GPUS_PER_NODE)) python pretrain_grpo.py "${ARGS[@]}" --dry-run "$@"',
         "else",
-        '    torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${ARGS[@]}" "$@"',
+        '    exec torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_grpo.py "${ARGS[@]}" "$@"',
         "fi",
     ]
     if translation.without:

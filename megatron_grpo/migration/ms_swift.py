@@ -425,6 +425,9 @@ RUN = (
         scaled("seconds there, minutes here: / 60", lambda s: 1 / 60, True),
     ),
     Row("--use_ray", None, None, "there is no Ray"),
+    Row("--train.gpus", None, None, "torchrun's --nproc-per-node"),
+    Row("--rollout.gpus", None, unless("colocate_groups", ask(ENGINE_RANKS))),
+    Row("--colocate_groups", None, None, "vLLM runs in the ranks of the trainer"),
     Row("--callbacks", None, ask("docs/customise.md says what can be replaced")),
 )
 

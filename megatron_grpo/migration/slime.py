@@ -425,6 +425,11 @@ SYSTEM = System(
             "of --colocate",
         ),
         ("--reward-funcs", constant("accuracy"), "not given there"),
+        (
+            "--answer-extraction",
+            lambda s: "line" if s.text("--rm-type") == "dapo" else None,
+            'of --rm-type dapo, which reads a last line "Answer: ..."',
+        ),
     ),
     decide=_decide,
 )

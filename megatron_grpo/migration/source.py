@@ -9,6 +9,7 @@ import yaml
 
 from megatron_grpo.migration.bash import Script, read_bash
 from megatron_grpo.migration.rows import Settings
+from megatron_grpo.migration.trl_script import read_trl_script
 from megatron_grpo.utils.errors import GrpoError
 
 # Words of a command that name the system.
@@ -51,11 +52,14 @@ class Source(NamedTuple):
 
 
 def read_source(path: Path, system: str | None = None) -> Source:
-    """Read a bash script or a YAML file; GrpoError if it cannot be read or its system cannot be told."""
+    """Read a bash script, a YAML file or a script of TRL; GrpoError if it cannot be read or its system is unknown."""
     if not path.is_file():
         raise GrpoError(f"{path}: there is no such file")
     if path.suffix in (".yaml", ".yml"):
         return _configuration(path, system)
+    if path.suffix == ".py":
+        values, notes = read_trl_script(path)
+        return Source("TRL", _settings(flatten(values), {}, notes), notes)
     return _script(path, system)
 
 
@@ -229,7 +233,7 @@ def _from_file(script_path: Path, name: str, script: Script) -> dict[str, Any]:
 def _settings(values: dict[str, Any], launcher: dict[str, Any], notes: list[str]) -> Settings:
     """Return the settings with references resolved, and with the GPUs that the script starts on."""
     values = {key.replace("-", "_"): _resolved(value, values) for key, value in values.items()}
-    values = {_handed_on(key): value for key, value in values.items()}
+    values = _of_roles({_handed_on(key): value for key, value in values.items()})
     variables = launcher.get("environment", {})
     gpus = _first_number(
         launcher.get("nproc_per_node"),
@@ -238,7 +242,7 @@ def _settings(values: dict[str, Any], launcher: dict[str, Any], notes: list[str]
         *(values.get(key) for key in GPUS),
         len(variables["CUDA_VISIBLE_DEVICES"].split(",")) if "CUDA_VISIBLE_DEVICES" in variables else None,
     )
-    mapped = _mapped_gpus(values.get("actor_train.device_mapping"))
+    mapped = _mapped_gpus(values.get("actor_train.device_mapping")) or _gpus_of_roles(values)
     if mapped is not None:
         gpus = min(mapped, gpus or 8)
     nodes = (
@@ -260,6 +264,20 @@ def _handed_on(key: str) -> str:
     for prefix in ("training.verl_config_overrides.", "training.trainer_kwargs."):
         key = key.removeprefix(prefix)
     return key
+
+
+def _of_roles(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of ms-swift's Ray files without the section (train, rollout) that they are in."""
+    if "train.gpus" not in values:
+        return values
+    section = re.compile(r"(train|rollout)\.(?!gpus$)")
+    return {section.sub("", key, count=1) if section.match(key) else key: value for key, value in values.items()}
+
+
+def _gpus_of_roles(values: Mapping[str, Any]) -> int | None:
+    """Return the GPUs of ms-swift's Ray files: of the trainer, and of engines that do not share them."""
+    train, rollout = (_first_number(values.get(f"{role}.gpus")) for role in ("train", "rollout"))
+    return train and train + (0 if values.get("colocate_groups") else rollout or 0)
 
 
 def _mapped_gpus(mapping: Any) -> int | None:

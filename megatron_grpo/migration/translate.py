@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_grpo.migration.rows import SAME, Different, Row, Settings, System, Undecided, is_off, key_of
 from megatron_grpo.migration.table import SYSTEMS, row_key_of, rows_of
+from megatron_grpo.utils.json_files import is_hub_name
 
 # Commands in $( ) that our script may run: they only return a text.
 HARMLESS = re.compile(r"\$\((?:date|hostname|whoami|pwd)(?: +[^()$`;&|<>\n]*)?\)")
@@ -91,7 +92,7 @@ def translate(
             f"add where Transformer Engine and apex are installed: --transformer-impl transformer_engine {words}"
         )
     model = result.given.get("--load-hf")
-    if model and re.fullmatch(r"[\w.-]+/[\w.-]+", model.values[0]):
+    if model and is_hub_name(model.values[0]):
         result.decide.append(
             f"--load-hf: {model.values[0]} is a name on the Hub, and a run downloads nothing: hf download "
             f"{model.values[0]} --local-dir DIR, then HF_MODEL=DIR"

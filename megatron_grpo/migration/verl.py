@@ -53,6 +53,17 @@ REWARD = ("reward_model.", "reward.")
 CUSTOM = ("custom_reward_function.", "reward.custom_reward_function.")
 OVERLONG = "reward_kwargs.overlong_buffer_cfg."
 SCORE = "score"  # name of the custom reward here
+# Data of verl's examples, by a word in the path of a file: its data_source, and the reward that reads the form of
+# answer for which its prompts ask ("#### 72", \boxed{72}, "Answer: 72"), as verl's default_compute_score does.
+SOURCES = {
+    "gsm8k": ("openai/gsm8k", "gsm8k"),
+    "geo3k": ("hiyouga/geometry3k", "accuracy"),
+    "dapo": ("math_dapo", "accuracy"),
+    "aime": ("aime", "accuracy"),
+    "math": ("DigitalLearningGmbH/MATH-lighteval", "accuracy"),
+}
+REWARDS_OF_SOURCES = "docs/rewards.md#rewards-of-verls-data"
+LAST_LINE = ("math_dapo", "aime")  # sources whose prompts ask for a last line "Answer: 72"
 VALIDATION = f"{ROLLOUT}val_kwargs."
 CORRECTION = "algorithm.rollout_correction."
 
@@ -130,6 +141,31 @@ def _adapter(value: object, settings: Settings) -> Converted:
     if ".py:" not in _custom(settings):
         raise Undecided(f"{_custom(settings)} is no file .py: copy the function into one, for --reward-adapter")
     return f"{SCORE}={_custom(settings)}"
+
+
+def _sources(settings: Settings) -> dict[str, str]:
+    """Return the reward of each data_source of the data files; nothing with a reward of its own or an unknown file."""
+    names = ["data.train_files", *["data.val_files"] * _evaluates(settings)]
+    files = ["/".join(file.lower().split("/")[-3:]) for name in names for file in words(settings.text(name)) or []]
+    found = [next((SOURCES[word] for word in SOURCES if word in file), None) for file in files]
+    if _custom(settings) or None in found:
+        return {}
+    sources = dict(filter(None, found))
+    last = [source in LAST_LINE for source in sources]
+    return sources if all(last) or not any(last) else {}
+
+
+def _routing(settings: Settings) -> Converted:
+    sources = _sources(settings)
+    if len(set(sources.values())) < 2:
+        return None
+    overlong = ",soft_overlong" if _overlong(settings) else ""
+    return [f"{source}={reward}{overlong}" for source, reward in sources.items()]
+
+
+def _extraction(settings: Settings) -> Converted:
+    sources = _sources(settings)
+    return "line" if sources and set(sources) <= set(LAST_LINE) else None
 
 
 def _manager(settings: Settings) -> str:
@@ -302,8 +338,8 @@ def _metric(value: object, settings: Settings) -> Converted:
 
 
 def _reward_names(settings: Settings) -> list[str]:
-    own = SCORE if _custom(settings) else "accuracy"
-    return [own, "soft_overlong"] if _overlong(settings) else [own]
+    own = [SCORE] if _custom(settings) else list(dict.fromkeys(_sources(settings).values())) or ["accuracy"]
+    return [*own, "soft_overlong"] if _overlong(settings) else own
 
 
 def _longest(value: object, settings: Settings) -> Converted:
@@ -895,6 +931,7 @@ ALGORITHM = (
     Row(f"{ACTOR}clip_ratio_c", "--dual-clip", PPO, "3 by default there, off here"),
     Row(f"{ACTOR}tau_pos", "--tau-pos", _with_mode("sapo")),
     Row(f"{ACTOR}tau_neg", "--tau-neg", _with_mode("sapo")),
+    *nothing(f"{ACTOR}policy_loss.", "verl reads actor.tau_pos and actor.tau_neg", "tau_pos tau_neg"),
     Row(f"{ACTOR}policy_loss.clip_cov_ratio", "--clip-cov-ratio", _with_mode("clip_cov")),
     Row(f"{ACTOR}policy_loss.clip_cov_lb", "--clip-cov-lb", _with_mode("clip_cov")),
     Row(f"{ACTOR}policy_loss.clip_cov_ub", "--clip-cov-ub", _with_mode("clip_cov")),
@@ -934,6 +971,11 @@ ALGORITHM = (
         "algorithm.kl_penalty",
         None,
         only_if("with use_kl_in_reward", _kl_in_reward, differs("with --kl-in-reward the estimator is k1", "kl", "k1")),
+    ),
+    Row(
+        "algorithm.gdpo_reward_keys",
+        None,
+        ask("each key is a reward: --reward-adapter KEY=FILE.py:FUNCTION:KEY ..., with each KEY in --reward-funcs"),
     ),
     Row("algorithm.use_pf_ppo", None, differs("completions are not drawn again by their reward")),
     Row("algorithm.pf_ppo.*", None, None, "with use_pf_ppo"),
@@ -1215,6 +1257,9 @@ RUN = (
         "router_replay.* megatron.router_replay.*",
     ),
     *nothing(ACTOR, "--seed", "data_loader_seed megatron.seed"),
+    *nothing(ACTOR, "the trainer is Megatron-Core", "model_engine"),
+    *nothing(ROLLOUT, "verl does not read it", "single_turn_response_length"),
+    *nothing(ROLLOUT, "of TensorRT-LLM", "moe_tensor_parallel_size"),
     *nothing(ACTOR, "rollout.n is --num-generations", "rollout_n"),
     *nothing(ACTOR, "with dynamic_context_parallel", "megatron.max_seqlen_per_dp_cp_rank"),
     *nothing(
@@ -1244,7 +1289,8 @@ def _recompute(settings: Settings, value: str) -> Converted:
 
 
 def _weights(settings: Settings) -> Converted:
-    return ["1", reward_text(settings, f"{OVERLONG}penalty_factor", "1")] if _overlong(settings) else None
+    own = ["1"] * (len(_reward_names(settings)) - 1)
+    return [*own, reward_text(settings, f"{OVERLONG}penalty_factor", "1")] if _overlong(settings) else None
 
 
 def _half(settings: Settings) -> bool:
@@ -1272,9 +1318,8 @@ def _completions(name: str, default: float) -> Callable[[Settings], Converted]:
 def _decide(settings: Settings) -> list[str]:
     points = []
     if not _custom(settings):
-        points.append(
-            "--reward-funcs: verl chooses a reward by the column data_source, as --reward-routing does: docs/rewards.md"
-        )
+        by = "here by the names of the files: check it" if _sources(settings) else "the files do not tell it"
+        points.append(f"--reward-funcs: verl chooses a reward by the column data_source, {by} ({REWARDS_OF_SOURCES})")
     if _buffer(settings) and not _overlong(settings):
         points.append(
             f"overlong_buffer_cfg: verl's reward manager {_manager(settings)} ignores it, so it is left out; "
@@ -1369,7 +1414,9 @@ SYSTEM = System(
         ("--recompute-method", lambda s: _recompute(s, "uniform"), "of gradient checkpointing"),
         ("--recompute-num-layers", lambda s: _recompute(s, "1"), "of gradient checkpointing"),
         ("--reward-weights", _weights, "1, and the penalty factor of the overlong buffer"),
-        ("--reward-funcs", _reward_names, "the custom function; without one verl chooses by data_source"),
+        ("--reward-funcs", _reward_names, "of custom_reward_function, else of the data_source: see the top"),
+        ("--reward-routing", _routing, "verl chooses by data_source"),
+        ("--answer-extraction", _extraction, 'the prompts of this data ask for a last line "Answer: ..."'),
     ),
     decide=_decide,
     differences=_differences,

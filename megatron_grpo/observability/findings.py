@@ -95,10 +95,13 @@ class Series:
         return self.updates[first]
 
 
-def findings(rows: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Return the findings of a run's rows (of metrics.jsonl), by update. A value that is not finite is None there."""
+def findings(rows: Sequence[Mapping[str, Any]], placed: tuple[int, int] | None = None) -> list[Finding]:
+    """Return the findings of a run's rows (of metrics.jsonl), by update. A value that is not finite is None there.
+
+    ``placed``: the engine ranks (--rollout-ranks) and the trainer ranks of the launch.
+    """
     rows = [row for row in rows if row["iteration"] > 0]  # row 0 is an evaluation before training
-    found = [finding for rule in RULES for finding in rule(rows)]
+    found = [finding for rule in (*RULES, partial(_waits, placed=placed)) for finding in rule(rows)]
     return sorted(found, key=lambda finding: finding.update)
 
 
@@ -273,7 +276,7 @@ def _evaluation(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
 
 
 def _seconds(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
-    """Yield phases other than rollout and update that take a third of the time, waits, and a falling speed."""
+    """Yield phases other than rollout and update that take a third of the time, and a falling speed."""
     steps = [row for row in rows if (row.get("time/step") or 0) > 0]
     if len(steps) < FEW:
         return
@@ -283,22 +286,45 @@ def _seconds(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
         if share > 1 / 3:
             text = f"{phase} takes {share:.0%} of the time"
             yield Finding(steps[0]["iteration"], f"time/{phase}", text)
-    for name, (limit, text) in WAITS.items():
-        shares = [
-            {"iteration": row["iteration"], "share": row[name] / row["time/step"]}
-            for row in steps
-            if row.get(name) is not None
-        ]
-        series = _series(shares, "share")
-        if series and series.end() > limit:
-            since = series.since(partial(lt, limit))
-            yield Finding(since, name, text.format(series.end()))
     series = _series(rows, "perf/tokens_per_second")
     if series and len(series.values) >= 4 * FEW:
         early, late = median(series.values[: len(series.values) // 2]), median(series.values[-series.window :])
         if late < early / 2:
             since = series.since(lambda mean: mean < early / 2)
             yield Finding(since, "perf/tokens_per_second", f"it fell from {early:,.0f} to {late:,.0f}")
+
+
+def balanced_ranks(engines: int, trainers: int, step: float, engine_idle: float, trainer_wait: float) -> float:
+    """Return how many of all ranks would be engines if engines and trainers were busy equally long.
+
+    The seconds are those of a step: a batch takes engines (step - engine_idle) engine seconds and trainers (step -
+    trainer_wait) trainer seconds, which are spread over any number of ranks without loss.
+    """
+    generate, train = engines * (step - engine_idle), trainers * (step - trainer_wait)
+    return (engines + trainers) * generate / (generate + train)
+
+
+def _waits(rows: Sequence[Mapping[str, Any]], placed: tuple[int, int] | None) -> Iterable[Finding]:
+    """Yield the waits of trainer and engines that take a third of a step: all updates of a batch."""
+    steps: list[dict[str, Any]] = []
+    for row in rows:
+        if steps and not any(row.get(name) is not None for name in WAITS):  # a further update of the same batch
+            steps[-1]["time/step"] += row.get("time/step") or 0
+        elif row.get("time/step"):
+            steps.append(dict(row))
+    for name, (limit, text) in WAITS.items():
+        shares = [row | {"share": row[name] / row["time/step"]} for row in steps if row.get(name) is not None]
+        series = _series(shares, "share")
+        if not series or series.end() <= limit:
+            continue
+        text = text.format(series.end())
+        last = shares[-series.window :]
+        if placed and all(row.get(other) is not None for row in last for other in WAITS):
+            seconds = (
+                sum(row[name] for row in last) for name in ("time/step", "stream/engine_idle", "stream/trainer_wait")
+            )
+            text += f", and --rollout-ranks {balanced_ranks(*placed, *seconds):.1f} of {sum(placed)} would balance them"
+        yield Finding(series.since(partial(lt, limit)), name, text)
 
 
 RULES = (_not_finite, _counted, _levels, _reward, _teacher, _entropy, _mismatch, _evaluation, _seconds)

@@ -208,7 +208,8 @@ class MetricsLogger:
             shown = now
             text = f"rollout {len(completions)}/{len(completions) + under_way}"
             text += f" of replica 1/{num_replicas}" if num_replicas > 1 else ""
-            text += f", {tokens / (now - began):,.0f} tokens/s"
+            # Tokens of unfinished completions are not known: without a finished one a rate of 0 would look like a hang.
+            text += f", {tokens / (now - began):,.0f} tokens/s" if tokens else ", none is finished yet"
             if self.bar.disable:
                 print_rank_0(f"{text}, {now - began:.0f} s")
             else:
@@ -258,7 +259,8 @@ class MetricsLogger:
         if self.status is not None:
             self.status.close("finished" if self.iteration >= self.total and not progress.error else "stopped")
         with contextlib.suppress(OSError):  # a terminal that is gone
-            for line in findings.lines(findings.findings(self.judged)):
+            placed = (self.args.rollout_ranks, self.args.world_size) if self.args.rollout_ranks else None
+            for line in findings.lines(findings.findings(self.judged, placed)):
                 print_rank_0(line)
 
     def _write_row(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_grpo.observability.run_status import read_status
 from megatron_grpo.utils.errors import GrpoError
 
 # Columns of a profile's phase beside its name: heading in a report by field of ``profiling.Phase``.
@@ -50,7 +51,9 @@ def read_record(directory: Path, label: str) -> "Record":
     if record.damaged:
         raise GrpoError(record.damaged[0])
     if not record.rows:
-        raise GrpoError(f"{directory / 'metrics.jsonl'} is empty: the run has not finished its first update")
+        error = (read_status(directory) or {}).get("error")
+        stopped = f"; it has stopped: {error!s:.500}" if error else ""
+        raise GrpoError(f"{directory / 'metrics.jsonl'} is empty: the run has not finished its first update{stopped}")
     return record
 
 

@@ -13,6 +13,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_grpo.utils.arguments import Step
 from megatron_grpo.utils.batch_sizes import batch_arithmetic
 from megatron_grpo.utils.core_flags import core_flags
+from megatron_grpo.utils.core_names import NEED_TRANSFORMER_ENGINE
 from megatron_grpo.utils.core_rules import changed, check_core_flags, check_core_flags_of_model
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, FlagRow, Number
@@ -44,11 +45,6 @@ TIMEOUT: FlagRow = (
 
 BALANCING = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 _EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")  # 1 also fits a dense model
-
-NEED_TRANSFORMER_ENGINE = (
-    "apply_rope_fusion cpu_offloading disable_parameter_transpose_cache fine_grained_activation_offloading "
-    "fused_single_qkv_rope moe_permute_fusion moe_router_fusion symmetric_ar_type use_te_activation_func"
-).split()
 
 
 def check_heads(args: Namespace, size: int, what: str) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_grpo.data.batch import Bool, FinishReason, RolloutBatch
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.share import of_all_ranks, with_tokens_of
+from megatron_grpo.parallel.agreement import gathered
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
 from megatron_grpo.rewards.registry import Sample
@@ -134,16 +135,18 @@ def missing_rewards(scorer: RewardPool | None) -> int:
     return int(failures)
 
 
-def check_episodes(batch: RolloutBatch) -> None:
+def check_episodes(batch: RolloutBatch, lines: Sequence[str] = ()) -> None:
     """Raise GrpoError if every episode of a rollout failed, as of a reward function that fails on all samples.
 
-    Collective, with the batch of all ranks.
+    Collective, with the batch of all ranks. ``lines``: the reasons that this rank has printed; the first one of all is
+    in the message.
     """
     if (batch.finish_reasons == FinishReason.FAILED).all():
-        dist.barrier(host_group())  # the lines with the reasons come before the error, also those of other ranks
+        # Collective: the lines with the reasons come before the error, also those of other ranks.
+        first = next((line for printed in gathered(list(lines)) for line in printed), "the reasons are in lines above")
         raise GrpoError(
-            "every episode of the rollout failed, for the reasons in the lines above, and nothing can be learned from "
-            "it: mend the environment or the agent, and resume with --load"
+            f"every episode of the rollout failed ({first.partition('; not scored')[0]}), and nothing can be learned "
+            "from it: mend the environment or the agent, and resume with --load"
         )
 
 

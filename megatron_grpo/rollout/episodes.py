@@ -180,10 +180,12 @@ class Conversing:
         return self._failures.lines(self.program)
 
 
-def print_failures(engine: Engine, where: str = "") -> None:
-    """Print what went wrong in environments or agents since the last call."""
-    for line in engine.failures() if isinstance(engine, Conversing) else []:
+def print_failures(engine: Engine, where: str = "") -> list[str]:
+    """Print what went wrong in environments or agents since the last call, and return the lines."""
+    lines = engine.failures() if isinstance(engine, Conversing) else []
+    for line in lines:
         log(f"{where}{line}")
+    return lines
 
 
 class Episodes(Conversing):

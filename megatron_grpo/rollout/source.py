@@ -204,10 +204,10 @@ class WholeRollouts(RolloutSource):
             unused, metrics = plan.selection.close()
             self.sampler.give_back([plan.prompts[number].id for number in unused])
         drafts = metrics_of_all_ranks(self.engine.drafts if self.engine.is_lead else None)
-        print_failures(self.engine)
+        failed_episodes = print_failures(self.engine)
         if self.scorer is not None:
             print_first_failures(self.scorer.failures, self.failed_rewards)
-        check_episodes(rollout.batch)
+        check_episodes(rollout.batch, failed_episodes)
         return replace(rollout, metrics=metrics | drafts)
 
     def collect(self, plan: RolloutPlan, needs: Needs, synced: Synced | None) -> Rollout:

@@ -147,7 +147,7 @@ def parse_words(parser: Parser, words: Sequence[str]) -> Arguments:
     defaults = vars(parser.parse_args([]))
     found, unknown = parser.parse_known_args(words, Namespace(**dict.fromkeys(defaults, NOT_GIVEN)))
     if unknown:
-        parser.error(_explain_unknown(unknown, parser))
+        parser.error(_explain_unknown(unknown, parser, words))
     given = {dest: value for dest, value in vars(found).items() if value is not NOT_GIVEN}
     return Arguments(**defaults | given, explicit=frozenset(given), repeated=tuple(sorted(_repeated(words, parser))))
 
@@ -274,13 +274,22 @@ def _repeated(words: Sequence[str], parser: Parser) -> set[str]:
     return found
 
 
-def _explain_unknown(unknown: Sequence[str], parser: Parser) -> str:
-    """Return one line about an unknown argument: what takes its place, why it does not exist, or a similar one."""
+def _explain_unknown(unknown: Sequence[str], parser: Parser, words: Sequence[str]) -> str:
+    """Return one line about an unknown argument: what takes its place, why it does not exist, or a similar one.
+
+    ``words``: the command line with it.
+    """
     flag = next((word.partition("=")[0] for word in unknown if word.startswith("--")), None)
     if flag is None:
         setting = unknown[0].partition("=")[0].lstrip("+")
         if "=" in unknown[0] and (there := answer(setting)):
             return there
+        before = words[max(0, words.index(unknown[0]) - 1)] if unknown[0] in words else ""
+        action = parser._option_string_actions.get(before)
+        if action is not None and action.nargs == 0:
+            both = unknown[0].lower() in ("false", "no", "off", "0")
+            cure = f"leave both out, {before} is off then" if both else "leave it out"
+            return f"unexpected argument {unknown[0]!r}: {before} is a switch and takes no value; {cure}"
         return f"unexpected argument {unknown[0]!r}: a value without its flag, or one value too many"
     field = flag[2:].replace("-", "_")
     reason = EXCLUDED.get(field) or EXCLUDED.get(field.removeprefix("no_"))

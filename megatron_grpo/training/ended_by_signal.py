@@ -17,6 +17,8 @@ from megatron_grpo.utils.process_tree import fork_rank, launcher_process
 CAUSES = {
     signal.SIGKILL: "the kernel sends it when the memory of the host or of the container is exhausted (see `dmesg`): "
     "leave out --offload-model and --offload-optimizer, lower --reward-workers, or give the job more memory",
+    signal.SIGILL: "the processor, or the virtual machine, lacks an instruction of a package: on a CPU leave out --bf16"
+    " and --vllm-dtype bfloat16, whose kernels need AMX where the processor names it",
     signal.SIGBUS: "the kernel sends it when shared memory is full: enlarge /dev/shm (`docker run --shm-size`)",
 }
 NATIVE = "a fault in native code, such as CUDA, NCCL or an extension: its message is above, if it printed one"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_grpo.algorithm.arguments import STEPS as ALGORITHM
+from megatron_grpo.algorithm.trial import check_functions
 from megatron_grpo.checkpointing.arguments import resolve_export
 from megatron_grpo.checkpointing.checkpoint_directory import read_checkpoint_args, run_directory
 from megatron_grpo.data.arguments import (
@@ -193,6 +194,7 @@ MODEL: tuple[Step, ...] = (
     check_lora_weight_sync,
     resolve_export,
     _check_libraries_of_model,
+    check_functions,
 )
 
 

@@ -259,7 +259,7 @@ class Trainer:
             metrics = metrics | self.device_memory.peaks()
         seconds = self.timers.collect()
         if "time/rollout" not in seconds:  # only the first update of a rollout reports what the rollout did
-            of_rollout = ("tokens/rollout", "drafts/")
+            of_rollout = ("tokens/rollout", "drafts/", "stream/")
             metrics = {name: value for name, value in metrics.items() if not name.startswith(of_rollout)}
         self.saves.check_directory(self.iteration)
         self.logger.log(self.iteration, metrics | seconds)

@@ -204,3 +204,9 @@ ACCEPTED: dict[str, tuple[bool, str]] = {
     "--log-entropy": (False, "the entropy over the vocabulary is always reported"),
     "--cross-entropy-fusion-impl": (True, "the head computes log-probabilities in chunks, with its own backward"),
 }
+
+# Fields that work with --transformer-impl transformer_engine only.
+NEED_TRANSFORMER_ENGINE = (
+    "apply_rope_fusion cpu_offloading disable_parameter_transpose_cache fine_grained_activation_offloading "
+    "fused_single_qkv_rope moe_permute_fusion moe_router_fusion symmetric_ar_type use_te_activation_func"
+).split()

@@ -1,5 +1,6 @@
 """Flags and rules of model families: the arguments that describe a model, and the settings that no family supports."""
 
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -82,7 +83,9 @@ def resolve_architecture(args: Namespace, source: Mapping[str, Any], source_name
         given = getattr(args, dest) if dest in args.explicit else None
         if value is None and not given:
             continue
-        if given is not None and given != value:
+        # Some converters write numbers of 32 bits: 9.999999974752427e-07 is 1e-6.
+        near = isinstance(given, float) and isinstance(value, float) and math.isclose(given, value, rel_tol=1e-6)
+        if given is not None and given != value and not near:
             raise GrpoError(
                 f"{flag(dest)} is {given}, but {source_name} says {value}: leave the flag out, or load "
                 "weights of that architecture"

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1].startswith("SIG") and os.environ["RANK"] == "1":
+    if sys.argv[1].startswith("SIG"):
         main()  # without the imports of the entry point, which take seconds
     else:
         from megatron_grpo.training.entry_point import run

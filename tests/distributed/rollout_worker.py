@@ -1,6 +1,6 @@
 """What test_rollout.py runs under torchrun: one engine, one trainer, and many rollouts.
 
-    torchrun --nproc-per-node W tests/distributed/rollout_worker.py OUT_DIR FLAGS
+    torchrun --nproc-per-node W tests/distributed/rollout_worker.py OUT_DIR FLAGS [--few]
 
 Every rank writes its rollouts as OUT_DIR/CASE.RANK.npz, the trainer's log-probabilities of them beside, and
 OUT_DIR/facts.RANK.json. The test judges them.
@@ -151,21 +151,30 @@ class Cases:
         values = forward.log_probs(self.args, self.trainer.model, pretrain_grpo.forward_step, batch)
         np.save(self.out / f"{name}.{self.rank}.npy", values)
 
-    def run(self) -> None:
+    def run(self, few: bool) -> None:
+        """Make all rollouts, or only those of the default tests."""
         EngineLifecycle.sync(self.trainer, self.trainer.iteration)
         self.log_probs("first", self.rollout("first", self.sampled, seed=7))
         self.log_probs("truncated", self.rollout("truncated", replace(self.sampled, **TRUNCATED), seed=7))
-        self.log_probs("penalized", self.rollout("penalized", replace(self.sampled, **PENALIZED), seed=7))
         self.rollout("other seed", self.sampled, seed=8)
         self.rollout("same seed", replace(self.sampled, log_probs=False), seed=7)
         self.other_replicas()
-        self.rollout("one prompt", self.sampled, seed=7, prompts=self.prompts[3:4])
         self.rollout("twins", self.sampled, seed=7, prompts=self.prompts[:2])
         self.rollout("greedy", self.greedy, seed=7, generations=1)
+        if self.args.stop_words:
+            self.rollout("stop words", replace(self.greedy, stop=tuple(self.args.stop_words)), seed=7, generations=1)
+        if not few:
+            self.more()
+        self.new_weights(few)
+        (self.out / f"facts.{self.rank}.json").write_text(json.dumps(self.facts))
+
+    def more(self) -> None:
+        """What the slow tests need."""
+        self.log_probs("penalized", self.rollout("penalized", replace(self.sampled, **PENALIZED), seed=7))
+        self.rollout("one prompt", self.sampled, seed=7, prompts=self.prompts[3:4])
         self.rollout("greedy, penalized", replace(self.greedy, **PENALIZED), seed=7, generations=1)
         self.log_probs("no end", self.rollout("no end", replace(self.sampled, stop_token_ids=()), seed=7))
         if self.args.stop_words:
-            self.rollout("stop words", replace(self.greedy, stop=tuple(self.args.stop_words)), seed=7, generations=1)
             self.constrained()
         self.in_pieces("")
         self.selected()
@@ -173,8 +182,6 @@ class Cases:
         if isinstance(self.trainer.engine, VllmColocate):
             self.weights_under_requests()
         self.by_the_trainer()
-        self.new_weights()
-        (self.out / f"facts.{self.rank}.json").write_text(json.dumps(self.facts))
 
     def other_replicas(self) -> None:
         """The first rollout once more, in which each replica makes what another one made."""
@@ -302,8 +309,11 @@ class Cases:
         self.log_probs("trainer", self.rollout("trainer", self.sampled, seed=7))
         self.trainer.engine, self.scorer = vllm, scorer
 
-    def new_weights(self) -> None:
-        """The trainer's weights change; the engine is asked before and after it is given them."""
+    def new_weights(self, few: bool) -> None:
+        """The trainer's weights change; the engine is asked before and after it is given them.
+
+        Unless ``few``, it is also given spoilt ones, one tensor at a time.
+        """
         with torch.no_grad():
             for chunk in self.trainer.model:
                 for parameter in chunk.parameters():
@@ -317,7 +327,8 @@ class Cases:
         self.facts["sync kept the random state"] = random_state() == state
         self.log_probs("fresh", self.rollout("fresh", self.sampled, seed=7))
         self.check_weights("fresh")
-        for name in [name for name, _ in stream_hf(self.trainer.model, self.args)][::6]:
+        names = [] if few else [name for name, _ in stream_hf(self.trainer.model, self.args)][::6]
+        for name in names:
             for case in ("corrupted", "left out"):  # the second time the engine still has the corrupted one
                 stream = spoilt(stream_hf(self.trainer.model, self.args), name, case)
                 self.trainer.engine.update_weights(stream, 3)
@@ -355,13 +366,14 @@ def spoilt(weights, target: str, case: str):
 def main() -> None:
     out = Path(sys.argv[1])
     (out / "plugin.py").write_text(PLUGIN)
-    args = parse_args([*COMMON.split(), "--external-plugins", str(out / "plugin.py"), *sys.argv[2:]])
+    flags = [flag for flag in sys.argv[2:] if flag != "--few"]
+    args = parse_args([*COMMON.split(), "--external-plugins", str(out / "plugin.py"), *flags])
     args = replaced(args, **architecture_of(args, args.load_hf))
     args = resolve_args(args, int(os.environ["WORLD_SIZE"]))
     initialize_distributed(args)
     set_random_seed(args.seed)
     cases = Cases(args, out)
-    cases.run()
+    cases.run("--few" in sys.argv)
     cases.trainer.engine.close()
 
 

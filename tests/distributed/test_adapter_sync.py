@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 TP2 = "--tensor-model-parallel-size 2 --vllm-tensor-parallel-size 2".split()
 MERGED = "--lora-weight-sync merged --check-weight-sync".split()
 FP8 = "--lora-base-dtype fp8".split()
-# (ranks, flags): the default has shards of every kind of layer
+# (ranks, flags)
 LAYOUTS = {
     "an engine over two ranks": (2, TP2),
     "one rank": (1, []),
@@ -48,7 +48,7 @@ def run_worker(world_size: int, out: Path, *words) -> None:
     run_torchrun(world_size, "tests/distributed/adapter_sync_worker.py", out, *words, env=env)
 
 
-@pytest.fixture(scope="module", params=slow_except(["an engine over two ranks"], LAYOUTS))
+@pytest.fixture(scope="module", params=slow_except(["one rank"], LAYOUTS))
 def layout(request):
     return request.param
 

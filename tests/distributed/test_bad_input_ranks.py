@@ -31,6 +31,7 @@ ENGINES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @ENGINES
 def test_a_reward_that_fails_on_every_rank(torchrun, bench, engine):
@@ -39,6 +40,7 @@ def test_a_reward_that_fails_on_every_rank(torchrun, bench, engine):
     assert 'pretrain_grpo.py: error: reward "mine" failed on all 8 samples' in output
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @ENGINES
 def test_a_reward_that_fails_on_one_rank(torchrun, bench, engine):

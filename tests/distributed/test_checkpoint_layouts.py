@@ -7,6 +7,7 @@ import pytest
 WORKER = "tests/distributed/checkpoint_worker.py"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_resume_restores_position_and_random_states(tmp_path, torchrun):
     out = torchrun(2, WORKER, "reshard", tmp_path).stdout
@@ -21,8 +22,9 @@ def test_a_resume_restores_position_and_random_states(tmp_path, torchrun):
 @pytest.mark.parametrize(
     ("ranks", "cases", "done"),
     [
-        (2, "few_chains,few_lora_chains,resumed", {"all tensors equal": 5, "resumed in": 1}),
-        (4, "random_states", {"random states restored": 2}),
+        (2, "few_chains", {"all tensors equal": 3}),
+        pytest.param(2, "few_lora_chains,resumed", {"all tensors equal": 2, "resumed in": 1}, marks=pytest.mark.slow),
+        pytest.param(4, "random_states", {"random states restored": 2}, marks=pytest.mark.slow),
         pytest.param(
             2, "hybrid_chains,resumed_hybrid", {"all tensors equal": 8, "resumed in": 1}, marks=pytest.mark.slow
         ),
@@ -49,6 +51,7 @@ def test_ranks_save_their_own_optimizer_state_without_a_copy(tmp_path, torchrun)
     assert torchrun(2, WORKER, "own_shards", tmp_path).stdout.count("own shards, each position once") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_bad_checkpoints_are_refused_on_all_ranks_alike(tmp_path, torchrun):
     out = torchrun(2, WORKER, "refuse", tmp_path).stdout

@@ -7,6 +7,7 @@ from convert_tool import check_same
 from toy_checkpoints import make
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_and_the_layouts_of_training(tmp_path, torchrun):
     """Checkpoints cut for TP2, loaded under TP2, PP2 and EP2, and those that these layouts train, optimizer and all."""

@@ -14,8 +14,9 @@ from ranks import REPO
 WORKER = "tests/distributed/core_0_16_worker.py"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["own", pytest.param("another", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["own", "another"])
 def test_checkpoints_of_megatron_core_0_16_are_resumed_as_by_itself(layout, tmp_path, torchrun):
     """In the layout that wrote it, and in another one: these moves do not depend on who wrote the checkpoint."""
     shutil.unpack_archive(REPO / "tests/data/checkpoints_of_core_0_16.tar.xz", tmp_path)

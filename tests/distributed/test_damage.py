@@ -3,8 +3,9 @@
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("one_in", [7, pytest.param(1, marks=pytest.mark.slow)])  # 7: each kind, on other files
+@pytest.mark.parametrize("one_in", [7, 1])  # 7: each kind, on other files
 def test_no_damage_loads(tmp_path, torchrun, one_in):
     """Over 100 kinds of damage to each file, to the directory and to the run's folder; and 40 bits drawn at random."""
     lines = torchrun(1, "tests/distributed/damage_worker.py", tmp_path, one_in).stdout.splitlines()

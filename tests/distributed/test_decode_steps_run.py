@@ -13,6 +13,7 @@ MODEL = f"""--model-family qwen3 --group-query-attention --num-query-groups 1 --
  --max-completion-length {TOKENS} --temperature 0.7 --vllm-max-num-seqs 48"""
 
 
+@pytest.mark.slow
 def test_completions_are_those_without_decode_steps(torchrun, tmp_path):
     torchrun(1, "tests/distributed/decode_steps_worker.py", tmp_path / "found.json", *MODEL.split())
     found = json.loads((tmp_path / "found.json").read_text())

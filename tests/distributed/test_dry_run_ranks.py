@@ -6,8 +6,9 @@ import pytest
 from dry_run_worker import LAYOUTS
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("which", ["few", pytest.param("others", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["few", "others"])
 def test_ranks_hold_what_is_built(which, torchrun, tmp_path):
     torchrun(4, "tests/distributed/dry_run_worker.py", tmp_path / "results.json", which)
     layouts = json.loads((tmp_path / "results.json").read_text())

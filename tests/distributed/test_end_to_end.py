@@ -309,6 +309,7 @@ def test_a_rank_that_dies_ends_the_run_and_what_was_saved_goes_on(model, data, t
     assert len(load_file(save / "hf_model" / "model.safetensors")) == len(load_file(f"{model}/model.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_over_two_ranks(data, tmp_path):
     """Half of the experts on each rank, and an engine on each with all of them, which follows the updates. The KL is
     in the reward, so every rollout has a pass for the old policy, though it makes one update.

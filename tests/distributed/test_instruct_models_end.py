@@ -28,6 +28,7 @@ TURNS = {
 }
 
 
+@pytest.mark.slow
 def test_every_engine_ends_at_every_end_token_and_at_no_other(tmp_path):
     """The model writes special token number i after byte i, and repeats it to the length limit, unless it is an end."""
     model = make_chain_model(tmp_path / "model", {i: BYTES + i for i in range(VOCAB - BYTES)}, VOCAB)
@@ -52,6 +53,7 @@ def test_every_engine_ends_at_every_end_token_and_at_no_other(tmp_path):
     assert answers["megatron"] == expected
 
 
+@pytest.mark.slow
 def test_a_run_of_an_instruct_model_ends_its_turns(tmp_path):
     """Gemma 2's template and ends of turn: the tokenizer's own end of sequence never comes."""
     model = tmp_path / "model"

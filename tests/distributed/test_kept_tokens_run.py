@@ -7,7 +7,6 @@ import pytest
 from ranks import run_torchrun
 from run_files import metrics_of
 from sharp_model import make_sharp_model
-from slow import slow_except
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
@@ -34,7 +33,8 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except(["replayed"], RUNS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
 def test_engine_and_trainer_agree_over_the_kept_tokens(name, tiny_models, tmp_path):
     world, flags = RUNS[name]
     model = make_sharp_model(tiny_models["qwen3"], tmp_path / "model")

@@ -44,14 +44,10 @@ def flags(tiny_models, tmp_path_factory) -> list[str]:
     return [*COMMON, *words.split(), "--external-plugins", f"{directory}/own.py"]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("engine", "what"),
-    [
-        pytest.param("vllm", "vLLM's step", marks=pytest.mark.slow),
-        ("megatron", "the Megatron engine's step"),
-    ],
-    ids=["vllm", "megatron"],
+    ("engine", "what"), [("vllm", "vLLM's step"), ("megatron", "the Megatron engine's step")], ids=["vllm", "megatron"]
 )
 def test_a_run_that_lost_the_engine_of_one_rank_goes_on_as_if_it_had_not(flags, engine, what, tmp_path):
     def run(failing: list[str], save: Path, check: bool = True):

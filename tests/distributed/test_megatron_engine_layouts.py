@@ -11,8 +11,9 @@ FEW = ["TP2 SP EP2", "PP2 VPP2", "CP2"]  # every dimension; CP2 has two replicas
 OTHERS = [name for name in LAYOUTS if name not in FEW]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("names", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "the others"])
+@pytest.mark.parametrize("names", [FEW, OTHERS], ids=["few", "the others"])
 def test_layouts(toys, tmp_path, names):
     root, models = toys
     expected = {name: by_transformers(models[LAYOUTS[name][0]]) for name in names}  # the first use makes a checkpoint

@@ -28,7 +28,7 @@ def root(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("ranks", "layouts"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("ranks", "layouts"), [(1, 1), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_weights_optimizer_and_schedule_are_loaded_in_every_layout(root, ranks, layouts):
     out = run_torchrun(ranks, WORKER, root).stdout
     assert out.count(": loaded in ") == ranks * layouts, out

@@ -8,10 +8,9 @@ FEW = ["bf16", "bf16 overlapped", "fp16"]
 OTHERS = [name for name in CASES if name not in FEW]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "names", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few cases", "the other cases"]
-)
+@pytest.mark.parametrize("names", [FEW, OTHERS], ids=["few cases", "the other cases"])
 def test_updates_are_those_of_megatron_core(names, torchrun):
     """The worker compares all tensors of model and optimizer; here each of its cases must have come to its end."""
     output = torchrun(2, "tests/distributed/multi_tensor_worker.py", *names).stdout

@@ -10,10 +10,9 @@ FEW = ["float32", "bf16 gradients", "bf16 overlapped", "experts"]
 OTHERS = [name for name in CASES if name not in FEW]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "names", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few cases", "the other cases"]
-)
+@pytest.mark.parametrize("names", [FEW, OTHERS], ids=["few cases", "the other cases"])
 def test_updates_and_checkpoints_do_not_notice_an_absence(names, tmp_path, torchrun):
     """The worker asserts; here each of its cases must have come to its end on both ranks."""
     model = tmp_path / "model"

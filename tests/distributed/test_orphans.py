@@ -36,6 +36,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="death signals are Linux's")
 def test_nothing_outlives_a_killed_torchrun(tmp_path):

@@ -5,6 +5,7 @@ import re
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_engine_checkpoint_and_reference_have_the_newest_weights(tmp_path, torchrun):
     """Through the program's own calls, and the same with ``parameters_complete`` taken out of them, which is found."""

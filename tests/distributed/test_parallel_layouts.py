@@ -11,7 +11,6 @@ import sys
 
 import numpy as np
 import pytest
-import ranks
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -232,26 +231,16 @@ LAYOUTS["delta"] = [
     f"TP2 SP PP2: {BUDGET} --recompute-granularity full",
 ]
 LAYOUTS["delta_mtp"] = LAYOUTS["delta"][:6]
-# Every pair of dimensions in one of the models, packs and micro-batches of a fixed size.
-PAIRWISE = {
+# By default each dimension of the dense model alone, over two ranks, and experts on two ranks.
+FEW_LAYOUTS = {
     "dense": [
-        LAYOUTS["dense"][0],
         "TP1: --micro-batch-size 1",
         f"DP2: --micro-batch-size 2 --use-distributed-optimizer {FUSED}",
-        f"PP2 VPP2: {BUDGET} {OVERLAP} {FUSED}",
-        f"CP2 LOSSES: {BUDGET}",
-        f"PP2 CP2: {BUDGET} --use-distributed-optimizer",
-        "TP2 DP2: --micro-batch-size 1",
-        f"CP2: {SHARED}",
         f"TP2 SP: {SHARED}",
+        f"PP2 VPP2: {BUDGET} {OVERLAP} {FUSED}",
+        f"CP2: {SHARED}",
     ],
-    "moe": [
-        LAYOUTS["moe"][0],
-        f"EP2: {BUDGET} --moe-grouped-gemm {OVERLAP}",
-        f"PP2 VPP2 EP2: {BUDGET} --use-distributed-optimizer",
-        f"TP2 SP CP2 EP2 ETP2: {BUDGET}",
-        f"CP2 EP2: {HYBRID[2]}",
-    ],
+    "moe": [LAYOUTS["moe"][0], f"EP2: {BUDGET} --moe-grouped-gemm {OVERLAP}"],
     "balanced": ["TP1", "CP2 EP2", "PP2 VPP2"],
     "balanced_packs": [LAYOUTS["balanced_packs"][number] for number in (0, 5, 9, 11)],
     "latent": [LAYOUTS["latent"][number] for number in (0, 5)],
@@ -263,16 +252,17 @@ PAIRWISE = {
     "delta": [LAYOUTS["delta"][number] for number in (0, 2, 3)],
     "delta_mtp": [LAYOUTS["delta_mtp"][number] for number in (0, 2, 3, 4)],
 }
-FEW = ("moe", "latent", "adapters", "delta")
-SHARES = ["pairwise", pytest.param("the others", marks=pytest.mark.slow)]
+FEW = ("moe",)
+SHARES = ["few", pytest.param("the others", marks=pytest.mark.slow)]
 TOLERANCE = 1e-5
 
 
 def share_of(model: str, share: str) -> list[str]:
-    """The pairwise layouts, or the others; the first is the one that all are compared with."""
+    """The few layouts, or the others; the first is the one that all are compared with."""
     first, *others = LAYOUTS[model]
-    assert set(PAIRWISE[model]) <= set(LAYOUTS[model])
-    return PAIRWISE[model] if share == "pairwise" else [first, *(one for one in others if one not in PAIRWISE[model])]
+    few = FEW_LAYOUTS[model]
+    assert set(few) <= set(LAYOUTS[model])
+    return few if share == "few" else [first, *(one for one in others if one not in few)]
 
 
 def check(flags: str, *options) -> tuple[int, str]:
@@ -311,14 +301,14 @@ def dense(tmp_path_factory, tiny_models):
     """Where the dense model's results are, and what the tool returned."""
     out = tmp_path_factory.mktemp("layouts")
     flags = f"--load-hf {tiny_models['qwen3']} {CORRECTED}"
-    return out, check(flags, "--out", out, "--layouts", *PAIRWISE["dense"])
+    return out, check(flags, "--out", out, "--layouts", *FEW_LAYOUTS["dense"])
 
 
 @pytest.mark.distributed
 def test_dense_layouts_agree(dense):
     status, printed = dense[1]
     assert status == 0, printed
-    assert f"{len(PAIRWISE['dense'])} of {len(PAIRWISE['dense'])} layouts agree" in printed
+    assert "5 of 5 layouts agree" in printed
 
 
 @pytest.mark.distributed
@@ -347,17 +337,17 @@ def test_layouts_of_experts_agree(model, share, tmp_path):
     assert status == 0, printed
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_layouts_of_a_plugin_agree(tmp_path, tiny_models):
     """The loss, with a metric of its own, and the advantage estimator of docs/algorithms.md: DP2 gives the numbers of
-    one process, with --thorough TP2 and PP2, too.
+    one process, and so do TP2 and PP2.
     """
     text = (REPO / "docs/algorithms.md").read_text()
     (tmp_path / "foo.py").write_text(re.search(r"```python\n(.*?)```", text, re.S).group(1))
     flags = f"--load-hf {tiny_models['qwen3']} --external-plugins {tmp_path}/foo.py"
     flags += " --loss-type foo --foo-alpha 0.5 --advantage-estimator median"
-    layouts = ["TP1: --micro-batch-size 2", f"DP2: {BUDGET}"]
-    layouts += [f"TP2: {BUDGET}", f"PP2: {BUDGET}"] if ranks.thorough else []
+    layouts = ["TP1: --micro-batch-size 2", f"DP2: {BUDGET}", f"TP2: {BUDGET}", f"PP2: {BUDGET}"]
     status, printed = check(flags, "--out", tmp_path / "out", "--layouts", *layouts)
     assert status == 0 and f"{len(layouts)} of {len(layouts)} layouts agree" in printed, printed
     rows = [json.loads(line)["updates"] for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
@@ -365,14 +355,14 @@ def test_layouts_of_a_plugin_agree(tmp_path, tiny_models):
     assert all(abs(row["foo/power"] - 1) > 1e-3 for updates in rows for row in updates)  # rho^alpha, compared above
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_layouts_agree_over_the_kept_tokens(tmp_path, tiny_models):
-    """Log-probabilities over the tokens that truncation kept, of some completions over the whole vocabulary: TP2 and
-    CP2 give the numbers of one process, with --thorough PP2, too.
+    """Log-probabilities over the tokens that truncation kept, of some completions over the whole vocabulary: TP2, CP2
+    and PP2 give the numbers of one process.
     """
     flags = f"--load-hf {tiny_models['qwen3']} --top-k 6 {CORRECTED}"
-    layouts = [f"TP1: {BUDGET}", f"TP2 SP: {BUDGET}", f"CP2: {BUDGET}"]
-    layouts += [f"PP2: {BUDGET}"] if ranks.thorough else []
+    layouts = [f"TP1: {BUDGET}", f"TP2 SP: {BUDGET}", f"CP2: {BUDGET}", f"PP2: {BUDGET}"]
     status, printed = check(flags, "--out", tmp_path, "--layouts", *layouts)
     assert status == 0 and f"{len(layouts)} of {len(layouts)} layouts agree" in printed, printed
     rows = [json.loads(line)["updates"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
@@ -391,23 +381,19 @@ def test_layouts_drawn_at_random_agree(seed):
     assert status == 0, f"--seed {seed}\n{printed}"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_difference_is_found(tmp_path):
-    """Another learning rate in one of the layouts: the tool (with --thorough as a user runs it) names what differs and
-    ends with status 1.
+    """Another learning rate in one of the layouts: the tool, as a user runs it, names what differs and ends with
+    status 1.
     """
-    other = "EP2" if ranks.thorough else "TP1"  # it starts as many ranks
-    options = ["--out", str(tmp_path), "--layouts", f"TP1: {BUDGET}", f"{other}: {BUDGET} --lr 1.01e-3"]
-    if ranks.thorough:
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        command = [sys.executable, "tools/check_parallel.py", *MOE.split(), *options]
-        joined = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        run = subprocess.run(command, cwd=REPO, env=environment, **joined, timeout=900)
-        status, printed = run.returncode, run.stdout
-    else:
-        status, printed = check(MOE, *options)
-    assert status == 1, printed
-    assert "1 of 2 layouts agree" in printed and "DIFFERS: loss of update 2 by" in printed
+    options = ["--out", str(tmp_path), "--layouts", f"TP1: {BUDGET}", f"EP2: {BUDGET} --lr 1.01e-3"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "tools/check_parallel.py", *MOE.split(), *options]
+    joined = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.run(command, cwd=REPO, env=environment, **joined, timeout=900)
+    assert run.returncode == 1, run.stdout
+    assert "1 of 2 layouts agree" in run.stdout and "DIFFERS: loss of update 2 by" in run.stdout
 
 
 @pytest.mark.distributed
@@ -490,7 +476,7 @@ def test_layouts_agree_on_the_credit_of_turns(estimator, tmp_path, tiny_models):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("share", ["two", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("history", ["keep", "split"])
+@pytest.mark.parametrize("history", slow_except(["split"], ["keep", "split"]))
 def test_a_trajectory_gives_the_gradient_of_its_sampled_tokens(history, share, tmp_path, tiny_models):
     """The gradient of completions of up to four turns, in fp32, is that of a loop in which every turn is a sequence of
     its own after all that was said before (in its sample), by transformers' model and autograd. A failed one has no

@@ -60,12 +60,19 @@ def trained_rows(save):
     return [row for _, row in rows]
 
 
+def test_an_engine_on_a_rank_of_its_own(flags, tmp_path):
+    """Its log-probabilities are the trainer's, before and after the update whose weights it gets."""
+    words = [*flags, "--train-iters", "2", "--val-before-train", "--rollout-ranks", 1, "--save", tmp_path]
+    ranks.run_torchrun(2, "pretrain_grpo.py", *words)
+    evaluation, *rows = rows_of(tmp_path)
+    assert "eval/greedy_reward" in evaluation
+    assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 and row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "trained"),
-    [
-        ("", "hf_model/model.safetensors"),
-        pytest.param("--lora-rank 4", "adapter/adapter_model.safetensors", marks=pytest.mark.slow),
-    ],
+    [("", "hf_model/model.safetensors"), ("--lora-rank 4", "adapter/adapter_model.safetensors")],
 )
 def test_without_staleness_a_run_is_that_of_a_colocated_engine_bit_for_bit(flags, tmp_path, more, trained):
     words = [*flags, *more.split(), "--train-iters", "2", "--eval-interval", "2", "--val-before-train"]
@@ -102,20 +109,17 @@ def wait_for_rows(run, save, count):
     assert run.poll() is None, (save.parent / "output").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "more"),
     [
         (2, "--rollout-ranks 1"),
-        pytest.param(3, "--rollout-ranks 2 --vllm-tensor-parallel-size 2", marks=pytest.mark.slow),
-        pytest.param(4, f"--rollout-ranks 2 --weight-update keep {CACHED}", marks=pytest.mark.slow, id="keep"),
-        pytest.param(3, f"--rollout-ranks 2 --vllm-tensor-parallel-size 2 {ADAPTER}", marks=pytest.mark.slow),
-        pytest.param(
-            4, f"--rollout-ranks 2 --weight-update keep {CACHED} {ADAPTER}", marks=pytest.mark.slow, id="keep, lora"
-        ),
-        pytest.param(3, "--rollout-ranks 2 --weight-update drain --dynamic-sample", marks=pytest.mark.slow),
-        pytest.param(
-            3, "--rollout-ranks 1 --tensor-model-parallel-size 2 --num-iterations 2 --beta 0.1", marks=pytest.mark.slow
-        ),
+        (3, "--rollout-ranks 2 --vllm-tensor-parallel-size 2"),
+        pytest.param(4, f"--rollout-ranks 2 --weight-update keep {CACHED}", id="keep"),
+        (3, f"--rollout-ranks 2 --vllm-tensor-parallel-size 2 {ADAPTER}"),
+        pytest.param(4, f"--rollout-ranks 2 --weight-update keep {CACHED} {ADAPTER}", id="keep, lora"),
+        (3, "--rollout-ranks 2 --weight-update drain --dynamic-sample"),
+        (3, "--rollout-ranks 1 --tensor-model-parallel-size 2 --num-iterations 2 --beta 0.1"),
     ],
 )
 def test_a_run_that_a_signal_ends_goes_on_with_what_had_started(flags, tmp_path, nproc, more):

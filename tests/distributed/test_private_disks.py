@@ -30,7 +30,7 @@ def start(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", slow_except([True], [False, True]))
 def test_hosts_share_the_directory_of_checkpoints(start, tiny_models, tmp_path, shared):
     save = tmp_path / "run" if shared else "run"
     code, output = start("--load-hf", tiny_models["qwen3"], "--save", save, "--train-iters", 1)
@@ -49,7 +49,8 @@ MISSING = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "missing"), slow_except(MISSING[:1], MISSING))
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "missing"), MISSING)
 def test_what_only_the_host_of_rank_0_has_is_named(start, tiny_models, tmp_path, flags, missing):
     for host in "host0", "host1":
         (tmp_path / host / "model").symlink_to(tiny_models["qwen3"])

@@ -4,8 +4,9 @@ import pytest
 import toy_checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_reference_models_beside_the_policy(ranks, tmp_path, torchrun):
     toy_checkpoints.make(tmp_path / "teacher", "llama", False, vocab_size=250)
     out = torchrun(ranks, "tests/distributed/reference_worker.py", tmp_path).stdout

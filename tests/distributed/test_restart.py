@@ -52,6 +52,7 @@ def test_a_launch_that_is_started_again_goes_on_from_its_newest_checkpoint(flags
     assert rows(tmp_path) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_signal_in_a_rollout_saves_the_state_before_it_and_leaves(flags, undisturbed, tmp_path):
     words = [*flags, "--exit-signal-handler", "--exit-grace-seconds", "600"]
     left = attempt("job 7", "signal", words, tmp_path)
@@ -66,7 +67,8 @@ def test_a_signal_in_a_rollout_saves_the_state_before_it_and_leaves(flags, undis
     assert not (tmp_path / "preempted").exists()
 
 
-@pytest.mark.parametrize("action", [pytest.param("stop", marks=pytest.mark.slow), "restore"])
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["stop", "restore"])
 def test_a_gradient_that_is_not_finite(action, flags, undisturbed, tmp_path):
     """One rank has it, before the gradients are reduced; update 3 of 4, and a checkpoint of update 2."""
     run = attempt("job 7", "nan", [*flags, "--on-bad-update", action], tmp_path, check=action != "stop")
@@ -77,6 +79,10 @@ def test_a_gradient_that_is_not_finite(action, flags, undisturbed, tmp_path):
     assert done[:2] == undisturbed[:2]
     if action == "stop":
         assert "The newest checkpoint is iteration 2" in run.stdout and len(done) == 2
+        (tmp_path / "none").mkdir()  # as of a run whose first update is bad
+        words = [tmp_path / "bad_updates" / "iteration_0000003", *flags, "--load", tmp_path / "none"]
+        output = run_torchrun(2, "tools/replay_update.py", *words).stdout
+        assert "nan; the initial weights, because --load has no checkpoint" in output
         return
     assert "model and optimizer are those of the checkpoint of iteration 2 again" in run.stdout
     assert [row["update/skipped"] for row in done] == [0, 0, 1, 0]

@@ -78,9 +78,13 @@ def model(layout, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(layout, model, tmp_path_factory):
+def results(layout, model, tmp_path_factory, request):
+    """What one launch wrote: all rollouts if a slow case of this file was selected, else the few of the others."""
     out = tmp_path_factory.mktemp("results")
     flags = ["--load-hf", model, *LAYOUTS[layout][1]]
+    selected = [item for item in request.session.items if item.path == request.node.path]
+    if not any(item.get_closest_marker("slow") for item in selected):
+        flags.append("--few")
     if layout == "a server":
         with vllm_server(model, out) as url:
             environment = {"VLLM_API_KEY": KEY}
@@ -121,12 +125,12 @@ def prompts(batch: RolloutBatch) -> list[list[int]]:
     return [batch.tokens[b : b + n].tolist() for b, n in zip(batch.cu_seqlens, batch.prompt_lengths, strict=False)]
 
 
-@pytest.mark.parametrize("name", ["first", "no end"])
+@pytest.mark.parametrize("name", slow_except(["first"], ["first", "no end"]))
 def test_log_probs_are_the_trainers(results, name):
     assert results.mismatch(name) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["truncated", "penalized"])
+@pytest.mark.parametrize("name", slow_except(["truncated"], ["truncated", "penalized"]))
 def test_log_probs_are_from_before_truncation_and_penalties_at_temperature_1(results, name):
     """At another temperature they are not, which is why rollout/arguments.py refuses it together with these."""
     assert (results.mismatch(name) < TOLERANCE) == (results.temperature == 1)
@@ -224,20 +228,25 @@ def test_every_rank_has_the_whole_batch_in_one_order(results, by_transformers):
     assert texts[0] == texts[GENERATIONS] and len(set(texts)) == len(results.lengths) - 1
 
 
-def test_rewards_belong_to_their_completions(results):
+REWARDED = ["first", "other replicas", "greedy", "one prompt", "trainer", "over-sampled", "resampled", "stop words"]
+
+
+@pytest.mark.parametrize("name", slow_except(REWARDED[:3], REWARDED))
+def test_rewards_belong_to_their_completions(results, name):
     """Also those of a group-wise function: by vLLM and by the trainer, on one replica and on two, of one completion a
     prompt, and of groups that were complete while others were aborted.
     """
-    names = ("first", "other replicas", "one prompt", "greedy", "trainer", "over-sampled", "resampled")
-    for name in names + ("stop words",) * ("--stop-words" in LAYOUTS[results.layout][1]):
-        batch = results.batch(name)
-        lengths, groups = batch.completion_lengths, batch.group_ids
-        shorter = [(lengths[groups == group] < length).sum() for group, length in zip(groups, lengths, strict=True)]
-        assert batch.rewards.tolist() == np.stack([lengths, batch.row_ids, shorter], 1).tolist(), name
-        assert results.facts[0][f"{name} failures"] == 0
-        assert any(shorter) or name in ("greedy", "stop words") or lengths.min() == lengths.max()
+    if name == "stop words" and "--stop-words" not in LAYOUTS[results.layout][1]:
+        return
+    batch = results.batch(name)
+    lengths, groups = batch.completion_lengths, batch.group_ids
+    shorter = [(lengths[groups == group] < length).sum() for group, length in zip(groups, lengths, strict=True)]
+    assert batch.rewards.tolist() == np.stack([lengths, batch.row_ids, shorter], 1).tolist()
+    assert results.facts[0][f"{name} failures"] == 0
+    assert any(shorter) or name in ("greedy", "stop words") or lengths.min() == lengths.max()
 
 
+@pytest.mark.slow
 def test_one_prompt_leaves_the_other_replica_idle(results):
     batch = results.batch("one prompt")
     assert batch.sample_ids.tolist() == list(range(GENERATIONS))
@@ -258,6 +267,7 @@ def test_ends(results, by_transformers, name):
         assert set(batch.finish_reasons) == {FinishReason.STOP, FinishReason.LENGTH}
 
 
+@pytest.mark.slow
 def test_ignoring_the_end(results, by_transformers):
     batch = results.batch("no end")
     assert (batch.completion_lengths == MAX_TOKENS).all()
@@ -287,6 +297,7 @@ def test_greedy_completions_are_transformers(results, by_transformers):
     assert len(set(map(tuple, completions(batch)))) > 2
 
 
+@pytest.mark.slow
 def test_penalties(results, by_transformers):
     """Greedy tokens of transformers' logits, penalized here: once for being there, and for each time."""
     batch, (model, tokenizer) = results.batch("greedy, penalized"), by_transformers
@@ -305,6 +316,7 @@ def test_penalties(results, by_transformers):
     assert completions(batch) != completions(results.batch("greedy"))
 
 
+@pytest.mark.slow
 def test_the_trainer_generates_alike(results):
     """--rollout-engine megatron: the same greedy completions, and sampled ones that are exactly on-policy."""
     assert completions(results.batch("trainer greedy")) == completions(results.batch("greedy"))
@@ -327,6 +339,7 @@ def test_stop_words(results, by_transformers):
     assert cut > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["", "trainer "])
 def test_interrupted_completions_go_on(results, whose):
     """Every three tokens a completion continues in another rollout, as if nothing was; vLLM's and the trainer's."""
@@ -346,6 +359,7 @@ def test_interrupted_completions_go_on(results, whose):
         assert results.facts[0][f"{whose}pairs"]
 
 
+@pytest.mark.slow
 def test_constrained_completions_match(results, by_transformers):
     """They end by themselves, and their log-probabilities are of another distribution than the trainer's."""
     if "--stop-words" not in LAYOUTS[results.layout][1]:
@@ -361,6 +375,7 @@ def test_constrained_completions_match(results, by_transformers):
     assert gap.mean() > 0.1 and gap.min() > -1e-4  # what the pattern leaves has all the probability
 
 
+@pytest.mark.slow
 def test_rows_sample_in_their_own_way(results, by_transformers):
     if "--stop-words" not in LAYOUTS[results.layout][1]:
         return
@@ -378,6 +393,7 @@ def test_rows_sample_in_their_own_way(results, by_transformers):
     assert gap.mean() < TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_first_complete_groups_are_kept(results):
     batch = results.batch("over-sampled")
     assert batch.group_ids.tolist() == [g for g in range(3) for _ in range(GENERATIONS)]
@@ -395,6 +411,7 @@ def test_the_first_complete_groups_are_kept(results):
         assert completions(again) == completions(batch) and again.row_ids.tolist() == batch.row_ids.tolist()
 
 
+@pytest.mark.slow
 def test_groups_without_signal_are_resampled_and_then_taken(results):
     """All are alike: the two of the first round are replaced, and in the end taken for want of better ones."""
     batch = results.batch("resampled")
@@ -404,10 +421,12 @@ def test_groups_without_signal_are_resampled_and_then_taken(results):
         assert unused == [] and metrics["sampling/resampled_groups"] == 2 and metrics["sampling/rounds"] == 1
 
 
+@pytest.mark.slow
 def test_aborted_requests_do_not_come_back(results):
     assert [facts["not aborted"] for facts in results.facts] == [[1], [1]]
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_older_weights_are_not_served(results):
     """New weights come while a request runs: the next one, whose prompt is cached, is as without the cache."""
     if results.layout == "a server":
@@ -446,6 +465,7 @@ def test_the_check_of_a_sync_finds_a_missed_one_by_both_means(results):
             assert "other log-probabilities than the trainer" in log_probs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["corrupted", "left out"])
 def test_the_check_of_a_sync_names_the_tensor(results, case):
     for facts in results.facts:

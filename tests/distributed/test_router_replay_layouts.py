@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from ranks import run_torchrun
 from router_replay_worker import FULL, MOE
-from slow import slow_except
 
 LAYOUTS = {
     1: {"TP1": "", "recomputed MoE": MOE, "recomputed": FULL},
@@ -48,8 +47,9 @@ def layouts(tmp_path_factory):
     return lambda case: run(case in FEW)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("layout", "mode"), slow_except(FEW, CASES))
+@pytest.mark.parametrize(("layout", "mode"), CASES)
 def test_layouts(layouts, layout, mode):
     layouts = layouts((layout, mode))
     experts, expected = (np.load(layouts / f"{name} {mode}.npy") for name in (layout, "TP1"))

@@ -7,6 +7,7 @@ import pytest
 WORKER = "tests/distributed/save_worker.py"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_saves_in_the_background(tmp_path, torchrun):
     """One is that of the foreground; those that fail leave the earlier checkpoint."""

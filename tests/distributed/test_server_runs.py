@@ -60,6 +60,7 @@ def run(flags: list[str], double: Double, save: Path, check: bool = True):
     return run_torchrun(2, "pretrain_grpo.py", *flags, *words, check=check)
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_all_servers_goes_on_as_if_it_had_not(flags, double, tmp_path):
     run(flags, double, tmp_path / "whole")
     expected = rows(tmp_path / "whole")

@@ -38,6 +38,7 @@ def run(model, directory: Path, ranks: int, late: int, phases, *flags, updates: 
     return output
 
 
+@pytest.mark.slow
 def test_a_rollout_and_its_rewards(tiny_models, tmp_path):
     output = run(tiny_models["qwen3"], tmp_path, 2, 1, ("rollout", "reward"), updates=2)
     assert "slowed: rollout" in output

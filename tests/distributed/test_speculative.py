@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import ranks
 import torch
 from ranks import run_torchrun
 from safetensors.torch import save_file
@@ -23,8 +22,6 @@ VOCABULARY, TEMPERATURE = 6, 0.8
 TOLERANCE = 1e-5  # nats
 DRAFTS = 2  # tokens of a draft
 METHODS = ("ngram", "draft_model", "draft_model, sampled drafts", "mtp", "ngram, adapter", "draft_model, adapter")
-# Without a model that drafts, and with one; test_a_draft_model_that_is_the_policy_is_always_accepted has a draft model.
-FEW_METHODS = ("ngram", "mtp")
 RANK = 2  # of the adapter
 
 
@@ -139,18 +136,10 @@ def mtp_draft(model, mtp, ids: list[int]) -> list[int]:
     return text[len(ids) :]
 
 
-@pytest.fixture(scope="module", params=slow_except(FEW_METHODS, METHODS))
+@pytest.fixture(scope="module", params=slow_except((), METHODS))
 def found(request, tmp_path_factory):
-    """What a method gave; with "mtp" by default no samples, whose drafts are accepted by the code of "ngram"."""
-    greedy = ("--greedy",) if request.param == "mtp" and not ranks.thorough else ()
-    return run(tmp_path_factory.mktemp("speculative"), request.param, *greedy)
-
-
-@pytest.fixture
-def sampled(found):
-    if not hasattr(found, "sampled"):
-        pytest.skip("samples of mtp: --thorough")
-    return found
+    """What a method gave; the default test is test_a_draft_model_that_is_the_policy_is_always_accepted."""
+    return run(tmp_path_factory.mktemp("speculative"), request.param)
 
 
 def exact(model, sequences, prompt_length: int) -> np.ndarray:
@@ -165,6 +154,10 @@ def of_tokens(tables: np.ndarray, ids) -> np.ndarray:
 
 
 def test_greedy_completions_and_their_log_probs_are_those_of_the_model(found):
+    check_greedy(found)
+
+
+def check_greedy(found) -> None:
     for prompt, asked in zip(PROMPTS, found.greedy, strict=True):
         (ids,), (log_probs,) = asked["ids"], asked["log_probs"]
         table = exact(found.model, [[*prompt, *ids]], len(prompt))[0]
@@ -247,12 +240,15 @@ def drafts_of(model, draft, prompt: list[int], ids: list[int]) -> tuple[int, int
 
 
 def test_a_draft_model_that_is_the_policy_is_always_accepted(tmp_path):
+    """The greedy completions are the model's."""
     policy = tmp_path / "policy"
-    qwen3(policy)
+    model = qwen3(policy)
     config = {"model": str(policy), "num_speculative_tokens": DRAFTS}
     flags = ("--vllm-speculative-config", json.dumps(config), "--greedy")
     run_torchrun(1, "tests/distributed/speculative_worker.py", policy, tmp_path / "found.json", *flags)
-    for asked in json.loads((tmp_path / "found.json").read_text())["greedy"]:
+    found = SimpleNamespace(**json.loads((tmp_path / "found.json").read_text()), model=model)
+    check_greedy(found)
+    for asked in found.greedy:
         drafts, proposed, accepted = asked["drafts"]
         assert proposed == accepted == DRAFTS * drafts and drafts == asked["steps"] - 1
 
@@ -298,23 +294,23 @@ def p_value(found, samples: dict, kept: int = VOCABULARY, tolerance: float = TOL
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def test_samples_have_the_distribution_of_the_model(sampled):
-    assert p_value(sampled, sampled.sampled) > LEAST_P_VALUE
+def test_samples_have_the_distribution_of_the_model(found):
+    assert p_value(found, found.sampled) > LEAST_P_VALUE
 
 
-def test_truncated_samples_have_their_distribution_and_kept_tokens(sampled):
-    assert p_value(sampled, sampled.top_k, kept=TOP_K) > LEAST_P_VALUE
+def test_truncated_samples_have_their_distribution_and_kept_tokens(found):
+    assert p_value(found, found.top_k, kept=TOP_K) > LEAST_P_VALUE
 
 
 @pytest.mark.parametrize("disturbance", ["interrupted", "kept"])
-def test_disturbed_samples_have_the_distribution_of_the_model(sampled, disturbance):
+def test_disturbed_samples_have_the_distribution_of_the_model(found, disturbance):
     """Interrupted and continued with a new KV cache; or under way at new weights, with the old one."""
-    assert p_value(sampled, getattr(sampled, disturbance)) > LEAST_P_VALUE
+    assert p_value(found, getattr(found, disturbance)) > LEAST_P_VALUE
 
 
-def test_tokens_before_new_weights_have_the_old_version(sampled):
-    assert len(sampled.seams) == DISTURBED
-    assert all(before == old for before, old in sampled.seams)
+def test_tokens_before_new_weights_have_the_old_version(found):
+    assert len(found.seams) == DISTURBED
+    assert all(before == old for before, old in found.seams)
 
 
 @pytest.mark.slow

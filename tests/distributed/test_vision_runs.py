@@ -149,21 +149,17 @@ def one_rank(data):
     return run(data, 1, data / "one", "--micro-batch-size", "4", "--no-save-hf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "rows"),
     [
         ("model", "videos"),
-        *(
-            pytest.param(*words.split(), marks=pytest.mark.slow)
-            for words in (
-                "model train",
-                "llava_onevision train",
-                "llava_onevision images_first",
-                "internvl videos",
-                "qwen3_vl videos",
-                "qwen3_vl_moe videos",
-            )
-        ),
+        ("model", "train"),
+        ("llava_onevision", "train"),
+        ("llava_onevision", "images_first"),
+        ("internvl", "videos"),
+        ("qwen3_vl", "videos"),
+        ("qwen3_vl_moe", "videos"),
     ],
 )
 def test_engine_and_trainer_agree(data, tmp_path, model, rows):

@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+import ranks
 from ranks import _environment, alive, warm_ranks
 
 pytestmark = pytest.mark.distributed
@@ -30,10 +31,11 @@ dist.barrier()
 
 @pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="all processes are told one hash seed")
 def test_ranks_meet_and_differ(tmp_path):
+    """In their random states, and with --thorough in their hash seeds."""
     for _ in range(2):  # the second time from the same processes
         status, output = launch(tmp_path, MEETING)
         assert status == 0, output
-        assert "ranks 1.0 2.0 differ True True ['one', 'two'] __main__\n" in output
+        assert f"ranks 1.0 2.0 differ {ranks.thorough} True ['one', 'two'] __main__\n" in output
 
 
 @pytest.mark.parametrize(

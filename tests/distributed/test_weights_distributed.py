@@ -90,8 +90,9 @@ def share(ranks: int, which: str) -> list:
     return [case for case in CASES[ranks] if (case in FEW[ranks]) == (which == "few")]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("which", ["few", pytest.param("the others", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["few", "the others"])
 @pytest.mark.parametrize("ranks", CASES)
 def test_every_family_in_every_layout(ranks, which, tmp_path, torchrun):
     cases = share(ranks, which)

@@ -127,9 +127,14 @@ class Worker:
         self.found["queued"] = answers
 
     def cache(self) -> None:
-        """New weights while a request runs, which keeps keys and values of the old ones: the next requests use none."""
+        """New weights while a request runs, which keeps keys and values of the old ones: the next requests use none.
+
+        Until then the request is that of an undisturbed rollout, and no token longer.
+        """
         prompt, count = self.prompts[0], PROMPTS * GENERATIONS
         sampling = Sampling(TOKENS, self.args.temperature, log_probs=True)
+        with self.engine.rollout(7):
+            (undisturbed,) = generate(self.engine, [Request(0, prompt.ids, sampling)])
         with self.engine.rollout(7):
             self.engine.submit([Request(0, prompt.ids, sampling)])
             for _ in range(3):
@@ -138,7 +143,7 @@ class Worker:
                 for chunk in self.trainer.model:
                     for parameter in chunk.parameters():
                         parameter.copy_(parameter.flip(0))  # other weights of the same size
-            EngineLifecycle.sync(self.trainer, self.trainer.iteration)
+            EngineLifecycle.sync(self.trainer, self.trainer.iteration + 1)
             numbers = range(1, count + 1)
             self.engine.submit([Request(number, prompt.ids, sampling) for number in numbers])
             done: dict[int, Completion] = {}
@@ -147,6 +152,10 @@ class Worker:
         members = {number: GroupMember(0, number - 1, count) for number in numbers}
         batch = to_batch([prompt], [done[number] for number in numbers], members, [0], 0)
         self.found["cache"] = self.distance(batch)
+        versions, log_probs, expected = done[0].weight_versions, done[0].log_probs, undisturbed.log_probs
+        assert log_probs and expected
+        new = list(versions).index(versions[-1])
+        self.found["seam"] = [new, log_probs[:new] == expected[:new], log_probs[new] != expected[new]]
 
     def temperatures(self) -> None:
         self.found["mismatch"] = {str(t): self.mismatch(t) for t in (1.0, 0.7)}

@@ -79,6 +79,13 @@ def test_no_prefix_of_earlier_weights_is_used(dense):
     assert dense["cache"] < 0.05
 
 
+@ONE_LAUNCH
+def test_new_weights_while_a_step_is_under_way(dense):
+    """A running request has the tokens of the old weights up to them, and then others."""
+    tokens, undisturbed, others = dense["seam"]
+    assert tokens >= 2 and undisturbed and others
+
+
 @pytest.mark.alone
 def test_sleep_and_offload_free_memory(tmp_path, model):
     facts = found(tmp_path / "out", 1, "sleep", model("qwen3", FLAT), EAGER, "--sleep-level", "2")[0]["sleep"]

@@ -342,7 +342,11 @@ def truncated_weights(bench: Bench) -> list[str]:
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None}
 
 HUGGING_FACE: list[Case] = [
-    ("no directory", flags("--load-hf gone"), r"gone/config\.json .*: gone is not a Hugging Face model directory"),
+    (
+        "no directory",
+        flags("--load-hf models/Qwen3-0.6B"),
+        r"there is no models/Qwen3-0\.6B\. A run downloads nothing: hf download OWNER/NAME --local-dir models/Qwen3-0",
+    ),
     (
         "name of the hub",
         flags("--load-hf Qwen/Qwen3-0.6B"),
@@ -551,7 +555,7 @@ TOOLS: list[Case] = [
         tool("tools/data/arithmetic.py", lambda b: ["--save", b.root / "a", "--shares", 1, 1, 1, 1]),
         r"--shares 1.0 .*: give four numbers >= 0 with the sum 1",
     ),
-    ("convert: no model", convert(lambda b: ["--load", "gone", "--save", b.root / "c"]), r"gone is not a Hugging Face"),
+    ("convert: no model", convert(lambda b: ["--load", "gone", "--save", b.root / "c"]), r"there is no gone"),
     ("convert: onto itself", convert(lambda b: ["--load", b.model, "--save", b.model]), r"are the same directory"),
     ("convert: over a run", convert(lambda b: ["--load", b.model, "--save", b.run()]), r"give another --save"),
     (

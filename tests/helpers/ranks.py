@@ -73,8 +73,9 @@ def run_group(command, environment, timeout) -> tuple[int | None, str]:
     return process.returncode, output
 
 
-# Two processes fork the even and the odd ranks, so that neighbouring ranks have different hash seeds, as in a real run.
-# All lanes of a test session share them: the first process of the session starts them, and names their directory here.
+# With --thorough two processes fork the even and the odd ranks, so that adjacent ranks have different hash seeds, as
+# in a real run. By default one process forks all ranks: its imports take 20 s of CPU time. All lanes of a session share
+# them: the first process of the session starts them, and names their directory here.
 _DIRECTORY = "WARM_RANKS"
 _warm: list[subprocess.Popen] = []
 
@@ -84,12 +85,16 @@ def start_warm_ranks() -> None:
     if _DIRECTORY in os.environ:
         return
     os.environ[_DIRECTORY] = tempfile.mkdtemp(prefix="warm_ranks_")
-    for number in range(2):
+    for number in range(_servers()):
         command = [sys.executable, str(REPO / "tests" / "helpers" / "warm_rank.py"), str(_socket(number))]
         _warm.append(subprocess.Popen(command, env=_environment(), stdin=subprocess.PIPE, cwd=REPO))
-    while not all(_socket(number).exists() for number in range(2)):
+    while not all(_socket(number).exists() for number in range(_servers())):
         assert all(process.poll() is None for process in _warm), "warm_rank.py has ended; standard error says why"
         time.sleep(0.02)
+
+
+def _servers() -> int:
+    return 2 if thorough else 1
 
 
 def _socket(number: int) -> Path:
@@ -118,13 +123,14 @@ class WarmRun:
         world |= {name: value for name, value in environment.items() if name == "TORCHELASTIC_RUN_ID"}
         own = [world | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(nproc)]
         environments = [environment | {name: str(value) for name, value in rank.items()} for rank in own]
-        shares = [(self._connect(number), environments[number::2]) for number in range(min(2, nproc))]
+        step = _servers()
+        shares = [(self._connect(number), environments[number::step]) for number in range(min(step, nproc))]
         for lines, share in shares:
             lines.write(json.dumps({"argv": command, "environments": share, "output": output}) + "\n")
             lines.flush()
         started = [lines.readline().split() for lines, _ in shares]
         assert all(started), "warm_rank.py has ended; standard error says why"
-        self.pids = [int(started[rank % 2][rank // 2]) for rank in range(nproc)]
+        self.pids = [int(started[rank % step][rank // step]) for rank in range(nproc)]
         self.returncode: int | None = None
         self._failed: list[int] = []
         self._watching = [threading.Thread(target=self._watch, args=share, daemon=True) for share in shares]

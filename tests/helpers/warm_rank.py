@@ -1,6 +1,7 @@
 """Process that imports all modules of a rank once and forks ranks on request: warm_rank.py SOCKET
 
-ranks.py starts two of these processes for all lanes of a test session: the imports take about 15 s of CPU time.
+ranks.py starts one of these processes for all lanes of a test session, with --thorough two: the imports take about 20 s
+of CPU time.
 
 A connection to the Unix socket SOCKET sends one line, {"argv": [script, ...], "environments": [{...}, ...],
 "output": file}, for one rank per environment. The answer is one line with the process ids of the ranks (also their
@@ -28,8 +29,9 @@ from typing import Any
 warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
 
 listener = socket.socket(socket.AF_UNIX)
-listener.bind(sys.argv[1])
+listener.bind(f"{sys.argv[1]}.new")
 listener.listen(64)  # before the imports: connections wait meanwhile
+os.rename(f"{sys.argv[1]}.new", sys.argv[1])  # a name that exists can be connected to
 
 # isort: split
 import numpy as np

@@ -262,7 +262,7 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             if path.suffix == ".jsonl":
-                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                text = "".join(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n" for row in rows)
                 unfinished.write_text(text, encoding="utf-8")
             else:
                 columns = dict.fromkeys(
@@ -279,6 +279,13 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
         raise GrpoError(f"{path}: cannot be written: {error}") from error
 
 
+def _as_json(value: Any) -> str:
+    """Return the text of a Parquet value that JSON lacks, such as a date; raise GrpoError for bytes."""
+    if isinstance(value, bytes):
+        raise GrpoError(f"a column has bytes ({value[:8]!r}...), which .jsonl cannot have: give --output a .parquet")
+    return str(value)
+
+
 def print_summary(rows: list[dict[str, Any]], path: Path) -> None:
     """Print the number of rows of a file, the lengths of the prompts, and the first row."""
     prompts = [row["prompt"] for row in rows]
@@ -288,4 +295,4 @@ def print_summary(rows: list[dict[str, Any]], path: Path) -> None:
         f"{path}: {len(rows)} rows with {', '.join(rows[0])}; prompts of {low} to {high} characters, median {middle:g}"
     )
     shown = {name: value for name, value in rows[0].items() if name != "images"}
-    print("the first: " + json.dumps(shown, ensure_ascii=False))
+    print("the first: " + json.dumps(shown, ensure_ascii=False, default=str))

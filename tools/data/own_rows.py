@@ -28,6 +28,7 @@ from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import Originals, chat, convert_files, read_originals
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+SHEETS = (".xlsx", ".xls", ".ods")
 _WHOLE_NUMBER = re.compile(r"(0|-?[1-9][0-9]*)\.0")  # as pandas writes a column of whole numbers with gaps
 _QUOTED = re.compile(r'"[^"]*(?:""[^"]*)+"')  # as a CSV writer writes a cell with quotes
 
@@ -43,7 +44,8 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
             raise GrpoError(f'no column "{column}" ({flag}), found {", ".join(map(str, row)) or "none"}')
     question = row[args.prompt_column]
     if not isinstance(question, str):
-        raise GrpoError(f'"{args.prompt_column}" must be a text, found {kind(question)}')
+        cure = ": chat messages need no conversion, give the run --prompt-key" if _are_messages(question) else ""
+        raise GrpoError(f'"{args.prompt_column}" must be a text, found {kind(question)}{cure}')
     if not question.strip():
         raise GrpoError(f'"{args.prompt_column}" is empty')
     prompt: Any = question
@@ -59,11 +61,22 @@ def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     return {"prompt": prompt, **answer, **{name: value for name, value in row.items() if name not in named}}
 
 
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value)
+
+
 def _answer(value: Any, column: str) -> str:
     if isinstance(value, str) and isinstance(parsed := json_column(value), list) and len(parsed) == 1:
         value = parsed  # a list in CSV; one of two values may be an interval
-    if value is None or value == "" or value == []:
+    if value is None or value == "" or value == [] or value != value:  # NaN, where pandas has no value
         raise GrpoError(f'no answer in "{column}"')
+    if isinstance(value, bool):
+        raise GrpoError(f'"{column}" is {value}: write the text that the policy should answer, such as yes')
+    if not isinstance(value, str | int | float | list):
+        raise GrpoError(
+            f'"{column}" must be a text or a number, found {kind(value)}: leave out --answer-column; compare with it '
+            "in a reward of your own (docs/rewards.md)"
+        )
     return gold_text(Sample("", "", {"answer": value}))
 
 
@@ -92,13 +105,21 @@ class Seen:
 def read_table(path: Path) -> Originals:
     """Yield (place, function that reads the row) of a file with separators, or as `read_originals` does."""
     separator = SEPARATORS.get(path.suffix.lower())
+    if not path.exists():
+        raise GrpoError(f"{path}: no such file")
+    if path.suffix.lower() in SHEETS:
+        raise GrpoError(f"{path}: a spreadsheet is not read: save its sheet as CSV in UTF-8")
     if separator is None:
         yield from read_originals(path)
         return
     try:
         yield from _separated(path, separator)
-    except (OSError, UnicodeDecodeError) as error:
-        raise GrpoError(f"{path}: cannot be read as UTF-8 text with {separator!r} between columns: {error}") from error
+    except UnicodeDecodeError as error:
+        raise GrpoError(
+            f"{path}: cannot be read as UTF-8: {error}: save it in UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8"
+        ) from error
+    except OSError as error:
+        raise GrpoError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _separated(path: Path, separator: str) -> Iterator[tuple[str, Any]]:
@@ -126,7 +147,8 @@ def _check_header(names: Sequence[str], path: Path, separator: str) -> None:
             raise GrpoError(f'{path}: the header has "{name}" more than once: give each column a name of its own')
     if len(names) == 1 and (other := next((mark for mark in ",;\t" if mark in names[0]), None)):
         raise GrpoError(
-            f"{path}: the header has {other!r} and no {separator!r}: {path.suffix} needs {separator!r} between columns"
+            f"{path}: the header has {other!r} and no {separator!r}: {path.suffix} has {separator!r} between columns, "
+            "and a point in decimals"
         )
 
 

@@ -40,9 +40,10 @@ def gold_text(sample: Sample) -> str:
         if isinstance(gold, float):
             gold = int(gold) if gold.is_integer() else format(Decimal(repr(gold)), "f")
         return str(gold).strip()
+    found = [f"{name} without a value" if name in ANSWER_COLUMNS else name for name in sample.row]
     raise GrpoError(
         f"the row has no answer to compare with: expected {', '.join(ANSWER_COLUMNS[:-1])} or {ANSWER_COLUMNS[-1]}, "
-        f"found {', '.join(sample.row) or 'no column'}"
+        f"found {', '.join(found) or 'no column'}"
     )
 
 

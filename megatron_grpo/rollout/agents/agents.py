@@ -72,6 +72,7 @@ class _Run:
     malformed_calls: int = 0
     prompts: int = 0  # tokens of all samples that were not sampled in it
     over: bool = False  # a call was refused at a limit
+    refused: str = ""  # why the last refused call was: clients often raise without the text of the answer
     decoded: set[bytes] = field(default_factory=set)  # images that are whole
     numbers: dict[bytes, int] = field(default_factory=dict)  # of the images that all ranks have
 
@@ -79,7 +80,13 @@ class _Run:
         """Forget what an earlier program has said."""
         self.earlier |= {self.program} if self.program else set()
         self.program, self.tree, self.sampled, self.prompts, self.over = program, Tree(), 0, 0, False
-        self.malformed_calls = 0
+        self.malformed_calls, self.refused = 0, ""
+
+    def with_refusal(self, error: str) -> str:
+        """Return the error of the program, with the refusal of its last call in its first line."""
+        first, newline, rest = error.partition("\n")
+        told = not self.refused or self.refused in error
+        return error if told else f"{first}; a call was refused: {self.refused}{newline}{rest}"
 
 
 class _Asked(NamedTuple):
@@ -225,10 +232,10 @@ class Agents(Conversing):
     def _ended(self, run: _Run, answer: Answer) -> tuple[str, float | None]:
         """Return (finish reason, reward) of a run whose program has ended."""
         if answer.error is not None and not run.over:
-            self._failures.add(answer.error)
+            self._failures.add(run.with_refusal(answer.error))
             return "failed", None
         if not run.tree.nodes:
-            self._failures.add("the agent ended without a call")
+            self._failures.add(run.with_refusal("the agent ended without a call that was answered"))
             return "failed", None
         return "length" if run.over else "stop", answer.reward
 
@@ -259,10 +266,12 @@ class Agents(Conversing):
             self._endpoint.refuse(call, str(error), "context_length_exceeded")
             return None
         except GrpoError as error:
-            self._endpoint.refuse(call, str(error))
+            run.refused = str(error)
+            self._endpoint.refuse(call, run.refused)
             return None
         except (AttributeError, KeyError, TypeError, ValueError) as error:  # the program sent other JSON than OpenAI's
-            self._endpoint.refuse(call, f"the request is malformed: {type(error).__name__}: {error}")
+            run.refused = f"the request is malformed: {type(error).__name__}: {error}"
+            self._endpoint.refuse(call, run.refused)
             return None
         before = prompt.parent.ids if prompt.parent is not None else []
         branches = prompt.parent is not None and prompt.parent.continued

@@ -102,6 +102,7 @@ class VllmColocate:
         self._rollout_seed = 0
         self._submitted = 0  # requests so far
         self._under_way: dict[int, _UnderWay] = {}  # by id of the request
+        self._finished: list[Completion] = []  # that `poll` has not returned
         self.sleep()
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -150,6 +151,11 @@ class VllmColocate:
         state.detokenizer.output_text = text.rstrip("\ufffd")  # the rest of a character comes with the next token
 
     def poll(self) -> list[Completion]:
+        before, self._finished = self._finished, []
+        return before + self._step()
+
+    def _step(self) -> list[Completion]:
+        """Run one step of vLLM; return the completions that finished in it."""
         finished = []
         with lost_on_failure("vLLM's step"):
             outputs = self._engine.step()
@@ -170,6 +176,15 @@ class VllmColocate:
                 completion = Completion(request_id, ids, log_probs, reason, versions, experts, kept)
                 finished.append(completion.after(under_way.request.begun))
         return finished
+
+    def _finish_step(self) -> None:
+        """Let vLLM record the step that it has launched ahead of the newest tokens, which is of the present weights.
+
+        Completions that finish in it come with the next `poll`.
+        """
+        while self._under_way and scheduler.step_under_way(self._engine):
+            with scheduler.launching_nothing(self._engine):
+                self._finished += self._step()
 
     @staticmethod
     def _check_prompt(request: Request, ids: list[int]) -> None:
@@ -241,6 +256,7 @@ class VllmColocate:
         """Load new weights; requests under way go on with their keys and values, and have tokens of both versions."""
         with raised_on_every_rank():
             try:
+                self._finish_step()
                 with lost_on_failure("vLLM's update of the weights"):
                     if self._mtp_prefixes:
                         self._llm.collective_rpc(draft.load_with_mtp, args=(weights, self._mtp_prefixes))
@@ -275,6 +291,8 @@ class VllmColocate:
 
     def update_adapter(self, adapter: slots.Adapter, version: int) -> None:
         """Load an adapter; requests under way go on with their keys and values, as in `update_weights`."""
+        with raised_on_every_rank():
+            self._finish_step()
         self._load_adapter(adapter, f"load {self._loads + 1}")
         if self._adapter_like.keys() != adapter.keys():
             self._adapter_like = {name: tensor.to("meta") for name, tensor in adapter.items()}
@@ -462,8 +480,6 @@ def _build(args, directory: str):
             seed=args.seed,
             disable_log_stats=True,
             **scheduler.scheduler_options(),
-            # Else a step is in flight at new weights, of which the engine cannot tell the version.
-            **({"async_scheduling": False} if args.weight_update == "keep" else {}),
             **(slots.lora_options(args.lora_rank, targets(args)) if args.lora_weight_sync == "adapter" else {}),
             # Without videos, vLLM's profile runs the tower on no video.
             **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config and not args.engine_sees_videos else {}),

@@ -1,6 +1,8 @@
 """The scheduler of a vLLM in this process: its class, and the log-probabilities and draft counts taken from it."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -12,6 +14,24 @@ from megatron_grpo.utils.log import log
 def scheduler_of(engine):
     """Return the scheduler of an ``LLMEngine`` that runs its core in this process."""
     return engine.engine_core.engine_core.scheduler
+
+
+def step_under_way(engine) -> bool:
+    """Return whether a step is launched whose tokens are not recorded: with asynchronous scheduling, after any step."""
+    return bool(engine.engine_core.engine_core.batch_queue)
+
+
+@contextlib.contextmanager
+def launching_nothing(engine) -> Iterator[None]:
+    """Context in which a step of the engine records what is launched, and launches no request."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    made = scheduler_of(engine)
+    made.set_pause_state(PauseState.PAUSED_ALL)
+    try:
+        yield
+    finally:
+        made.set_pause_state(PauseState.UNPAUSED)
 
 
 def scheduler_options() -> dict[str, str]:

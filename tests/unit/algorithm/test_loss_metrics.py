@@ -93,8 +93,8 @@ def test_a_losss_metric_reaches_the_report():
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
-        ({"foo/strength": torch.ones(3)}, r"--loss-type foo returned foo/strength of shape \(3,\) for 2 tokens"),
-        ({"foo/strength": 1.0}, "--loss-type foo returned foo/strength 1.0 for 2 tokens: return one value"),
+        ({"foo/strength": torch.ones(3)}, r"foo returned the metric 'foo/strength' of shape \(3,\) for 2 tokens"),
+        ({"foo/strength": 1.0}, "foo returned the metric 'foo/strength' 1.0 for 2 tokens: return one value"),
         ({"kl": torch.ones(2)}, "a metric 'kl', .*: name it \"foo/NAME\""),
         ({"foo/strength/max": torch.ones(2)}, "not /min or /max"),
     ],

@@ -117,6 +117,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_random_moments_leaves_a_loadable_checkpoint(tmp_path):
     root = tmp_path / "run"
     save(root, 1)

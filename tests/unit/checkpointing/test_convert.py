@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from convert_tool import check_same, load_tool
 from lock_holder import Holder
-from slow import FEW, slow_except
+from slow import slow_except
 from toy_checkpoints import FAMILIES, add_mtp, build, make, same_bits, tensors_of, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
@@ -67,7 +67,7 @@ def stored(root):
 
 
 BOTH_WAYS = [("qwen3", torch.float32), *((family, torch.bfloat16) for family in FAMILIES)]
-FEW_BOTH_WAYS = [("qwen3", torch.float32), ("deepseek_v3", torch.bfloat16), ("gemma2", torch.bfloat16)]
+FEW_BOTH_WAYS = [("qwen3", torch.float32), ("deepseek_v3", torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("family", "dtype"), slow_except(FEW_BOTH_WAYS, BOTH_WAYS))
@@ -91,7 +91,7 @@ def test_there_and_back(convert, tmp_path, capsys, family, dtype):
         convert("--megatron-to-hf", "--load", middle, "--save", target)
 
 
-@pytest.mark.parametrize("family", slow_except(FEW, [*FAMILIES, "qwen3_moe of equal layers"]))
+@pytest.mark.parametrize("family", slow_except(["deepseek_v3"], [*FAMILIES, "qwen3_moe of equal layers"]))
 def test_written_as_a_built_model_saves(convert, tmp_path, family):
     """Keys, shapes and values are those that checkpointing.save_checkpoint writes, and it loads them."""
     name, *equal = family.split(" ", 1)
@@ -207,7 +207,7 @@ SPELLINGS += [("qwen2", {"common_pt": True})]
 PAIRS = [(family, spelling) for family, _ in SPELLINGS for _, spelling in SPELLINGS]
 
 
-@pytest.mark.parametrize(("family", "spelling"), slow_except(SPELLINGS, PAIRS), ids=str)
+@pytest.mark.parametrize(("family", "spelling"), slow_except(SPELLINGS[1:3], PAIRS), ids=str)
 def test_megatron_lms_own_checkpoints(convert, tmp_path, family, spelling):
     make(tmp_path / "hf", family, tied=family == "qwen3")
     megatron_lm(tmp_path / "megatron", tmp_path / "hf", **spelling)

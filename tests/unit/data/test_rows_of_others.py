@@ -182,6 +182,7 @@ def test_streamed_files_name_the_column_of_the_first_row(tmp_path, capsys, monke
     ("row", "message"),
     [
         ({"prompt": "a"}, "no answer to compare with: expected answer, reward_model.ground_truth, .*found prompt$"),
+        ({"prompt": "a", "answer": float("nan")}, "found prompt, answer without a value$"),
         ({}, "found no column"),
         ({"reward_model": {"style": "model"}}, "no answer to compare with.*found reward_model"),
         (

@@ -151,11 +151,13 @@ SCRIPTS = {
 
 @cache
 def dry_run(name: str, *flags: str, **variables: str) -> tuple[str, float]:
-    """The report of a script with variables before and flags at the end of the command, and the seconds it took."""
+    """The report of a script with variables before and flags at the end of the command, and the seconds it took.
+
+    Without --thorough pretrain_grpo.py runs in this process: importing takes ten times what a dry run does.
+    """
     start = time.monotonic()
-    if not flags and not variables and (ranks.thorough or name == "qwen3_8b"):
+    if not flags and not variables and ranks.thorough:
         return run_script(name, Path(sys.executable).parent), time.monotonic() - start
-    # The others' pretrain_grpo.py runs in this process: importing takes ten times what a dry run does.
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         world_size, program, *words = command_of(name, *flags, **variables)
         assert launch(program, words, int(world_size)) == 0

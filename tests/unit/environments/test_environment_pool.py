@@ -129,6 +129,7 @@ def fetch(number):
     return Turn("", [ToolCall("fetch", {"page": str(number)}, "0")])
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_costs_no_episode(make):
     """1,000 episodes of three turns, 300 tools at once, which they are again after the process has ended."""
     pool = make(["fetch"], workers=1)
@@ -234,7 +235,8 @@ def test_an_episode_without_snapshots_stays_where_its_call_was_repeated(make, tm
     assert not any(worker.episodes or worker.suspects for worker in traced.pool._trials)
 
 
-@pytest.mark.parametrize("seed", slow_except([0], range(3)))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_an_episode_without_snapshots_leaves_a_process_only_when_it_has_ended(make, tmp_path, monkeypatch, seed):
     """Three calls end their processes, beside random ones. Every process has seen an episode's turns in order."""
     monkeypatch.setattr(module, "_MAX_TRIALS", 5)  # 10 calls are halved 4 times
@@ -262,6 +264,7 @@ def test_an_episode_without_snapshots_leaves_a_process_only_when_it_has_ended(ma
     assert not pool._groups and len(pool._processes) == 2 + len(pool._trials)
 
 
+@pytest.mark.slow
 def test_cleared_episodes_take_no_more_processes_than_the_limit(make, tmp_path, monkeypatch):
     """Each death pins further episodes to processes of their own, until the emptiest gives its own back."""
     monkeypatch.setattr(module, "_MAX_TRIALS", 4)  # 4 calls are halved twice
@@ -284,6 +287,7 @@ def test_cleared_episodes_take_no_more_processes_than_the_limit(make, tmp_path, 
         pool.end(key)
 
 
+@pytest.mark.slow
 def test_a_call_that_blocks_its_process_is_found(make, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GRACE", 0.5)
     monkeypatch.setattr(module, "_SILENCE", 0.1)
@@ -298,7 +302,7 @@ def test_a_call_that_blocks_its_process_is_found(make, tmp_path, monkeypatch):
     assert "took longer than 0.5 s (--environment-timeout)" in found[3].error
 
 
-@pytest.mark.parametrize("threads", [4, 256])
+@pytest.mark.parametrize("threads", slow_except([4], [4, 256]))
 def test_threads_that_do_not_end_cost_their_own_calls(make, tmp_path, threads):
     """They are replaced with their process: its other calls are repeated at once."""
     pool = make(["threads"], workers=1, timeout=2.0, sizes=Sizes(threads=threads))

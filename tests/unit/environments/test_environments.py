@@ -96,6 +96,7 @@ def steps(answer):
     return int(answer.messages[0]["content"].split()[1])
 
 
+@pytest.mark.slow
 def test_a_fault_costs_its_own_episode_only(pool, tmp_path):
     """A process that ends takes other episodes with it: these go on, from their earlier turns, and are not blamed."""
     turns = ["x", "die", "hang", "raise", f"once {tmp_path / 'flag'}", "bytes", "nothing", "x"]

@@ -7,17 +7,19 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("mcp.server.mcpserver")  # version 2
 
 from megatron_grpo.environments.builtin.mcp_server import mcp_tools
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.registry import ToolCall, Turn, tool_schema
 from megatron_grpo.environments.tools import ToolEnvironment
 from megatron_grpo.utils.errors import GrpoError
+
+MCP = next((package.version for package in metadata.distributions(name="mcp")), "0")  # its import takes 3 s
+pytestmark = pytest.mark.skipif(int(MCP.partition(".")[0]) < 2, reason="needs mcp 2")
 
 SERVER = """
 import os, sys
@@ -106,6 +108,7 @@ def test_calls(tools):
     assert not Path(f"/proc/{process}").exists()  # it has ended with the loop
 
 
+@pytest.mark.slow
 def test_a_server_gets_no_keys(server, monkeypatch):
     """The specification's client passes on what POSIX programs need; the user adds what the server needs."""
     monkeypatch.setenv("SHOP_API_KEY", "secret")
@@ -124,6 +127,7 @@ def test_a_server_gets_no_keys(server, monkeypatch):
         mcp_tools("https://shop.example/mcp", env={})
 
 
+@pytest.mark.slow
 def test_a_server_behind_a_url(server):
     """Its calls, and what is said while it does not run; a server that has started again is found."""
     with socket.socket() as free:
@@ -173,6 +177,7 @@ def test_a_server_behind_a_url(server):
         first.wait()
 
 
+@pytest.mark.slow
 def test_a_worker_ends_its_server(server, tmp_path):
     plugin = tmp_path / "plugin.py"
     plugin.write_text(

@@ -38,6 +38,7 @@ WITH_TOOLS = {
 }
 # Whose templates show an earlier turn with other marks of reasoning than a prompt.
 REASONING = {"GLM-4.5-Air", "GLM-4.7-Flash", "Kimi-K2.5", "MiniMax-M2.5"}
+OTHERS = sorted(set(NAMES) - REASONING)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def published(tmp_path_factory):
     return build
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - REASONING))
+@pytest.mark.parametrize("name", OTHERS)
 def test_users_turns(name, published):
     """Six turns of text; the templates of REASONING remove it from earlier turns, so that their text is another."""
     tokenizer, renderer = published(name)
@@ -178,7 +179,7 @@ class Counted:
         return ids
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - REASONING))
+@pytest.mark.parametrize("name", slow_except(OTHERS[::3], OTHERS))
 @pytest.mark.parametrize("rewrites", slow_except([True], [False, True]))  # in every third turn
 def test_a_turn_is_compared_by_what_is_new(name, rewrites, published):
     """Thirty turns, the result of each as of the whole conversation; later turns take no more work."""

@@ -46,6 +46,8 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             {"eval_prompt_data": ["aime", "a.jsonl", "math", "b.jsonl"]},
             {"--valid-data-path": "a.jsonl b.jsonl"},
         ),
+        ("slime", {"rm_type": "dapo"}, {"--reward-funcs": "accuracy", "--answer-extraction": "line"}),
+        ("slime", {"rm_type": "math"}, {"--reward-funcs": "accuracy", "--answer-extraction": None}),
         ("TRL", {"warmup_steps": "20"}, {"--lr-warmup-iters": "20", "--lr-warmup-fraction": None}),
         (
             "TRL",
@@ -333,6 +335,34 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
                 "--soft-cache-length": "512",
                 "--dynamic-sample-reward": "score soft_overlong",
             },
+        ),
+        (
+            "verl",  # the rows of GSM8K ask for "#### 72", those of MATH for a box, those of DAPO for a last line
+            {"data__train_files": "['/x/gsm8k/train.parquet', '/x/math/train.parquet']"},
+            {
+                "--reward-funcs": "gsm8k accuracy",
+                "--reward-routing": "openai/gsm8k=gsm8k DigitalLearningGmbH/MATH-lighteval=accuracy",
+                "--answer-extraction": None,
+            },
+        ),
+        (
+            "verl",
+            {
+                "data__train_files": "/x/gsm8k/train.parquet",
+                "data__val_files": "/x/dapo.parquet",
+                "trainer__val_before_train": "False",
+            },
+            {"--reward-funcs": "gsm8k", "--reward-routing": None, "--answer-extraction": None},
+        ),
+        (
+            "verl",
+            {"data__train_files": "data/dapo-math-17k.parquet", "data__val_files": "data/aime-2024.parquet"},
+            {"--reward-funcs": "accuracy", "--reward-routing": None, "--answer-extraction": "line"},
+        ),
+        (
+            "verl",  # which of the two forms a mixed batch has is the row's
+            {"data__train_files": "['gsm8k.parquet', 'dapo.parquet', 'mine.parquet']"},
+            {"--reward-funcs": "accuracy", "--reward-routing": None, "--answer-extraction": None},
         ),
         (
             "verl",  # a field of megatron-core without a row

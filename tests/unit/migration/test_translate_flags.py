@@ -121,6 +121,17 @@ CASES = {
         "--num-epochs",
         ["Nothing to do (docs/migration/ms_swift.md", "move_model_batches", "GPUS_PER_NODE=${GPUS_PER_NODE:-4}"],
     ),
+    "megatron rlhf on Ray": (  # a section for each role; the engines have GPUs of their own
+        "ray.yaml",
+        "rlhf_type: grpo\nmodel: /m/tiny\nreward_funcs: [accuracy]\nmicro_batch_size: 2\nglobal_batch_size: 16\n"
+        "num_generations: 8\ntrain_iters: 100\nlr: 5e-5\nmax_completion_length: 64\ndataset: t.jsonl\nuse_vllm: true\n"
+        "train:\n  gpus: 8\n  tuner_type: lora\n  lora_rank: 8\n  output_dir: o\n"
+        "rollout:\n  gpus: 8\n  vllm_tensor_parallel_size: 2\n",
+        "ms-swift",
+        "--lora-rank 8 --vllm-tensor-parallel-size 2 --train-iters 100",
+        "--gpus",
+        ["NNODES=${NNODES:-2} GPUS_PER_NODE=${GPUS_PER_NODE:-8}", "--rollout-ranks N, with --max-staleness"],
+    ),
     "swift rlhf": (
         "run.sh",
         SWIFT,
@@ -161,6 +172,19 @@ CASES = {
         "--rollout-importance-sampling-mode sequence_mask --rollout-importance-sampling-threshold 3",
         "--num-epochs",
         ["8 are assumed", "dataset_name: a JSON-lines or Parquet file", "use_vllm"],
+    ),
+    "TRL in Python": (
+        "train.py",
+        "from datasets import load_dataset\nfrom peft import LoraConfig\nfrom trl import GRPOConfig, GRPOTrainer\n"
+        "LR = 2e-6\ndef short(completions, **kwargs):\n    return [-len(c) for c in completions]\n"
+        'config = GRPOConfig(output_dir="o", learning_rate=LR, max_steps=40, num_generations=4, beta=0.1, '
+        "per_device_train_batch_size=8, max_completion_length=2**6, bf16=True)\n"
+        'trainer = GRPOTrainer(model="/m/tiny", args=config, reward_funcs=[short], peft_config=LoraConfig(r=4),\n'
+        '    train_dataset=load_dataset("me/sums", split="train"))\ntrainer.train()\n',
+        "TRL",
+        "--lr 2e-06 --train-iters 40 --num-generations 4 --beta 0.1 --lora-rank 4 --lora-alpha 8 --lora-dropout 0.0",
+        "--seed",
+        ["max_completion_length=2 ** 6: the script computes it", "reward functions: [short]", "me/sums"],
     ),
     "TRL by its command": (
         "run.sh",
@@ -269,6 +293,7 @@ def test_a_script_of_each_system(name, tmp_path, monkeypatch, groups):
     path.write_text(text)
     assert read_source(path).system == system
     script = translate_flags.translated(path, None, None, None)
+    assert "\n    exec torchrun " in script  # signals of a scheduler reach torchrun, and do not end bash alone
     words = printed_flags(script, tmp_path)
     for flag in given.split(" --"):
         wanted = ("--" + flag.removeprefix("--")).split()
@@ -386,6 +411,8 @@ def test_keys_that_hydra_deletes_are_not_set(tmp_path):
     "file, text, message",
     [
         ("run.sh", "echo hello\n", "no command of a known system"),
+        ("run.py", "print(1)\n", r"run\.py: no GRPOConfig\(\.\.\.\): of Python scripts"),
+        ("run.py", "def (\n", "cannot be read as Python"),
         ("run.yaml", "a: 1\n", r"its top-level keys \(a\) belong to no known system; give --system"),
         ("run.yaml", "- a\n", "its top level is no mapping"),
         ("run.yaml", "a: [\n", "cannot be read as YAML"),

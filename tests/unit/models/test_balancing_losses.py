@@ -12,6 +12,7 @@ import pytest
 import ranks
 import torch
 from megatron.core.utils import unwrap_model
+from slow import slow_except
 
 import pretrain_grpo
 from megatron_grpo.models import balancing, forward
@@ -112,7 +113,7 @@ def expected_losses(sequences: list, sigmoid: bool) -> dict[str, torch.Tensor]:
 KINDS = ["seq_aux_loss", "global_aux_loss", "z"]
 
 
-@pytest.fixture(scope="module", params=[SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+@pytest.fixture(scope="module", params=slow_except([SIGMOID], [SOFTMAX, SIGMOID]), ids=["softmax", "sigmoid"])
 def looped(request, world):
     """Return the flags of a family, each loss and its gradients from a loop over sequences, and those without it."""
     family = request.param
@@ -126,6 +127,7 @@ def looped(request, world):
     return family, want, of_losses, update(f"{family} --micro-batch-size 4")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_gradients_are_those_of_a_loop_over_sequences(looped, kind):
     family, want, of_losses, without = looped
@@ -167,7 +169,7 @@ def by_layer(trainer) -> dict[tuple[bool, int], Router]:
     return {(router.is_mtp_layer, router.layer_number): router for router in balancing.routers(*trainer.model)}
 
 
-@pytest.mark.parametrize("more", ["", FULL, "--moe-layer-recompute", "--bf16"])
+@pytest.mark.parametrize("more", slow_except(["--bf16"], ["", FULL, "--moe-layer-recompute", "--bf16"]))
 def test_counts_and_biases_are_those_of_a_loop_over_sequences(world, more):
     """Once for each token, whether its layer is recomputed or not; neither passes without gradients nor padding."""
     flags = SIGMOID.partition("--mtp-num-layers")[0] if more == FULL else SIGMOID  # refused with FULL

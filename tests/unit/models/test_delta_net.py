@@ -86,6 +86,7 @@ def test_packed_sequences_are_single_recurrences():
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.slow
 def test_gradients_of_the_rule():
     before = torch.randn(2, KEY_HEADS, VALUES, KEY, VALUE, dtype=torch.float64)
     tensors = [x.requires_grad_() for x in (*inputs(11), before)]

@@ -9,6 +9,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as offloading
+from slow import slow_except
 
 import pretrain_grpo
 from megatron_grpo.parallel import arguments, initialize
@@ -65,7 +66,7 @@ def updates(*flags: str, passes_between: bool) -> list[tuple[float, float]]:
     return rows
 
 
-@pytest.mark.parametrize("passes_between", [False, True])
+@pytest.mark.parametrize("passes_between", slow_except([True], [False, True]))
 def test_updates_are_those_without_offloading(one_rank, monkeypatch, passes_between):
     expected = updates(passes_between=False)
     calls = Calls(monkeypatch)
@@ -73,7 +74,7 @@ def test_updates_are_those_without_offloading(one_rank, monkeypatch, passes_betw
     assert calls["offload"] == calls["reload"] > 0
 
 
-@pytest.mark.parametrize("limit", [0, 1])
+@pytest.mark.parametrize("limit", slow_except([1], [0, 1]))
 def test_the_compute_stream_waits_for_all_but_the_latest_offloads(one_rank, monkeypatch, limit):
     calls = Calls(monkeypatch)
     updates(*OFFLOAD, passes_between=False)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from slow import slow_except
 from toy_checkpoints import HYBRID, VOCAB, add_mtp, build, logits, make, tensors_of, toy_args
 
 # isort: split
@@ -30,7 +31,7 @@ def theirs_of(parameters: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return gate if part == "gate_proj" else up
 
 
-@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("recompute", slow_except([None], [None, "full"]))
 @pytest.mark.parametrize("family", HYBRID)
 def test_gradients_of_a_pack_equal_transformers(world, tmp_path, family, recompute):
     theirs = make(tmp_path, family, tied=False)

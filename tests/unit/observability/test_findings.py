@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_grpo.observability.findings import findings, lines
+from megatron_grpo.observability.findings import balanced_ranks, findings, lines
 from megatron_grpo.observability.metric_guide import METRICS, remedy
 from megatron_grpo.observability.metrics import aggregate
 
@@ -151,6 +151,7 @@ def test_a_distillation_is_judged_by_its_teacher_and_not_by_a_reward_that_is_con
     assert only(falling)[0] == "reward/mean"  # a reward that collapses is told all the same
 
 
+@pytest.mark.slow
 def test_noise_is_no_finding():
     """At most 1% of the healthy runs have a finding: batch noise of the reward, evaluations of 30 prompts."""
     noise, alarms, runs = random.Random(1), 0, 0
@@ -213,6 +214,34 @@ def test_slow_phases_waits_and_a_falling_speed():
     assert findings(with_values("stream/trainer_wait", lambda i: 2.0)) == []
     metric, update = only(with_values("perf/tokens_per_second", lambda i: 1000.0 if i <= 70 else 300.0))
     assert metric == "perf/tokens_per_second" and 71 <= update <= 80
+
+
+def test_a_wait_names_the_ranks_that_would_balance():
+    """Steps of 4 s: two engines work 3.5 s and two trainers 2 s, 7 and 4 rank seconds: 4 x 7 / 11 = 2.55 engines."""
+    assert balanced_ranks(2, 2, 4.0, 0.5, 2.0) == pytest.approx(28 / 11)
+    assert balanced_ranks(1, 1, 7.31, 0.0, 5.6) == pytest.approx(2 * 7.31 / (7.31 + 1.71))
+    rows = [row | {"time/step": 4.0, "stream/trainer_wait": 2.0, "stream/engine_idle": 0.5} for row in healthy()]
+    wait = "the trainer waits for the engines for 50% of the step"
+    (found,) = [one for one in findings(rows, (2, 2)) if one.metric == "stream/trainer_wait"]
+    assert found.text == f"{wait}, and --rollout-ranks 2.5 of 4 would balance them"
+    (found,) = [one for one in findings(rows) if one.metric == "stream/trainer_wait"]
+    assert found.text == wait
+
+
+def test_a_wait_counts_for_all_updates_of_its_batch():
+    """Two updates of 4 s for a batch: waits of 3 s are 3/8 of a step, waits of 2 s a quarter."""
+    for wait, found in ((3.0, ["stream/trainer_wait"]), (2.0, [])):
+        rows = with_values("time/step", lambda i: 4.0)
+        rows = [
+            {
+                name: value
+                for name, value in row.items()
+                if name != "stream/trainer_wait" and not name.startswith("time/r")
+            }
+            | ({"stream/trainer_wait": wait} if row["iteration"] % 2 else {"time/update": 1.0})
+            for row in rows
+        ]
+        assert [one.metric for one in findings(rows) if one.metric.startswith("stream/")] == found
 
 
 def test_a_row_of_several_updates_tells_the_same():

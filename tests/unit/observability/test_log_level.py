@@ -21,7 +21,7 @@ print(os.environ.get("VLLM_LOGGING_LEVEL"), os.environ["VLLM_LOGGING_PREFIX"])
 
 @pytest.mark.parametrize(
     "level, shown, ci",
-    [("none", 2, ""), pytest.param("debug", 4, "", marks=pytest.mark.slow), ("debug", 4, "true")],
+    [("none", 2, ""), *(pytest.param("debug", 4, ci, marks=pytest.mark.slow) for ci in ("", "true"))],
 )
 def test_levels(level, shown, ci):
     names = ["DEBUG", "INFO", "WARNING", "ERROR"][-shown:]

@@ -25,7 +25,7 @@ def make_args(**overrides):
     values = {"save": None, "log_interval": 1, "tensorboard_dir": None, "wandb_project": None, "swanlab_project": None}
     values |= {"log_completions": False, "device_peak_tflops": None, "include_performance_metrics": False, "beta": 0.0}
     values |= {"on_save_error": "continue", "valid_data_path": None, "mlflow_project": None, "trackio_project": None}
-    return argparse.Namespace(**values | {"world_size": 1} | overrides)
+    return argparse.Namespace(**values | {"world_size": 1, "rollout_ranks": 0} | overrides)
 
 
 def rows(path):
@@ -275,17 +275,18 @@ def test_the_remaining_time_is_that_of_the_last_rows(capsys):
 
 
 def test_a_log_file_shows_the_progress_of_a_rollout_every_30_seconds(capsys, monkeypatch):
-    clock = iter([100.0, 110.0, 130.0, 150.0, 165.0])
+    clock = iter([100.0, 110.0, 130.0, 161.0, 200.0])
     logger, silent = (MetricsLogger(make_args(), rank, 10, 0) for rank in (0, 1))
     finished = [Completion(0, [1, 2, 3, 4], None, "stop", [0] * 4), Completion(1, [5] * 56, None, "stop", [0] * 56)]
     silent.rollout_progress(1)(finished, 6)
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(clock))
     show = logger.rollout_progress(num_replicas=2)
-    for completions, under_way in (([], 8), (finished[:1], 7), (finished, 6), (finished, 6)):
+    for completions, under_way in (([], 8), ([], 8), (finished[:1], 7), (finished, 6)):
         show(completions, under_way)
     assert capsys.readouterr().out.splitlines() == [
-        "rollout 1/8 of replica 1/2, 0 tokens/s, 30 s",  # 4 tokens in 30 s
-        "rollout 2/8 of replica 1/2, 1 tokens/s, 65 s",  # 60 tokens in 65 s
+        "rollout 0/8 of replica 1/2, none is finished yet, 30 s",
+        "rollout 1/8 of replica 1/2, 0 tokens/s, 61 s",  # 4 tokens in 61 s
+        "rollout 2/8 of replica 1/2, 1 tokens/s, 100 s",  # 60 tokens in 100 s
     ]
 
 
@@ -353,7 +354,7 @@ def test_a_progress_bar_in_a_terminal_leaves_the_lines_whole():
     assert "training:" in text
     drawn = [line.strip() for line in re.split(r"[\r\n]+", text)]
     assert max(map(len, drawn)) <= columns
-    for now in ("rollout 0/8, 0 tokens/s", "update"):
+    for now in ("rollout 0/8, none is finished yet", "update"):
         assert any(re.fullmatch(rf"training: 2/3 \|.*\| 00:0\d, {now}", line) for line in drawn)
     assert "done" in drawn  # on a line of its own
     lines = [line for line in drawn if "| ETA" in line]

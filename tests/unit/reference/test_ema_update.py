@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from slow import slow_except
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -79,10 +80,11 @@ def used(reference, policy) -> dict[str, torch.Tensor]:
         return weights(ready.args, ready.model)
 
 
+AVERAGES = [(0.6, ["--bf16"]), (0.1, ["--bf16", *EXPERTS]), (0.01, ["--bf16"]), (0.01, ["--fp16"])]
+
+
 @pytest.mark.parametrize("separate", [False, True], ids=["the policy's modules", "a second model"])
-@pytest.mark.parametrize(
-    ("share", "flags"), [(0.6, ["--bf16"]), (0.1, ["--bf16", *EXPERTS]), (0.01, ["--bf16"]), (0.01, ["--fp16"])]
-)
+@pytest.mark.parametrize(("share", "flags"), slow_except([AVERAGES[1]], AVERAGES))
 def test_the_average_is_that_of_the_formula(share, flags, separate):
     args, model, reference = policy_and_reference(*flags, *EMA, separate=separate)
     first = weights(args, model)

@@ -56,6 +56,7 @@ def an_expression(drawn, depth=2):
     )
 
 
+@pytest.mark.slow
 def test_random_expressions_are_equal_only_where_their_values_are():
     """The values at 40 other points, in double precision, decide; pairs that differ at no point are left out."""
     drawn = random.Random(1)

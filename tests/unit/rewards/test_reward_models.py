@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from classifiers import by_transformers, make_classifier
 from server_double import HANDLERS, Double, Handler, called
-from slow import slow_except
 from transformers import AutoConfig, AutoTokenizer
 
 from megatron_grpo.rewards.pool import RewardPool
@@ -203,7 +202,8 @@ def test_an_answer_without_a_score_costs_that_sample(double, pool, template):
     assert failures[0].reason == r"no match of '([1-9]\\d*)/10' in the judge's answer, which ends in '0/10'"
 
 
-@pytest.mark.parametrize("fault", slow_except(["500"], ["die", "500", "429"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["die", "500", "429"])
 def test_what_passes_costs_no_sample_and_is_counted_once(double, pool, fault, capfd):
     one = double("classifier", ready=True, seconds=0.01)
     rewards = pool(f"--reward-funcs cls --reward-model cls={one.url} --reward-model-concurrency 4")
@@ -222,6 +222,7 @@ def test_what_passes_costs_no_sample_and_is_counted_once(double, pool, fault, ca
     assert said.count("retrying for 60 s (--reward-model-timeout)") == said.count("answers again, after ") == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_costs_its_samples_and_then_no_time(double, pool):
     one = double("classifier", ready=True)
     flags = f"--reward-funcs cls --reward-model cls={one.url} --reward-model-concurrency 2 --reward-model-timeout 4"
@@ -274,6 +275,7 @@ def test_one_of_several_models_is_named(double, pool, template):
     assert two.calls[-1][1]["model"] == "large"
 
 
+@pytest.mark.slow
 def test_a_server_of_the_wrong_kind_is_refused(double, pool, template):
     one, two, three = double("classifier"), double("judge"), double("classifier", classes=2)
     with pytest.raises(GrpoError, match=r"say=http.*404.*Is it a classifier, started by `vllm serve DIR --runner poo"):

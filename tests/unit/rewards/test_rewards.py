@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import alive, gone
+from slow import slow_except
 
 from megatron_grpo.rewards import registry
 from megatron_grpo.rewards.builtin.short_answer import last_number
@@ -408,6 +409,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_fault_costs_its_own_sample_only(make_pool):
     completions = ["value 1", *FAULTS, "value 2"]
     completions = [c for fault in completions for c in (fault, "value 7")]
@@ -423,6 +425,7 @@ def test_a_fault_costs_its_own_sample_only(make_pool):
     assert raised.source == "data.jsonl:3" and "1 / 0" in raised.traceback and "plugin.py" in raised.traceback
 
 
+@pytest.mark.slow
 def test_writing_and_closing_what_is_not_ones_own_costs_the_own_sample_only(make_pool):
     """The reports' pipe is among the files of the process: lines that no worker writes, half a line, and no pipe."""
     lines = ["text\\n", "[", '[99, 0, "value", 1.0]\\n', '["ready", [0]]\\n', "[[1]]\\n", "{}\\n", "1\\n", "\\xff\\n"]
@@ -443,6 +446,7 @@ def test_a_second_try(make_pool, tmp_path):
     assert np.isnan(values[1, 0]) and failures[0].reason.startswith("raised OSError: not yet, ")
 
 
+@pytest.mark.slow
 def test_the_limit_is_for_a_call_and_not_for_a_chunk(make_pool):
     values, failures = make_pool(timeout=LIMIT).score(samples(*["slow"] * 8))  # 3.2 s in one process
     assert values.ravel().tolist() == [1.0] * 8 and failures == []
@@ -594,6 +598,7 @@ GROUP_FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_fault_costs_its_own_group_only(make_pool):
     faulty = [text for what in GROUP_FAULTS for text in (f"{what} 1", "value 3")]
     pool = make_pool("rank", "later", timeout=LIMIT, retries=0)
@@ -617,6 +622,7 @@ def test_routes_and_clip_of_groups(make_pool):
     assert failures == []
 
 
+@pytest.mark.slow
 def test_a_group_wise_function_that_always_hangs_is_not_waited_for(make_pool):
     with pytest.raises(GrpoError, match='"rank" returned no value and timed out on 8 samples'):
         make_pool("rank", timeout=0.2, retries=0).score(samples(*["hang 1"] * 40), group_size=2)
@@ -643,6 +649,7 @@ def test_a_function_that_always_fails_ends_the_run(make_pool):
     assert "\n" not in str(raised.value) and raised.value.details.startswith("Traceback")
 
 
+@pytest.mark.slow
 def test_a_function_that_always_hangs_is_not_waited_for(make_pool):
     with pytest.raises(GrpoError, match='"act" returned no value and timed out on 4 samples'):
         make_pool(timeout=0.2).score(samples(*["hang"] * 40))
@@ -683,7 +690,7 @@ def test_close_ends_workers_and_what_they_started(make_pool, tmp_path, child):
     assert gone(pids)
 
 
-@pytest.mark.parametrize("end", ["exit", "SIGKILL"])
+@pytest.mark.parametrize("end", slow_except(["SIGKILL"], ["exit", "SIGKILL"]))
 def test_workers_die_with_the_trainer(tmp_path, end):
     (tmp_path / "plugin.py").write_text(PLUGIN)
     (tmp_path / "trainer.py").write_text(f"""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from ranks import gone
+from slow import slow_except
 
 from megatron_grpo.rewards.arguments import REWARDS
 from megatron_grpo.rewards.pool import RewardPool
@@ -70,8 +71,10 @@ FAULTS = {
     "writes elsewhere": ("open('/usr/lib/x', 'w')", "(PermissionError|OSError): .*(denied|Read-only file system).*"),
 }
 
+WAITS = {"waits for input that never comes", "complains endlessly"}  # a second each, as what hangs
 
-@pytest.mark.parametrize("what", FAULTS)
+
+@pytest.mark.parametrize("what", slow_except(FAULTS.keys() - WAITS, FAULTS))
 def test_a_fault_is_contained_and_named(box, what):
     program, said = FAULTS[what]
     run(box, "")
@@ -357,6 +360,7 @@ def test_with_many_open_files():
         assert candidate.run("print(1 + 1)", [{"stdin": ""}], Limits(10.0, 10.0))[0]["stdout"] == "2\n"
 
 
+@pytest.mark.slow
 def test_in_the_pool(tmp_path):
     programs = [ADD, *(program for program, _ in FAULTS.values()), "import os\nos.kill(-1, 9)", ADD]
     row = {"tests": [{"stdin": "1 2", "stdout": "3"}]}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from slow import slow_except
 from test_environment_images import SCREENS, World
 from vision_models import encoded, make, odd_pictures, picture
 
@@ -160,7 +161,10 @@ class Bench(World):
         return self.reader.processor(text=text, images=[self.reader.of([p]).open()[0] for p in pictures])
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
+SHAPES = ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"]
+
+
+@pytest.fixture(scope="module", params=slow_except(["qwen3_vl", "internvl"], SHAPES))
 def world(request, tmp_path_factory):
     return Bench(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -314,6 +318,7 @@ def white(side):
     return file.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_hundred_megapixels(qwen, pool):
     """A large picture is scaled down, as the processor says; a larger one is refused by Pillow."""

@@ -73,6 +73,16 @@ def typed(base_url, row, **metadata):
     bad = "<tool_call>f(5)</tool_call>"
     return float(found == [[[5], bad], [["5"], bad], [[5], bad], [[], call + bad]])
 
+def two_answers(base_url, row, **metadata):
+    """A client of its own, whose error lacks the text of the answer."""
+    body = json.dumps({"model": "policy", "messages": [say("begin")], "n": 2}).encode()
+    try:
+        urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body))
+    except urllib.error.HTTPError:
+        if row["raises"]:
+            raise
+    return 1
+
 def breaks(base_url, row, **metadata):
     raise OSError("no connection")
 
@@ -242,6 +252,19 @@ def test_a_program_that_fails_is_repeated_from_the_beginning(run, tokenizer, tmp
     (failure,) = failures
     assert failure.startswith("the agent failed in 1 episode: raised OSError: no connection")
     assert failure.endswith("; not scored, and not in the loss")
+
+
+@pytest.mark.parametrize(
+    ("raises", "reason"),
+    [
+        (True, "raised HTTPError: HTTP Error 400: Bad Request"),
+        (False, "the agent ended without a call that was answered"),
+    ],
+)
+def test_the_reason_of_a_refused_call_is_in_the_failure(run, raises, reason):
+    done, (failure,) = run("two_answers", raises=raises)
+    assert done.finish_reason == "failed" and reason in failure
+    assert "; a call was refused: n must be 1: send a request for each answer" in failure
 
 
 def test_malformed_requests_are_refused(run):

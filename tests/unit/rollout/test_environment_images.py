@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from PIL import Image
+from slow import slow_except
 from test_episodes import Said, Script
 from toy_checkpoints import toy_args
 from vision_models import FORGETFUL, encoded, make, picture
@@ -80,7 +81,10 @@ class World:
         return completion
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "internvl", "llava_onevision"])
+SHAPES = ["qwen2_5_vl", "internvl", "llava_onevision"]
+
+
+@pytest.fixture(scope="module", params=slow_except(SHAPES[:2], SHAPES))
 def world(request, tmp_path_factory):
     return World(tmp_path_factory.mktemp(request.param), request.param)
 

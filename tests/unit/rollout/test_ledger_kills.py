@@ -14,17 +14,14 @@ from collections import Counter
 
 import ledger_run
 import pytest
-import ranks
 from ledger_run import BATCHES, GROUPS
 
 from megatron_grpo.rollout.ledger import content
 from megatron_grpo.rollout.ledger.ledger import load, recorded_prompt
 
+# By default test_placed.py has kills within one process; here a second process imports everything, for 20 s.
+pytestmark = pytest.mark.slow
 MODES = pytest.mark.parametrize("partial", [False, True], ids=["synchronous", "partial"])
-# Both modes write and read the ledger with the same functions; partial rollouts also have groups of several rollouts.
-FEW_MODES = pytest.mark.parametrize(
-    "partial", [pytest.param(False, marks=pytest.mark.slow, id="synchronous"), pytest.param(True, id="partial")]
-)
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +90,10 @@ def kills_and_check(start, root, partial, kills):
     return count
 
 
-@FEW_MODES
+@MODES
 def test_killed_before_each_fsync(start, tmp_path, partial):
-    """One run for each fsync; what a kill after it leaves is what the kill before the next one leaves.
-
-    By default for every third one, from the second on, which writes the header of a file of batches.
-    """
-    for at in range(1, 200) if ranks.thorough else range(2, 200, 3):
+    """One run for each fsync; what a kill after it leaves is what the kill before the next one leaves."""
+    for at in range(1, 200):
         root = tmp_path / str(at)
         root.mkdir()
         if not kills_and_check(start, root, partial, [("fsync", at, False)]):
@@ -107,7 +101,7 @@ def test_killed_before_each_fsync(start, tmp_path, partial):
     assert at > 4 * BATCHES  # a run has more than four of them for each batch
 
 
-@FEW_MODES
+@MODES
 def test_killed_again_and_again(start, tmp_path, partial):
     """Twenty kills at random steps of the engine, of one run after the other: each run is killed up to five times."""
     rng, count = random.Random(1), 0

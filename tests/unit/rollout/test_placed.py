@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from slow import slow_except
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampler import PromptSampler
@@ -58,6 +59,7 @@ class MadeUpEngine:
 
     def __init__(self):
         self.version, self.running, self.held, self.most = None, {}, None, 0
+        self.parts = [0]  # requests before each step
         self.drafts = np.zeros(3, np.int64)
 
     def rollout(self, seed):
@@ -68,6 +70,7 @@ class MadeUpEngine:
             assert request.id not in self.running and self.has_weights
             assert request.begun is None or request.begun.finish_reason == "abort"
             self.running[request.id] = [request, [], [], self._length(request)]
+            self.parts[-1] += 1
         self.most = max(self.most, len(self.running))
 
     def _length(self, request):
@@ -78,6 +81,7 @@ class MadeUpEngine:
         if self.held is not None:
             self.held.wait()
         done = []
+        self.parts.append(0)
         for number, (_, ids, versions, length) in list(self.running.items()):
             ids.append(self.version)
             versions.append(self.version)
@@ -278,7 +282,7 @@ def test_without_staleness_each_batch_is_what_was_drawn_for_it(launch):
     assert all(engine.most == 8 for engine in run.engines)  # --vllm-max-num-seqs
 
 
-@pytest.mark.parametrize("how", ["interrupt", "drain", "keep"])
+@pytest.mark.parametrize("how", slow_except(["interrupt"], ["interrupt", "drain", "keep"]))
 def test_completions_live_through_new_weights_within_the_bound(launch, how):
     run, trained, mixed = launch(f"--max-staleness 2 --weight-update {how}"), [], 0
     for version in range(12):
@@ -294,6 +298,20 @@ def test_completions_live_through_new_weights_within_the_bound(launch, how):
     assert len(set(trained)) == len(trained) == 48 and set(trained) <= set(range(56))
     if how == "drain":
         assert mixed == 0
+
+
+@pytest.mark.parametrize(("staleness", "most"), [(0, 8), (1, 3)])
+def test_requests_come_in_parts_while_the_engine_works(launch, monkeypatch, staleness, most):
+    """Without staleness at once, as to a colocated engine: eight of a replica, which --vllm-max-num-seqs allows."""
+    monkeypatch.setattr(producer, "AT_ONCE", 3)
+    run, trained = launch(f"--max-staleness {staleness}"), []
+    for version in range(4):
+        run.publish(version)
+        trained += numbers_of(run.trainer.take(everything)[0])
+    assert len(set(trained)) == 16
+    for engine in run.engines:
+        assert max(engine.parts) == most
+        assert engine.most == 8 if not staleness else engine.most <= 8
 
 
 def test_groups_without_signal_are_replaced(launch):
@@ -404,7 +422,7 @@ class RecordedRun:
         self.run.ledger.close()
 
 
-@pytest.mark.parametrize("flags", ["", "--dynamic-sample", "--weight-update keep"])
+@pytest.mark.parametrize("flags", slow_except([""], ["", "--dynamic-sample", "--weight-update keep"]))
 def test_a_killed_run_goes_on_with_the_batches_and_groups_of_the_ledger(launch, tmp_path, flags):
     """Kills after batches 3, 4, 4 and 7 with checkpoints at 2 and, while recorded batches are used, at 3."""
     trained, used, finished = {}, [], {}
@@ -444,7 +462,7 @@ def test_another_runs_groups_are_refused(launch):
         run.trainer.restore(state)
 
 
-@pytest.mark.parametrize("where", ["trainer", "engine"])
+@pytest.mark.parametrize("where", slow_except(["engine"], ["trainer", "engine"]))
 def test_a_signal_ends_the_wait_and_what_runs_can_be_saved(launch, tmp_path, where):
     run = launch()
     run.publish(0)

@@ -224,8 +224,10 @@ def test_a_check_in_a_process_of_its_own(monkeypatch, tmp_path):
     stand_in(monkeypatch, tmp_path, "import sys\nprint('[rank0] bye', file=sys.stderr)\nraise OSError('no network')")
     with pytest.raises(GrpoError, match=r"^ended with status 1: OSError: no network: cure$"):
         tool.run_apart("vllm", "cure")
-    stand_in(monkeypatch, tmp_path, "import os\nos.kill(os.getpid(), 11)")
-    with pytest.raises(GrpoError, match=r"^ended with status -11: no message: cure$"):
+    stand_in(
+        monkeypatch, tmp_path, "import os, sys\nprint('bye', file=sys.stderr, flush=True)\nos.kill(os.getpid(), 11)"
+    )
+    with pytest.raises(GrpoError, match=r"^SIGSEGV ended it \(last line: bye\): cure$"):
         tool.run_apart("vllm", "cure")
 
 

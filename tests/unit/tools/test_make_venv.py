@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import REPO
+from slow import slow_except
 
 PROGRAMS = "bash cat chmod cp dirname grep head mkdir realpath rm sed sha256sum sleep tail uname".split()
 # Answers as `python -c` with the question of `fits`, and as `python -m venv`, which ends the script.
@@ -62,7 +63,7 @@ def test_a_shim_that_fails_is_no_interpreter_and_pyenv_versions_are_searched(mac
     assert f"$ {expected} -m venv" in make(root)[1]
 
 
-@pytest.mark.parametrize("name", ["python3.12", "python3.13", "python3"])
+@pytest.mark.parametrize("name", slow_except(["python3.13"], ["python3.12", "python3.13", "python3"]))
 def test_names_of_the_search_path(machine, name):
     root, add = machine
     add(f"bin/{name}", "3.13.2")
@@ -103,6 +104,7 @@ def test_without_an_interpreter_one_line_says_what_to_install(machine, version, 
         assert cure in message
 
 
+@pytest.mark.slow
 def test_without_a_home_uv_is_asked(machine):
     root, add = machine
     expected = add_uv(root, add)
@@ -111,6 +113,7 @@ def test_without_a_home_uv_is_asked(machine):
     assert f"$ {expected} -m venv" in (root / "venv/install.log").read_text()
 
 
+@pytest.mark.slow
 def test_an_interpreter_without_venv_gives_way_to_another(machine):
     root, add = machine
     add("bin/python3.12", "3.12.3", without_venv=1)

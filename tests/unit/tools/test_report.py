@@ -461,6 +461,14 @@ def test_a_damaged_or_missing_file_is_named(tmp_path, capsys, file, content, mes
     assert not (tmp_path / "report.html").exists()
 
 
+def test_a_run_that_stopped_before_its_first_update_says_why(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "status.json").write_text(json.dumps({"state": "stopped", "error": "the server is away"}))
+    assert report.main([str(folder), "-o", str(tmp_path / "report.html")]) == 1
+    assert capsys.readouterr().err.endswith("its first update; it has stopped: the server is away\n")
+
+
 def test_held_out_completions_are_not_among_those_of_training(tmp_path):
     held_out = [
         {name: SAMPLE[name] for name in ("prompt", "completion", "rewards", "finish_reason", "length", "row")}

@@ -47,6 +47,7 @@ def worlds():
     return found
 
 
+@pytest.mark.slow
 def test_nothing_grows_faster_than_stated(worlds):
     """From 32 to 128 ranks, and from 512 to 2,048 completions: at most a fifth more than the stated power."""
     small, large = map(asdict, worlds)
@@ -55,6 +56,7 @@ def test_nothing_grows_faster_than_stated(worlds):
         assert large[name] <= 1.2 * 4 ** GROWTH[name] * small[name], (name, small[name], large[name])
 
 
+@pytest.mark.slow
 def test_a_save_compares_no_pairs_of_shards(monkeypatch):
     """The experts of all layers are one tensor of 48 x 128 shards: torch would compare each with all others."""
 
@@ -68,6 +70,7 @@ def test_a_save_compares_no_pairs_of_shards(monkeypatch):
     assert any("experts" in name for name in written)
 
 
+@pytest.mark.slow
 def test_a_worlds_groups_are_those_of_real_ranks(worlds):
     """The gloo group of all ranks; those of megatron-core have the data-parallel ranks."""
     for numbers in worlds:
@@ -85,6 +88,7 @@ def test_deepseek_v3_is_exchanged_in_as_many_rounds_as_its_fullest_rank_needs():
     assert numbers.sent_mib < 2 * numbers.received_mib  # no rank sends a copy to each of 64 others
 
 
+@pytest.mark.slow
 def test_one_rank_reads_the_checkpoint_and_the_data(worlds, tmp_path):
     """A checkpoint of 200 files and 4 MiB of rows: rank 0 asks for each file, and reads each byte twice."""
     options = scale.build_parser().parse_args([])

@@ -1,7 +1,9 @@
 """tools/data/own_rows.py on tables as users have them, written for this test."""
 
 import csv
+import datetime
 import json
+from decimal import Decimal
 
 import pyarrow
 import pyarrow.parquet
@@ -79,7 +81,10 @@ def test_an_answer_is_text(tmp_path, answer, text):
         ({"q": "1?", "a": None}, 'no answer in "a"'),
         ({"q": "1?", "a": ""}, 'no answer in "a"'),
         ({"q": "1?", "a": [1, 2]}, "has several values, [1, 2]: give one, or compare with all of them in a reward"),
-        ({"q": "1?", "a": True}, "must be a non-empty string or a number"),
+        ({"q": "1?", "a": float("nan")}, 'no answer in "a"'),
+        ({"q": "1?", "a": True}, '"a" is True: write the text that the policy should answer, such as yes'),
+        ({"q": "1?", "a": {"x": 1}}, '"a" must be a text or a number, found an object: leave out --answer-column'),
+        ({"q": [{"role": "user", "content": "1?"}], "a": "1"}, "chat messages need no conversion"),
         ({"question": "1?", "a": "1"}, 'no column "q" (--prompt-column), found question, a'),
         ({"q": "first?", "a": "2"}, "the answer is '2', and '1' in an earlier row with the same prompt"),
     ],
@@ -113,7 +118,7 @@ def test_many_rows_with_one_error_are_three_lines_and_a_number(tmp_path, capsys)
     [
         ("q,a\n1,2,3\n", "more or fewer"),
         ("q,a\n1\n", "more or fewer"),
-        (b"q,a\n\xff,1\n", "cannot be read as UTF-8"),
+        (b"q,a\n\xff,1\n", "position 4: invalid start byte: save it in UTF-8, or convert it: iconv"),
         ('q,a\n1?,1\n2?,"2\n3?,3\n', "in.csv: the row that begins in line 3 has a wrong quote"),
         ('q,a\n"Why" he asked,1\n', "in.csv: the row that begins in line 2 has a wrong quote"),
         ('q,"a\n1?,1\n', "in.csv: the row that begins in line 1 has a wrong quote"),
@@ -125,6 +130,36 @@ def test_a_broken_table(tmp_path, capsys, content, message):
     (tmp_path / "in.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert converted(tmp_path, tmp_path / "in.csv", *COLUMNS) == (1, None)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_values_of_parquet_that_json_lacks(tmp_path, capsys, suffix):
+    """Dates and decimals are text in JSON lines, and stay what they are in Parquet; bytes need Parquet."""
+    day = datetime.date(2026, 1, 31)
+    row = {"q": "1?", "a": 1.0, "day": day, "price": Decimal("1.50")}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "in.parquet")
+    words = ["--input", str(tmp_path / "in.parquet"), "--output", str(tmp_path / f"out{suffix}")]
+    assert own_rows.main([*words, *COLUMNS]) == 0
+    shown = json.loads(capsys.readouterr().out.partition("the first: ")[2])
+    assert (shown["day"], shown["price"], shown["answer"]) == ("2026-01-31", "1.50", "1")
+    if suffix == ".jsonl":
+        (found,) = json_lines(tmp_path / "out.jsonl")
+        assert (found["day"], found["price"]) == ("2026-01-31", "1.50")
+    else:
+        (found,) = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+        assert (found["day"], found["price"]) == (day, Decimal("1.50"))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"q": "1?", "a": 1, "image": b"\xff"}]), words[1])
+    assert own_rows.main([*words, *COLUMNS]) == (suffix == ".jsonl")
+    assert ("a column has bytes (b'\\xff'...)" in capsys.readouterr().err) == (suffix == ".jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("in.xlsx", "save its sheet as CSV in UTF-8"), ("gone.csv", "no such file")]
+)
+def test_a_file_that_is_no_table(tmp_path, capsys, name, message):
+    (tmp_path / "in.xlsx").write_bytes(b"PK")
+    assert converted(tmp_path, tmp_path / name, *COLUMNS) == (1, None)
+    assert f"{name}: " in (error := capsys.readouterr().err) and message in error
 
 
 def test_a_cell_of_tsv_that_begins_with_a_quote_ends_with_its_line(tmp_path, capsys):

@@ -89,7 +89,7 @@ RUN = "--lr 1e-6 --train-iters 8 --reward-funcs exact_match --train-data-path pr
         (f"{RUN} --num-iterations 3", "--train-iters (8) must be divisible by the updates per rollout (3 = "),
         (f"{RUN} --load run --reward-funcs exact_macth", '"exact_macth" (did you mean "exact_match"?)'),
         (RUN, "--num-layers is missing: give it, --load-hf, or a checkpoint with --use-checkpoint-args"),
-        (f"{RUN} --load-hf gone", "gone is not a Hugging Face model directory"),
+        (f"{RUN} --load-hf gone", "there is no gone. A run downloads nothing: hf download OWNER/NAME --local-dir gone"),
         (f"{RUN} --load run --train-data-path gone.jsonl", "--train-data-path gone.jsonl: no such file"),
         (f"{RUN} --load run --train-data-path 0.5 prompts.jsonl 0.5 gone", "--train-data-path gone: no such file"),
         (f"{RUN} --save-interval 2", "--save-interval needs --save"),

@@ -9,8 +9,9 @@ from bad_input_runs import TRAIN, launch
     ("reward", "flags", "lines"),
     [
         ("return 0.25", "", 1),
-        ("return 0.25", "--advantage-estimator reinforce_plus_plus", 0),  # compares with the whole batch
-        ("import random; return random.random()", "", 0),
+        # It compares with the whole batch.
+        pytest.param("return 0.25", "--advantage-estimator reinforce_plus_plus", 0, marks=pytest.mark.slow),
+        pytest.param("import random; return random.random()", "", 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_without_differences_says_so_once(tiny_models, tmp_path, capfd, reward, flags, lines):

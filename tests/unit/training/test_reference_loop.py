@@ -118,7 +118,7 @@ class Rows:
     log_completions = flush = close = print = nothing
 
 
-@pytest.fixture(scope="module", params=slow_except(["grpo", "reinforce++"], CASES))
+@pytest.fixture(scope="module", params=slow_except(["grpo"], CASES))
 def case(request):
     return request.param
 

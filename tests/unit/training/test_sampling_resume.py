@@ -123,6 +123,7 @@ def test_an_engine_lost_in_an_evaluation_costs_nothing_of_the_update_before(tiny
     assert second["tokens/total"] == first["tokens/update"] + second["tokens/update"]
 
 
+@pytest.mark.slow
 def test_shuffled_updates_are_the_same_after_a_resume(tiny_models, tmp_path, monkeypatch):
     """Two rollouts, each used for two updates twice: left alone, and with a new process for the second."""
     monkeypatch.setattr(bad_input_runs, "StubEngine", SeededEngine)

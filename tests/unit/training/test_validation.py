@@ -541,6 +541,13 @@ def test_architecture_comes_from_the_source_and_given_flags_must_agree():
     assert (args.num_layers, args.swiglu, args.kv_channels) == (28, True, None)
     assert args.lr is None  # not the model's shape
 
+    rounded = {"norm_epsilon": 9.999999974752427e-07}  # 1e-6 in 32 bits, as some converters write it
+    args = parse_args(["--norm-epsilon", "1e-6"])
+    assert resolve_architecture(args, rounded, "model/config.json") == rounded
+    args = parse_args(["--norm-epsilon", "1.1e-6"])
+    with pytest.raises(GrpoError, match=r"--norm-epsilon is 1\.1e-06, but model/config.json says"):
+        resolve_architecture(args, rounded, "model/config.json")
+
     args = parse_args(["--num-layers", "24"])
     with pytest.raises(GrpoError) as error:
         resolve_architecture(args, source, "model/config.json")

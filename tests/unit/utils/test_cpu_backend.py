@@ -197,6 +197,7 @@ def stages():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [check.__name__ for check in EARLY + LATE])
 def test_patch(stages, name):
     assert stages["before"][name], "the check passes without the patch: is it still needed?"
@@ -210,6 +211,7 @@ def test_every_patch_is_checked():
     ]
 
 
+@pytest.mark.slow
 def test_nothing_else_changes(stages):
     assert stages["spoiled"] == []
 

@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from slow import slow_except
 from toy_checkpoints import build, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
@@ -63,7 +64,10 @@ FPS = {0: [4.0], 3: [8.0, 2.0]}  # 2 without a rate
 LLAVA_ROWS = [*ROWS[:3], {**ROWS[3], **user("<image><video><video>, ")}]
 
 
-@pytest.fixture(params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "internvl", "llava_onevision"])
+SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "internvl", "llava_onevision"]
+
+
+@pytest.fixture(params=slow_except(["qwen3_vl", "internvl"], SHAPES))
 def made(request, world, tmp_path):
     theirs = make(tmp_path, shape=request.param)
     args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=272)
@@ -333,7 +337,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", slow_except(list(BAD)[::3], BAD))
 def test_every_bad_video_is_named(args, tmp_path, name):
     videos, reason = BAD[name]
     with pytest.raises(GrpoError) as refused:

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from slow import slow_except
 from toy_checkpoints import build, same_bits, tensors_of, toy_args, verify_hf
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
@@ -99,7 +100,7 @@ def test_the_tower_on_a_device(world, tmp_path):
 SHAPES = "qwen2_5_vl, qwen2_5_vl tied, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe, internvl, llava_onevision"
 
 
-@pytest.fixture(params=SHAPES.split(", "))
+@pytest.fixture(params=slow_except(["qwen2_5_vl", "internvl"], SHAPES.split(", ")))
 def made(request, world, tmp_path):
     shape, *tied = request.param.split()
     theirs = make(tmp_path, bool(tied), shape=shape)
@@ -193,7 +194,10 @@ def test_weights_there_and_back_bit_for_bit(world, tmp_path):
     assert same_bits(theirs.model.visual.merger.mlp[2].weight, before["visual.merger.mlp.2.weight"])
 
 
-@pytest.mark.parametrize("shape", ["internvl", "llava_onevision", "llava_onevision tied"])
+IN_TILES = ["internvl", "llava_onevision", "llava_onevision tied"]
+
+
+@pytest.mark.parametrize("shape", slow_except(IN_TILES[2:], IN_TILES))
 def test_families_in_tiles_there_and_back_bit_for_bit(world, tmp_path, shape):
     """HF -> Megatron -> HF; transformers reads the export, and has equal greedy answers."""
     shape, *tied = shape.split()
@@ -214,6 +218,7 @@ def test_families_in_tiles_there_and_back_bit_for_bit(world, tmp_path, shape):
     assert answers[0].equal(answers[1])
 
 
+@pytest.mark.slow
 def test_the_published_shape_of_internvl(world, tmp_path):
     """InternVL3-1B-hf: names and shapes equal those of transformers' model; the size is the one published, 938M.
 
@@ -343,7 +348,7 @@ def test_the_published_shape(world, tmp_path):
     assert ours == shapes and sum(map(math.prod, ours.values())) == 3_754_622_976
 
 
-@pytest.mark.parametrize("frozen", ["tower", "projector", "both"])
+@pytest.mark.parametrize("frozen", slow_except(["both"], ["tower", "projector", "both"]))
 def test_frozen_parts(world, tmp_path, frozen):
     make(tmp_path)
     flags = {"freeze_vision_tower": frozen != "projector", "freeze_projector": frozen != "tower"}

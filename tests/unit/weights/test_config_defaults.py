@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ranks
 from huggingface_hub.errors import StrictDataclassError
+from slow import FEW, slow_except
 from test_weights_families import CLASSES, CONFIGS
 from transformers import (
     AutoConfig,
@@ -112,8 +113,11 @@ def check(cls, config: dict[str, Any]) -> list[tuple[str, ...]]:
 CHANGES = [pytest.param({}, marks=pytest.mark.slow, id="published"), pytest.param({"hidden_size": 6144}, id="wider")]
 
 
+FEW_CONFIGS = [*FEW, "gpt_oss", "qwen3_next", "minimax_m2", "llama", "glm4_moe"]
+
+
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slow_except(FEW_CONFIGS, CONFIGS))
 def test_missing_keys_of_text_models(name, change):
     config = {**CONFIGS[name], **({} if name == "phi3" else change)}  # its LongRoPE has a factor for each channel
     assert check(CLASSES[name], config)
@@ -122,7 +126,7 @@ def test_missing_keys_of_text_models(name, change):
         assert ("num_key_value_heads",) in read
 
 
-@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("name", slow_except(["qwen3_vl"], VISION))
 def test_missing_keys_of_vision_models(name):
     cls, config = VISION[name]
     full = whole(cls, {"model_type": name, **config}, families.FAMILIES[name].architecture)
@@ -132,6 +136,7 @@ def test_missing_keys_of_vision_models(name):
         assert ("text_config", "rope_parameters", "rope_theta") in read
 
 
+@pytest.mark.slow
 def test_missing_keys_of_the_published_layout_of_qwen2_5_vl():
     """Its config.json has the decoder's keys at the top."""
     cls, config = VISION["qwen2_5_vl"]

@@ -1,0 +1,83 @@
+"""A plug-in's loss and estimator are tried before the model is built: mistakes end the start, other errors do not."""
+
+import pytest
+from plugins import plugins  # noqa: F401
+
+from megatron_grpo.algorithm.arguments import STEPS
+from megatron_grpo.algorithm.trial import check_functions
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.utils.arguments import resolved
+from megatron_grpo.utils.errors import GrpoError
+
+pytestmark = pytest.mark.usefixtures("plugins")
+HEAD = """
+import torch
+from megatron_grpo.algorithm.registry import PolicyLoss, register_advantage, register_loss
+
+"""
+
+
+def tried(tmp_path, text, words=""):
+    (tmp_path / "mine.py").write_text(HEAD + text)
+    args = parse_args(["--external-plugins", str(tmp_path / "mine.py"), *words.split()])
+    check_functions(resolved(args, *STEPS))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return -log_ratio.exp() * advantages", None),
+        ("return PolicyLoss(-log_ratio * advantages, metrics={'mine/ratio': log_ratio.exp()})", None),
+        ("return log_ratio * missing", r"raised NameError: name 'missing' is not defined, .*mine\.py, line 7"),
+        ("return torch.expp(log_ratio)", r"raised AttributeError: .*expp.*, .*mine\.py, line 7"),
+        ("return (log_ratio * advantages).mean()", r"returned a loss of shape \(\) for 14 tokens"),
+        ("return PolicyLoss(log_ratio, metrics={'mine/a': log_ratio.mean()})", r"the metric 'mine/a' of shape \(\)"),
+        ("return PolicyLoss(log_ratio, metrics={'a': log_ratio})", 'name it "mine/NAME"'),
+        ("return -log_ratio.detach() * advantages", "does not depend on log_probs or log_ratio: nothing would be"),
+        ("raise RuntimeError('this kernel needs a GPU')", None),
+        ("return log_ratio[99]", None),  # an error of the values: the first update tells
+    ],
+)
+def test_a_loss(tmp_path, body, message):
+    text = f"@register_loss('mine', aggregation='dapo')\ndef mine(log_ratio, advantages):\n    {body}\n"
+    if message is None:
+        tried(tmp_path, text, "--loss-type mine")
+        return
+    tried(tmp_path, text)  # another loss is chosen
+    with pytest.raises(GrpoError, match=f"^--loss-type mine .*{message}"):
+        tried(tmp_path, text, "--loss-type mine")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "body", "message"),
+    [
+        ("rewards", "return rewards - rewards.mean()", None),
+        (
+            "rewards, gather, response_mask, cu_seqlens",
+            "return rewards / gather(cu_seqlens[1:] - cu_seqlens[:-1])",
+            None,
+        ),
+        ("rewards, function_rewards, turns, group_ids", "return rewards + function_rewards.sum(1) * turns", None),
+        ("rewards", "return rewards.mean()", r"returned advantages of shape \(\): return one of each completion \(4\)"),
+        ("rewards", "return rewards - nonsense(rewards)", r"raised NameError: .*, .*mine\.py, line 7"),
+        ("rewards, turn_rewards", "return turn_rewards.sum(1)", None),
+    ],
+)
+def test_an_estimator(tmp_path, parameters, body, message):
+    text = f"@register_advantage('mine')\ndef mine({parameters}):\n    {body}\n"
+    words = "--advantage-estimator mine --reward-funcs accuracy format"
+    if message is None:
+        tried(tmp_path, text, words)
+        return
+    with pytest.raises(GrpoError, match=f"^--advantage-estimator mine .*{message}"):
+        tried(tmp_path, text, words)
+
+
+@pytest.mark.parametrize("given", ["response_mask", "rewards"])
+def test_an_estimator_of_tokens(tmp_path, given):
+    text = f"@register_advantage('mine', per_token=True)\ndef mine({given}):\n    return {given} * 1.0\n"
+    if given == "response_mask":
+        tried(tmp_path, text, "--advantage-estimator mine")
+        return
+    with pytest.raises(GrpoError, match=r"shape \(4,\): return one of each token \(14\)"):
+        tried(tmp_path, text, "--advantage-estimator mine")
