@@ -49,6 +49,11 @@ def read_trl_script(path: Path) -> tuple[dict[str, Any], list[str]]:
         there = {LORA.get(name or "") for name, _ in _words(calls["LoraConfig"], "LoraConfig")}
         values |= {"use_peft": True} | {name: value for name, value in LORA_DEFAULTS.items() if name not in there}
         values |= {LORA[name]: value for name, value in given.items() if name in LORA}
+    else:
+        adapters: list[ast.expr] = [call for name, call in _calls(tree) if name == "get_peft_model"]
+        if "peft_config" in trainer and _value(trainer["peft_config"], names) is not None:
+            adapters.append(trainer["peft_config"])
+        notes += [f"{ast.unparse(one)}: give --lora-rank, without which all weights are trained" for one in adapters]
     model = _value(trainer.get("model"), names)
     if isinstance(model, str):
         values["model_name_or_path"] = model

@@ -430,6 +430,21 @@ def test_a_value_that_a_trl_script_may_change_is_left_to_a_person(tmp_path, line
     assert any("learning_rate" in note for note in source.notes) == (found is None)
 
 
+@pytest.mark.parametrize(
+    ("lines", "noted"),
+    [
+        ("GRPOTrainer(model, peft_config=None)", []),
+        ("GRPOTrainer(model, peft_config=mine())", ["mine(): give --lora-rank"]),
+        ("model = FastModel.get_peft_model(model, r=16)", ["FastModel.get_peft_model(model, r=16): give --lora-rank"]),
+        ("get_peft_model(model, LoraConfig(r=4))", []),
+    ],
+)
+def test_adapters_that_are_no_loraconfig_are_named(tmp_path, lines, noted):
+    (tmp_path / "run.py").write_text(f"GRPOConfig(beta=0.1)\n{lines}\n")
+    notes = [note for note in read_source(tmp_path / "run.py").notes if "--lora-rank" in note]
+    assert notes == [f"{note}, without which all weights are trained" for note in noted]
+
+
 def test_places_and_computed_adapters_of_a_trl_script(tmp_path):
     text = "r = 16\nGRPOTrainer('/m', [f], GRPOConfig('out', beta=0.1), peft_config=LoraConfig(r=r, lora_alpha=2 * r))"
     (tmp_path / "run.py").write_text(text)
