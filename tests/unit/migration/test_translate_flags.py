@@ -407,6 +407,15 @@ def test_keys_that_hydra_deletes_are_not_set(tmp_path):
     assert values == {"config_name": "c", "config_path": "p", "a.bc": "3", "f": "5", "g": "6"}
 
 
+@pytest.mark.parametrize(("train", "rollout", "whole"), [(8, 8, True), (4, 2, True), (8, 4, False)])
+def test_gpus_of_roles_that_are_no_whole_nodes_are_named(tmp_path, train, rollout, whole):
+    (tmp_path / "ray.yaml").write_text(f"rlhf_type: grpo\ntrain:\n  gpus: {train}\nrollout:\n  gpus: {rollout}\n")
+    source = read_source(tmp_path / "ray.yaml")
+    assert any(note.startswith(f"the script uses {train + rollout} GPUs") for note in source.notes) != whole
+    if whole:
+        assert source.settings.gpus_per_node * source.settings.nnodes == train + rollout
+
+
 @pytest.mark.parametrize(
     ("lines", "found"),
     [
