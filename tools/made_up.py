@@ -142,7 +142,7 @@ def _repeat_the_past(prompts: list[list[int]], completions: list[list[int]], sta
     """Let each further sample of a completion begin as the completion does, but for up to two tokens at its end."""
     rng = np.random.default_rng(5)
     for prompt, own, places in zip(prompts, completions, starts, strict=True):
-        for place, end in zip(places, [*places[1:], len(own)], strict=True):
+        for place, end in itertools.pairwise([*places, len(own)]):
             past = [*prompt, *own][: max(end - place - rng.integers(0, 3), 0)]
             own[place : place + len(past)] = past
 

@@ -116,8 +116,8 @@ def prefix_tree(lengths: Int64, order: Int64, shared: Int64) -> PrefixTree:
         depth, _, parent = path[-1]
         leaf[sequence] = len(nodes)
         nodes.append((parent, depth, int(lengths[sequence]) - depth, sequence))
-    parent, depth, length, source = np.array(nodes, np.int64).reshape(-1, 4).T
-    return PrefixTree(parent, depth, length, source, leaf)
+    columns = np.array(nodes, np.int64).reshape(-1, 4).T
+    return PrefixTree(columns[0], columns[1], columns[2], columns[3], leaf)
 
 
 def prefix_hashes(rows: UInt8, prompt: int) -> Int64:
