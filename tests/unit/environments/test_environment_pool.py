@@ -218,6 +218,7 @@ class Traced:
         return [tuple(map(int, line.split())) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+@pytest.mark.slow
 def test_an_episode_without_snapshots_stays_where_its_call_was_repeated(make, tmp_path):
     """Its effects happen twice: in the process that ended, and in the one that cleared it. Episode 2 shares a half with
     the one at fault.
@@ -287,6 +288,7 @@ def test_cleared_episodes_take_no_more_processes_than_the_limit(make, tmp_path, 
         pool.end(key)
 
 
+@pytest.mark.slow
 def test_a_call_that_blocks_its_process_is_found(make, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GRACE", 0.5)
     monkeypatch.setattr(module, "_SILENCE", 0.1)
