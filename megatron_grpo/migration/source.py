@@ -262,10 +262,10 @@ def _settings(values: dict[str, Any], launcher: dict[str, Any], notes: list[str]
 
 
 def _handed_on(key: str) -> str:
-    """Return a setting that Oumi hands on to verl or TRL under its name there."""
+    """Return the name of a setting that Oumi hands on to verl or TRL, or that an older recipe of verl had elsewhere."""
     for prefix in ("training.verl_config_overrides.", "training.trainer_kwargs."):
         key = key.removeprefix(prefix)
-    return key
+    return key.replace("reward_model.overlong_buffer.", "reward_model.reward_kwargs.overlong_buffer_cfg.", 1)
 
 
 def _of_roles(values: dict[str, Any]) -> dict[str, Any]:

@@ -1422,7 +1422,7 @@ SYSTEM = System(
         (
             "--reward-weights",
             _weights,
-            "1, or 2 where verl gives 1 and -1, and the penalty factor of the overlong buffer",
+            "1, or 2 where verl gives 1 and -1; the penalty factor",
         ),
         ("--reward-funcs", _reward_names, "of custom_reward_function, else of the data_source: see the top"),
         ("--reward-routing", _routing, "verl chooses by data_source"),

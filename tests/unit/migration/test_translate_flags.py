@@ -407,6 +407,18 @@ def test_keys_that_hydra_deletes_are_not_set(tmp_path):
     assert values == {"config_name": "c", "config_path": "p", "a.bc": "3", "f": "5", "g": "6"}
 
 
+def test_the_overlong_penalty_of_verls_older_recipe_of_dapo(tmp_path, monkeypatch, groups):
+    """recipe/dapo/main_dapo.py reads config.reward_model.overlong_buffer."""
+    monkeypatch.setattr(translate_flags, "groups", lambda: groups)
+    buffer = "enable=True len=4096 penalty_factor=0.5".split()
+    settings = " ".join(f"reward_model.overlong_buffer.{one}" for one in buffer)
+    path = tmp_path / "run.sh"
+    path.write_text(f"python3 -m recipe.dapo.main_dapo reward_model.reward_manager=dapo {settings}\n")
+    script = translate_flags.translated(path, None, None, None)
+    for flag in ("--soft-cache-length 4096", "--reward-weights 1 0.5", "--reward-funcs accuracy soft_overlong"):
+        assert f" {flag} " in script
+
+
 @pytest.mark.parametrize(("train", "rollout", "whole"), [(8, 8, True), (4, 2, True), (8, 4, False)])
 def test_gpus_of_roles_that_are_no_whole_nodes_are_named(tmp_path, train, rollout, whole):
     (tmp_path / "ray.yaml").write_text(f"rlhf_type: grpo\ntrain:\n  gpus: {train}\nrollout:\n  gpus: {rollout}\n")
