@@ -360,6 +360,11 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             {"--reward-funcs": "accuracy", "--reward-routing": None, "--answer-extraction": "line"},
         ),
         (
+            "verl",  # "aime" within another word
+            {"data__train_files": "/x/reclaimed/train.parquet"},
+            {"--reward-funcs": "accuracy", "--reward-routing": None, "--answer-extraction": None},
+        ),
+        (
             "verl",  # which of the two forms a mixed batch has is the row's
             {"data__train_files": "['gsm8k.parquet', 'dapo.parquet', 'mine.parquet']"},
             {"--reward-funcs": "accuracy", "--reward-routing": None, "--answer-extraction": None},

@@ -186,6 +186,21 @@ CASES = {
         "--seed",
         ["max_completion_length=2 ** 6: the script computes it", "reward functions: [short]", "me/sums"],
     ),
+    "TRL in Python with what only a run could tell": (  # N is set twice, BETA is also a parameter
+        "train.py",
+        "LR: float = 2e-6\nN = 8\nN *= 2\nBETA = 0.3\nother = GRPOConfig(max_steps=1)\ndef main(BETA=0.1):\n"
+        '    args = GRPOConfig("out", 5, learning_rate=LR, num_generations=N, beta=BETA)\n'
+        '    lora = LoraConfig(r=4, bias="none", layers_to_transform=[0])\n'
+        '    GRPOTrainer("/m/tiny", [f], args, peft_config=lora)\n',
+        "TRL",
+        "--lr 2e-06 --load-hf $HF_MODEL --save $SAVE --lora-rank 4 --beta 0",
+        "--num-generations",
+        [
+            *("HF_MODEL=${HF_MODEL:-/m/tiny}", "SAVE=${SAVE:-out}", "several GRPOConfig(...): that of line 7 is read"),
+            *("num_generations=N: the script computes it", "beta=BETA: the script computes it", "functions: [f]"),
+            *("5: an argument without a name", "LoraConfig: layers_to_transform=[0] is not translated"),
+        ],
+    ),
     "TRL by its command": (
         "run.sh",
         TRL_COMMAND,
