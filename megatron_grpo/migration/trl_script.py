@@ -23,7 +23,7 @@ def read_trl_script(path: Path) -> tuple[dict[str, Any], list[str]]:
     script sets once, to a literal, counts as it.
     """
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, SyntaxError) as error:
         raise GrpoError(f"{path}: cannot be read as Python: {error}") from error
     names = _literals(tree)
@@ -82,13 +82,14 @@ def _calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _value(node: ast.expr | None, names: dict[str, Any]) -> Any:
-    """Return the value of a literal or of a name that is one; ... for another expression."""
+    """Return the value of a literal or of a name that is one, of several values a list; ... for another expression."""
     if isinstance(node, ast.Name):
         return names.get(node.id, ...)
     try:
-        return ... if node is None else ast.literal_eval(node)
+        value = ... if node is None else ast.literal_eval(node)
     except ValueError:
         return ...
+    return sorted(value) if isinstance(value, set) else list(value) if isinstance(value, tuple) else value
 
 
 def _arguments(call: ast.Call, places: Sequence[str], names: dict[str, Any], notes: list[str]) -> dict[str, Any]:

@@ -188,12 +188,14 @@ CASES = {
     ),
     "TRL in Python with what only a run could tell": (  # N is set twice, BETA is also a parameter
         "train.py",
-        "LR: float = 2e-6\nN = 8\nN *= 2\nBETA = 0.3\nother = GRPOConfig(max_steps=1)\ndef main(BETA=0.1):\n"
-        '    args = GRPOConfig("out", 5, learning_rate=LR, num_generations=N, beta=BETA)\n'
-        '    lora = LoraConfig(r=4, bias="none", layers_to_transform=[0])\n'
+        "\ufeffLR: float = 2e-6\nN = 8\nN *= 2\nBETA = 0.3\nother = GRPOConfig(max_steps=1)\ndef main(BETA=0.1):\n"
+        '    args = GRPOConfig("out", 5, learning_rate=LR, num_generations=N, beta=BETA, '
+        "reward_weights=(1.0, 0.5))\n"
+        '    lora = LoraConfig(r=4, target_modules={"v_proj", "q_proj"}, bias="none", layers_to_transform=[0])\n'
         '    GRPOTrainer("/m/tiny", [f], args, peft_config=lora)\n',
         "TRL",
-        "--lr 2e-06 --load-hf $HF_MODEL --save $SAVE --lora-rank 4 --beta 0",
+        "--lr 2e-06 --load-hf /m/tiny --save out --lora-rank 4 --beta 0 "
+        "--reward-weights 1.0 0.5 --lora-target-modules q_proj v_proj",
         "--num-generations",
         [
             *("HF_MODEL=${HF_MODEL:-/m/tiny}", "SAVE=${SAVE:-out}", "several GRPOConfig(...): that of line 7 is read"),
