@@ -86,6 +86,7 @@ class Producer:
         self._outbox = messages.Sender(joint.store, messages.reports(self._replica))
         servers = len(urls_of_replica(args, self._replica))
         self._capacity = args.vllm_max_num_seqs * max(1, servers)  # requests at a time
+        self._at_once = AT_ONCE * max(1, servers)  # else many servers would wait for their requests
         self._size = args.num_generations
         self._num_groups = args.generation_batch_size // args.num_generations
         self._groups: dict[int, Group] = {}  # started and not taken, by number
@@ -226,7 +227,7 @@ class Producer:
             return  # the others wait until it is done
         free = self._capacity - len(self._running)
         if self._args.max_staleness:
-            free = min(free, AT_ONCE)
+            free = min(free, self._at_once)
         ids = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         self._engine.submit([self._request(number) for number in ids])
         self._running.update(ids)
