@@ -365,6 +365,26 @@ def test_flags_of_the_command_line_name_the_gpus(tmp_path, monkeypatch, groups):
     assert "--global-batch-size 48 " in script and "NNODES=${NNODES:-3} GPUS_PER_NODE=${GPUS_PER_NODE:-2}" in script
 
 
+def test_a_second_command_that_trains_is_named(tmp_path, monkeypatch, groups):
+    monkeypatch.setattr(translate_flags, "groups", lambda: groups)
+    (tmp_path / "run.sh").write_text(VERL + VERL.replace("rollout.n=5", "rollout.n=7"))
+    script = translate_flags.translated(tmp_path / "run.sh", None, None, None)
+    assert "2 commands of the script train: the first one is translated" in script and "--num-generations 5 " in script
+
+
+def test_the_words_behind_a_function_are_shown(tmp_path, monkeypatch, groups):
+    monkeypatch.setattr(translate_flags, "groups", lambda: groups)
+    text = (
+        "run() {\n    shift\n"
+        + VERL.replace("set -x\n", "")
+        + "}\nlog() { echo hi; }\nlog\nrun 8 trainer.save_freq=3\n"
+    )
+    (tmp_path / "run.sh").write_text(text)
+    script = translate_flags.translated(tmp_path / "run.sh", None, None, None)
+    assert "# - run 8 trainer.save_freq=3: the words behind a function are not read" in script.replace("#   -", "# -")
+    assert script.count("behind a function") == 1
+
+
 CONDITION = """
 TP=${TP:-}
 MEMORY=${MEMORY:-}
