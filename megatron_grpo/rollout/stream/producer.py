@@ -132,7 +132,7 @@ class Producer:
     # ---- commands
 
     def _obey(self) -> None:
-        """Carry out all commands that have arrived."""
+        """Carry out all commands that have arrived; after new weights beside running requests, one step comes first."""
         while (message := messages.agreed(self._inbox.receive() if self._is_lead else None)) is not None:
             match message["do"]:
                 case "start":
@@ -151,6 +151,8 @@ class Producer:
                     self._version, self._is_ready = message["version"], False
                 case "publish":
                     self._publish(message["what"])
+                    if self._args.weight_update == "keep":
+                        return  # a completion that ended before these weights comes with a step: a save needs it
                 case "compare adapter":
                     adapter = dict(self._received("adapter"))
                     self._report_of_all("compared", self._adapter_engine.compare_adapter(adapter))
