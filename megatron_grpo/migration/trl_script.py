@@ -87,9 +87,9 @@ def _value(node: ast.expr | None, names: dict[str, Any]) -> Any:
         return names.get(node.id, ...)
     try:
         value = ... if node is None else ast.literal_eval(node)
-    except ValueError:
+    except (TypeError, ValueError):
         return ...
-    return sorted(value) if isinstance(value, set) else list(value) if isinstance(value, tuple) else value
+    return sorted(value, key=str) if isinstance(value, set) else list(value) if isinstance(value, tuple) else value
 
 
 def _arguments(call: ast.Call, places: Sequence[str], names: dict[str, Any], notes: list[str]) -> dict[str, Any]:
