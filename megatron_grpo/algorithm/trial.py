@@ -74,6 +74,7 @@ def _in_a_fork(function: Callable[[], str]) -> str:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for number in (1, 2):
                 os.dup2(nowhere, number)
+            torch.set_num_threads(1)  # the threads of OpenMP are the parent's
             dist.GroupMember.WORLD = None  # a collective raises: its connections are those of the parent
             with open(writes, "w", encoding="utf-8", errors="replace") as pipe:
                 pipe.write(function())
