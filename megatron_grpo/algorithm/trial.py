@@ -8,6 +8,7 @@ plug-in with a state (a moving average, a number of calls) begins the run as it 
 import os
 import signal
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -65,26 +66,26 @@ def _in_a_fork(function: Callable[[], str]) -> str:
     """Return what a function returns in a fork of this process; "" if it does not return within SECONDS."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # else both processes write what is in it
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(SECONDS)
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for number in (1, 2):
-                os.dup2(nowhere, number)
-            torch.set_num_threads(1)  # the threads of OpenMP are the parent's
-            dist.GroupMember.WORLD = None  # a collective raises: its connections are those of the parent
-            with open(writes, "w", encoding="utf-8", errors="replace") as pipe:
-                pipe.write(function())
-        finally:
-            os._exit(0)
-    os.close(writes)
-    with open(reads, encoding="utf-8") as pipe:
-        message = pipe.read()
-    os.waitpid(child, 0)
-    return message
+    with tempfile.TemporaryFile(
+        "w+", encoding="utf-8", errors="replace"
+    ) as file:  # a pipe would wait for its heirs, too
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(SECONDS)
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                for number in (1, 2):
+                    os.dup2(nowhere, number)
+                torch.set_num_threads(1)  # the threads of OpenMP are the parent's
+                dist.GroupMember.WORLD = None  # a collective raises: its connections are those of the parent
+                file.write(function())
+                file.flush()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        file.seek(0)
+        return file.read()
 
 
 def _try_loss(args: Namespace) -> None:
