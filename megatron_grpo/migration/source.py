@@ -137,7 +137,7 @@ def _script(path: Path, system: str | None) -> Source:
     name, environment, command, place = found
     functions = {*re.findall(r"^\s*(?:function\s+)?(\w+)\s*\(\s*\)", path.read_text(encoding="utf-8"), re.MULTILINE)}
     for _, call in script.commands:
-        if call[0] in functions and call[1:] not in ([], ["{"]):
+        if call[0] in functions and call[1:2] not in ([], ["{"]):
             script.notes.append(f"{' '.join(map(script.text, call))}: the words behind a function are not read")
     trains = sum(_training_command(replace(script, commands=[one]), system) is not None for one in script.commands)
     if trains > 1 and system is None:
