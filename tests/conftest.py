@@ -34,9 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit tests first: they are quick, and their failures explain those of the tests that start processes."""
-    # Of the others, files that take 10 seconds or more, the longest first: lanes then end at about one time.
-    files = "parallel_layouts placed_ranks end_to_end rollout checkpoint_layouts speculative adapter_sync "
-    files += "vision_environments restart environment_runs"
+    # Of the others, files that take 8 seconds or more, the longest first: lanes then end at about one time.
+    files = "parallel_layouts end_to_end rollout adapter_sync placed_ranks restart checkpoint_layouts torchrun_report "
+    files += "vision_environments environment_runs server_runs watchdog"
     long = {f"test_{name}": place for place, name in enumerate(files.split())}
 
     starting = {item.path for item in items for name in ("distributed", "vllm") if item.get_closest_marker(name)}
@@ -145,13 +145,14 @@ def tiny_models(tmp_path_factory) -> dict[str, str]:
 
     root = tmp_path_factory.mktemp("models")
 
+    sizes = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32 --max-position-embeddings 512"
+
     class Made(dict):
-        """Models that are made at their first use."""
+        """Each model is made at its first use."""
 
         def __missing__(self, family: str) -> str:
             words = f"--save {root / family} --shape {family} --tokenizer bytes --steps 0 --quiet {sizes}".split()
             make_tiny_model.make(make_tiny_model.build_parser().parse_args(words))
             return self.setdefault(family, str(root / family))
 
-    sizes = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --kv-channels 32 --max-position-embeddings 512"
     return Made()

@@ -31,6 +31,7 @@ ENGINES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @ENGINES
 def test_a_reward_that_fails_on_every_rank(torchrun, bench, engine):

@@ -62,9 +62,10 @@ def trained_rows(save):
 
 def test_an_engine_on_a_rank_of_its_own(flags, tmp_path):
     """Its log-probabilities are the trainer's, before and after the update whose weights it gets."""
-    words = [*flags, "--train-iters", "2", "--rollout-ranks", 1, "--save", tmp_path]
+    words = [*flags, "--train-iters", "2", "--val-before-train", "--rollout-ranks", 1, "--save", tmp_path]
     ranks.run_torchrun(2, "pretrain_grpo.py", *words)
-    rows = rows_of(tmp_path)
+    evaluation, *rows = rows_of(tmp_path)
+    assert "eval/greedy_reward" in evaluation
     assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 and row["grad_norm"] > 0 for row in rows)
 
 

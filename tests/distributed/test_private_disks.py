@@ -4,6 +4,7 @@ import json
 
 import pytest
 from ranks import run_torchrun
+from slow import slow_except
 
 pytestmark = pytest.mark.distributed
 WORKER = "tests/distributed/private_disk_worker.py"
@@ -29,7 +30,7 @@ def start(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", slow_except([True], [False, True]))
 def test_hosts_share_the_directory_of_checkpoints(start, tiny_models, tmp_path, shared):
     save = tmp_path / "run" if shared else "run"
     code, output = start("--load-hf", tiny_models["qwen3"], "--save", save, "--train-iters", 1)

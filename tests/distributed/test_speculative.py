@@ -205,6 +205,8 @@ def test_drafts_of_a_hybrid(tmp_path, family):
     """The engine is in bfloat16, all that vLLM computes of delta nets on a CPU: near ties may be broken anew."""
     found = run(tmp_path, f"mtp, {family}", "--greedy")
     assert found.differences == []  # between the weights of the engine, also of its drafting layer, and the policy's
+    parameters, share = getattr(found, "estimated size")
+    assert parameters == found.size[0] and share == pytest.approx(found.size[1])
     given, steps, expected, wrong = [], [], [], []
     for prompt, asked in zip(PROMPTS, found.greedy, strict=True):
         (ids,), (log_probs,) = asked["ids"], asked["log_probs"]

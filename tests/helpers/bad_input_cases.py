@@ -555,7 +555,7 @@ TOOLS: list[Case] = [
         tool("tools/data/arithmetic.py", lambda b: ["--save", b.root / "a", "--shares", 1, 1, 1, 1]),
         r"--shares 1.0 .*: give four numbers >= 0 with the sum 1",
     ),
-    ("convert: no model", convert(lambda b: ["--load", "gone", "--save", b.root / "c"]), r"gone is not a Hugging Face"),
+    ("convert: no model", convert(lambda b: ["--load", "gone", "--save", b.root / "c"]), r"there is no gone"),
     ("convert: onto itself", convert(lambda b: ["--load", b.model, "--save", b.model]), r"are the same directory"),
     ("convert: over a run", convert(lambda b: ["--load", b.model, "--save", b.run()]), r"give another --save"),
     (

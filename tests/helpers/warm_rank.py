@@ -29,8 +29,9 @@ from typing import Any
 warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
 
 listener = socket.socket(socket.AF_UNIX)
-listener.bind(sys.argv[1])
+listener.bind(f"{sys.argv[1]}.new")
 listener.listen(64)  # before the imports: connections wait meanwhile
+os.rename(f"{sys.argv[1]}.new", sys.argv[1])  # a name that exists can be connected to
 
 # isort: split
 import numpy as np

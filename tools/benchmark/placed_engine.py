@@ -19,8 +19,9 @@ import pstats
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -31,6 +32,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel.initialize import initialize_distributed, joint
+from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rollout.collect import collect_rollout, everything
 from megatron_grpo.rollout.engine import Completion
@@ -82,6 +84,18 @@ class Clocked(DrawnLengths):
         return np.array(
             [self.tokens, self.num_steps, self.in_host[0], self.in_poll, time.thread_time(), time.perf_counter()]
         )
+
+
+class TimedProducer(Producer):
+    """Adds the time to ``marks`` when a batch has been sent."""
+
+    def __init__(self, marks: list[np.ndarray], placed: "Clocked", *args):
+        self._marks, self._placed = marks, placed
+        super().__init__(*args)
+
+    def _send_groups(self, numbers: Sequence[int]) -> None:
+        super()._send_groups(numbers)
+        self._marks.append(self._placed.now())
 
 
 def clock_parts(engine: VllmColocate) -> list[float]:
@@ -148,7 +162,7 @@ def main() -> None:
     flags = ["--rollout-ranks", "1", "--ignore-eos", "--max-prompt-length", str(own.prompt), *flags]
     args = made_up.parse(flags, 1)
     initialize_distributed(args)
-    roles = joint()
+    roles = cast(Joint, joint())
     ids = np.random.default_rng(0).integers(3, args.vocab_size - 2, (4096, own.prompt)).tolist()
     dataset = Rows(Prompt(i, prompt, {}, "made up") for i, prompt in enumerate(ids))
     if roles.role.replica is None:
@@ -175,14 +189,7 @@ def main() -> None:
         colocated_line = line("colocated", marks[0], marks[-1])
         placed = Clocked(engine, args, lengths, 0)
         placed.in_host, marks = parts, []
-        producer = Producer(args, placed, scorer, Numbers(), dataset, None, roles)  # type: ignore[arg-type]
-        send = producer._send_groups
-
-        def sent(numbers):
-            send(numbers)
-            marks.append(placed.now())
-
-        producer._send_groups = sent  # type: ignore[method-assign]
+        producer = TimedProducer(marks, placed, args, placed, scorer, Numbers(), dataset, None, roles)
         profile = cProfile.Profile() if own.functions else contextlib.nullcontext()
         with profile:
             producer.run()

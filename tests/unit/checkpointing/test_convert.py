@@ -207,7 +207,7 @@ SPELLINGS += [("qwen2", {"common_pt": True})]
 PAIRS = [(family, spelling) for family, _ in SPELLINGS for _, spelling in SPELLINGS]
 
 
-@pytest.mark.parametrize(("family", "spelling"), slow_except(SPELLINGS, PAIRS), ids=str)
+@pytest.mark.parametrize(("family", "spelling"), slow_except(SPELLINGS[1:3], PAIRS), ids=str)
 def test_megatron_lms_own_checkpoints(convert, tmp_path, family, spelling):
     make(tmp_path / "hf", family, tied=family == "qwen3")
     megatron_lm(tmp_path / "megatron", tmp_path / "hf", **spelling)

@@ -71,6 +71,7 @@ def slurm(tmp_path) -> dict[str, str]:
     return os.environ | JOB | own
 
 
+@pytest.mark.slow
 def test_scripts_pass_shellcheck():
     assert len(SCRIPTS) > 10
     tool = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

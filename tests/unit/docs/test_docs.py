@@ -59,9 +59,9 @@ OTHERS += "--log-dir --tee --local-ranks-filter".split()  # of torchrun
 OTHERS += "--max-restarts --rdzv-id --rdzv-backend --rdzv-endpoint --node-rank --master-addr --master-port".split()
 OTHERS += "--signals-to-handle --shutdown-timeout --standalone".split()
 OTHERS += (
-    "--nodes --signal --container-image --container-mounts --container-workdir".split()
+    "--account --nodes --partition --signal --container-image --container-mounts --container-workdir".split()
 )  # of sbatch, srun and pyxis
-OTHERS += "--build-arg --for --timeout".split()  # of docker and kubectl
+OTHERS += "--build-arg --for --tail --timeout".split()  # of docker and kubectl
 OTHERS += ["--serve", "--rollouts"]  # of tools/report.py
 OTHERS += "--updates --server".split()  # of tools/soak.py
 OTHERS += ["--staleness", "--seeds"]  # of tools/benchmark/staleness.py
@@ -80,7 +80,9 @@ OTHERS += (
     "--model --dtype --max-model-len --max-logprobs --logprobs-mode --weight-transfer-config --hf-overrides".split()
 )
 OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone --runner --port".split()
-OTHERS += "--enable-scale-out --skip-mm-profiling --media-io-kwargs --mm-processor-kwargs".split()
+OTHERS += (
+    "--mamba-ssm-cache-dtype --enable-scale-out --skip-mm-profiling --media-io-kwargs --mm-processor-kwargs".split()
+)
 REMOVED = {  # flags of earlier versions
     "CHANGELOG.md": "--shuffle-completions --batch-invariant-mode --fp32-residual-connection".split()
 }

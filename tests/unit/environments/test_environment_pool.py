@@ -287,6 +287,7 @@ def test_cleared_episodes_take_no_more_processes_than_the_limit(make, tmp_path, 
         pool.end(key)
 
 
+@pytest.mark.slow
 def test_a_call_that_blocks_its_process_is_found(make, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "GRACE", 0.5)
     monkeypatch.setattr(module, "_SILENCE", 0.1)

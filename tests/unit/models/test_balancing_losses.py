@@ -127,7 +127,8 @@ def looped(request, world):
     return family, want, of_losses, update(f"{family} --micro-batch-size 4")[1]
 
 
-@pytest.mark.parametrize("kind", slow_except(["global_aux_loss"], KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_gradients_are_those_of_a_loop_over_sequences(looped, kind):
     family, want, of_losses, without = looped
     own = f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff 2" if kind != "z" else "--moe-z-loss-coeff 2"

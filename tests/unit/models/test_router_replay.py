@@ -51,6 +51,7 @@ def known_of(args, batch, completions, layer: int) -> list[np.ndarray]:
     return [rows[pack.source] for pack in packs]
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_what_was_chosen(one_rank):
     args, trainer = start("R2")
     seen = {number: [] for number, _ in routers(trainer)}

@@ -28,7 +28,7 @@ def engine(**methods) -> VllmColocate:
     made = object.__new__(VllmColocate)
     made.replica, made._version, made._loads, made._submitted, made._under_way = 0, 0, 0, 0, {}
     made.has_weights, made._awake, made._sleep_level, made._seeds_requests = True, True, 1, False
-    made._sees_images = False
+    made._sees_images, made._finished = False, []
     made._speculates, made._mtp_prefixes, made._draft_directory = False, (), None
     made._moe_layers = made._adapter_request = None
     made._llm = SimpleNamespace(**methods)

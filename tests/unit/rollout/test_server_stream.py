@@ -171,6 +171,7 @@ def test_what_a_dead_server_has_sent_goes_on_elsewhere(engine, doubles):
     assert any(path == "/v1/completions" for path, _ in doubles[0].calls[sent:])
 
 
+@pytest.mark.slow
 def test_without_a_server_the_run_ends(engine, doubles):
     for double in doubles:
         double.fault = "die"

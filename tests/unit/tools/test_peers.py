@@ -59,6 +59,7 @@ def test_no_runs(tmp_path):
         table(tmp_path, 2, 512)
 
 
+@pytest.mark.slow
 def test_drawn_lengths_have_the_stated_mean_and_median():
     drawn = [drawn_lengths.length(number) for number in range(100_000)]
     assert statistics.median(drawn) == pytest.approx(384, rel=0.02)
