@@ -254,7 +254,7 @@ def _settings(values: dict[str, Any], launcher: dict[str, Any], notes: list[str]
     if mapped is not None:
         gpus = min(mapped, gpus or 8)
     nodes = (
-        mapped // gpus
+        -(-mapped // gpus)
         if mapped and gpus
         else _first_number(
             launcher.get("nnodes"),

@@ -163,6 +163,16 @@ CASES = {
         "--num-layers",
         ["--transformer-impl transformer_engine --apply-rope-fusion", "flags of the architecture"],
     ),
+    "swift rlhf on Ray": (  # 2 x 2 completions of each of the trainer's 4 GPUs; the engines' have none
+        "ray.yaml",
+        "rlhf_type: grpo\nmodel: /m/tiny\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 2\n"
+        "num_generations: 8\nmax_steps: 100\nlearning_rate: 5e-5\ndataset: t.jsonl\nuse_vllm: true\n"
+        "train:\n  gpus: 4\n  output_dir: o\nrollout:\n  gpus: 4\n",
+        "ms-swift",
+        "--global-batch-size 16 --num-generations 8",
+        "--gpus",
+        ["NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-8}", "--rollout-ranks N, with --max-staleness"],
+    ),
     "TRL": (
         "grpo.yaml",
         TRL,
