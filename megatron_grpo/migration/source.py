@@ -253,8 +253,10 @@ def _settings(values: dict[str, Any], launcher: dict[str, Any], notes: list[str]
     mapped = _mapped_gpus(values.get("actor_train.device_mapping")) or _gpus_of_roles(values)
     if mapped is not None:
         gpus = min(mapped, gpus or 8)
+        if mapped % gpus:
+            notes.append(f"the script uses {mapped} GPUs, no whole nodes of {gpus}: give --gpus-per-node, --nnodes")
     nodes = (
-        -(-mapped // gpus)
+        mapped // gpus
         if mapped and gpus
         else _first_number(
             launcher.get("nnodes"),

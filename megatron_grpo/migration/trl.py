@@ -35,6 +35,8 @@ from megatron_grpo.migration.rows import (
     words,
 )
 
+TARGETS = ["q_proj", "v_proj"]  # of Llama, Mistral, Qwen2, Qwen3, Gemma and their mixtures
+
 
 def _lora(settings: Settings) -> bool:
     return settings.true("use_peft")
@@ -375,7 +377,9 @@ SYSTEM = System(
         ("--lr", constant("1e-6"), "TRL's default"),
         ("--lr-decay-style", constant("linear"), "TRL's default"),
         ("--weight-decay", constant("0"), "TRL's default"),
+        ("--max-completion-length", constant("256"), "TRL's default"),
         ("--lora-dropout", lambda s: "0.05" if _lora(s) else None, "TRL's default"),
+        ("--lora-target-modules", lambda s: TARGETS if _lora(s) else None, "PEFT's default of most families"),
         ("--beta", constant("0"), "TRL's default"),
         ("--loss-type", constant("dapo"), "TRL's default"),
         (

@@ -1293,7 +1293,8 @@ def _recompute(settings: Settings, value: str) -> Converted:
 
 
 def _weights(settings: Settings) -> Converted:
-    own = ["1"] * (len(_reward_names(settings)) - 1)
+    """Return the weights of a run with an overlong penalty: verl's math_dapo gives 1 or -1, accuracy 1 or 0."""
+    own = ["2" if _extraction(settings) else "1"] * (len(_reward_names(settings)) - 1)
     return [*own, reward_text(settings, f"{OVERLONG}penalty_factor", "1")] if _overlong(settings) else None
 
 
@@ -1373,6 +1374,11 @@ def _differences(settings: Settings) -> list[str]:
             f"{ACTOR}clip_ratio_low: --loss-type cispo has no lower bound of the ratio; verl raises smaller ratios to "
             "1 - clip_ratio_low"
         )
+    if "hiyouga/geometry3k" in _sources(settings):
+        points.append(
+            "hiyouga/geometry3k: verl's score is 0.9 for the answer and 0.1 for <think>...</think> before a box; here "
+            "the answer counts alone"
+        )
     if settings.text("trainer.resume_mode").strip("'\"") == "disable":
         points.append("trainer.resume_mode=disable: there is no --load; a start is refused if --save holds checkpoints")
     if settings.true("trainer.val_only") and not _evaluates_only(settings):
@@ -1417,7 +1423,11 @@ SYSTEM = System(
         ("--sleep-level", constant("2"), "free_cache_engine is on by default there"),
         ("--recompute-method", lambda s: _recompute(s, "uniform"), "of gradient checkpointing"),
         ("--recompute-num-layers", lambda s: _recompute(s, "1"), "of gradient checkpointing"),
-        ("--reward-weights", _weights, "1, and the penalty factor of the overlong buffer"),
+        (
+            "--reward-weights",
+            _weights,
+            "1, or 2 where verl gives 1 and -1, and the penalty factor of the overlong buffer",
+        ),
         ("--reward-funcs", _reward_names, "of custom_reward_function, else of the data_source: see the top"),
         ("--reward-routing", _routing, "verl chooses by data_source"),
         ("--answer-extraction", _extraction, 'the prompts of this data ask for a last line "Answer: ..."'),

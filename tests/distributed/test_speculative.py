@@ -200,7 +200,8 @@ def test_the_dry_run_counts_the_memory_of_drafts(found):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", slow_except(["qwen3_5_text"], HYBRID))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRID)
 def test_drafts_of_a_hybrid(tmp_path, family):
     """The engine is in bfloat16, all that vLLM computes of delta nets on a CPU: near ties may be broken anew."""
     found = run(tmp_path, f"mtp, {family}", "--greedy")

@@ -218,6 +218,7 @@ class Traced:
         return [tuple(map(int, line.split())) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+@pytest.mark.slow
 def test_an_episode_without_snapshots_stays_where_its_call_was_repeated(make, tmp_path):
     """Its effects happen twice: in the process that ended, and in the one that cleared it. Episode 2 shares a half with
     the one at fault.

@@ -48,6 +48,9 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
         ),
         ("slime", {"rm_type": "dapo"}, {"--reward-funcs": "accuracy", "--answer-extraction": "line"}),
         ("slime", {"rm_type": "math"}, {"--reward-funcs": "accuracy", "--answer-extraction": None}),
+        ("TRL", {"num_generations": "4"}, {"--max-completion-length": "256", "--lora-target-modules": None}),
+        ("TRL", {"use_peft": "True"}, {"--lora-target-modules": "q_proj v_proj"}),
+        ("TRL", {"use_peft": "True", "lora_target_modules": "[o_proj]"}, {"--lora-target-modules": "o_proj"}),
         ("TRL", {"warmup_steps": "20"}, {"--lr-warmup-iters": "20", "--lr-warmup-fraction": None}),
         (
             "TRL",
@@ -363,6 +366,17 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             "verl",  # "aime" within another word
             {"data__train_files": "/x/reclaimed/train.parquet"},
             {"--reward-funcs": "accuracy", "--reward-routing": None, "--answer-extraction": None},
+        ),
+        (
+            "verl",  # math_dapo.compute_score gives 1 or -1, the penalty goes down to -penalty_factor
+            {
+                "data__train_files": "dapo-math-17k.parquet",
+                "data__val_files": "aime-2024.parquet",
+                "reward__reward_manager__name": "dapo",
+                "reward__reward_kwargs__overlong_buffer_cfg__enable": "True",
+                "reward__reward_kwargs__overlong_buffer_cfg__len": "512",
+            },
+            {"--reward-funcs": "accuracy soft_overlong", "--reward-weights": "2 1", "--answer-extraction": "line"},
         ),
         (
             "verl",  # which of the two forms a mixed batch has is the row's

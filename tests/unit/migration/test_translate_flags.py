@@ -198,7 +198,7 @@ CASES = {
     ),
     "TRL in Python with what only a run could tell": (  # N is set twice, BETA is also a parameter
         "train.py",
-        "\ufeffLR: float = 2e-6\nN = 8\nN *= 2\nBETA = 0.3\nother = GRPOConfig(max_steps=1)\ndef main(BETA=0.1):\n"
+        "\ufeffLR: float = 2e-6\nN = 8\nN *= 2\nBETA = 0.3\ndef main(BETA=0.1):\n"
         '    args = GRPOConfig("out", 5, learning_rate=LR, num_generations=N, beta=BETA, '
         "reward_weights=(1.0, 0.5))\n"
         '    lora = LoraConfig(r=4, target_modules={"v_proj", "q_proj"}, bias="none", layers_to_transform=[0])\n'
@@ -208,9 +208,9 @@ CASES = {
         "--reward-weights 1.0 0.5 --lora-target-modules q_proj v_proj",
         "--num-generations",
         [
-            *("HF_MODEL=${HF_MODEL:-/m/tiny}", "SAVE=${SAVE:-out}", "several GRPOConfig(...): that of line 7 is read"),
+            *("HF_MODEL=${HF_MODEL:-/m/tiny}", "SAVE=${SAVE:-out}"),
             *("num_generations=N: the script computes it", "beta=BETA: the script computes it", "functions: [f]"),
-            *("5: an argument without a name", "LoraConfig: layers_to_transform=[0] is not translated"),
+            *("an argument without a name: 5", "LoraConfig: layers_to_transform=[0] is not translated"),
         ],
     ),
     "TRL by its command": (
@@ -454,12 +454,73 @@ def test_keys_that_hydra_deletes_are_not_set(tmp_path):
     assert values == {"config_name": "c", "config_path": "p", "a.bc": "3", "f": "5", "g": "6"}
 
 
+@pytest.mark.parametrize(("train", "rollout", "whole"), [(8, 8, True), (4, 2, True), (8, 4, False)])
+def test_gpus_of_roles_that_are_no_whole_nodes_are_named(tmp_path, train, rollout, whole):
+    (tmp_path / "ray.yaml").write_text(f"rlhf_type: grpo\ntrain:\n  gpus: {train}\nrollout:\n  gpus: {rollout}\n")
+    source = read_source(tmp_path / "ray.yaml")
+    assert any(note.startswith(f"the script uses {train + rollout} GPUs") for note in source.notes) != whole
+    if whole:
+        assert source.settings.gpus_per_node * source.settings.nnodes == train + rollout
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("lr = 1e-5\nGRPOConfig(learning_rate=lr)", 1e-5),
+        ("lr: float = 1e-5\nGRPOConfig(learning_rate=lr)", 1e-5),
+        ("lr = 1e-6\nlr *= 10\nGRPOConfig(learning_rate=lr)", None),
+        ("lr = 1e-6\nlr, n = 1e-5, 4\nGRPOConfig(learning_rate=lr)", None),
+        ("lr = 1e-6\nfor lr in (1e-6, 1e-5):\n    GRPOConfig(learning_rate=lr)", None),
+        ("lr = 1e-6\ndef config(lr):\n    return GRPOConfig(learning_rate=lr)", None),
+        ("args = GRPOConfig(learning_rate=1e-6)\nargs.learning_rate = 1e-5", None),
+        ("args = GRPOConfig(learning_rate=1e-6)\nargs.learning_rate *= 10", None),
+        ("a = made(GRPOConfig(learning_rate=1e-6))\na.beta = 1\nargs.learning_rate = 2", 1e-6),
+        ("def config():\n    return GRPOConfig(learning_rate=1e-6)\na = config()\na.learning_rate = 1e-5\n"
+         "GRPOTrainer(m, f, a)", None),
+    ],
+)  # fmt: skip
+def test_a_value_that_a_trl_script_may_change_is_left_to_a_person(tmp_path, lines, found):
+    (tmp_path / "run.py").write_text(lines)
+    source = read_source(tmp_path / "run.py")
+    assert source.settings.values.get("learning_rate") == (found and str(found))
+    assert any("learning_rate" in note for note in source.notes) == (found is None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "noted"),
+    [
+        ("GRPOTrainer(model, peft_config=None)", []),
+        ("GRPOTrainer(model, peft_config=mine())", ["mine(): give --lora-rank"]),
+        ("model = FastModel.get_peft_model(model, r=16)", ["FastModel.get_peft_model(model, r=16): give --lora-rank"]),
+        ("get_peft_model(model, LoraConfig(r=4))", []),
+    ],
+)
+def test_adapters_that_are_no_loraconfig_are_named(tmp_path, lines, noted):
+    (tmp_path / "run.py").write_text(f"GRPOConfig(beta=0.1)\n{lines}\n")
+    notes = [note for note in read_source(tmp_path / "run.py").notes if "--lora-rank" in note]
+    assert notes == [f"{note}, without which all weights are trained" for note in noted]
+
+
+def test_places_and_computed_adapters_of_a_trl_script(tmp_path):
+    text = "r = 16\nGRPOTrainer('/m', [f], GRPOConfig('out', beta=0.1), peft_config=LoraConfig(r=r, lora_alpha=2 * r))"
+    (tmp_path / "run.py").write_text(text)
+    source = read_source(tmp_path / "run.py")
+    expected = {"model_name_or_path": "/m", "output_dir": "out", "beta": "0.1", "lora_r": "16", "lora_dropout": "0.0"}
+    assert source.settings.values == expected | {"use_peft": "True"}  # not PEFT's alpha of 8
+    assert any(note.startswith("lora_alpha=2 * r: ") for note in source.notes)
+
+
 @pytest.mark.parametrize(
     "file, text, message",
     [
         ("run.sh", "echo hello\n", "no command of a known system"),
         ("run.py", "print(1)\n", r"run\.py: no GRPOConfig\(\.\.\.\): of Python scripts"),
         ("run.py", "def (\n", "cannot be read as Python"),
+        (
+            "run.py",
+            "GRPOConfig(beta=0)\nGRPOConfig(beta=0.04)\n",
+            r"run\.py: GRPOConfig\(\.\.\.\) is there more than once",
+        ),
         ("run.yaml", "a: 1\n", r"its top-level keys \(a\) belong to no known system; give --system"),
         ("run.yaml", "- a\n", "its top level is no mapping"),
         ("run.yaml", "a: [\n", "cannot be read as YAML"),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+from slow import slow_except
 
 from megatron_grpo.patches import cpu_backend
 from megatron_grpo.patches import vllm as patches
@@ -39,7 +40,7 @@ def life(lives, arrivals: list[tuple], is_async=False, v2_runner=False, **other)
     return lives.Life(is_async=is_async, v2_runner=v2_runner, events=events, **PLAIN | other)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", slow_except([True], [False, True]))  # True: vLLM's default on GPUs
 def test_lives_are_those_of_vllms_own_scheduler(lives, is_async):
     counts: Counter = Counter()
     for seed in range(LIVES * (4 if ranks.thorough else 1)):
@@ -61,7 +62,7 @@ def test_lives_with_the_vllm_for_gpus():
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("v2_runner", [False, True])
+@pytest.mark.parametrize("v2_runner", slow_except([True], [False, True]))
 def test_every_step_after_the_first_token_is_a_decode_step(lives, is_async, v2_runner):
     """Also while others wait, if as many run as may; a step at a request's last token frees its place."""
     alone = life(lives, [(0, "plain", 9, 70)] * 4, is_async, v2_runner, sequences=8)

@@ -605,7 +605,8 @@ def test_a_broadcast_that_fails_here_does_not_wait_for_the_servers(start, monkey
     pool.close()
 
 
-@pytest.mark.parametrize("level", slow_except([2], [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
 def test_sglang_servers_sleep(start, weights, one_process, level, monkeypatch):
     """In two stages and back, with their weights or without; the double ends itself when asked out of turn."""
     monkeypatch.setattr(sglang_ipc, "BUCKET_BYTES", 4000)
