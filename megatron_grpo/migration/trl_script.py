@@ -83,9 +83,9 @@ def _literals(tree: ast.Module) -> dict[str, Any]:
     return {name: value for name, value in found.items() if bound[name] == 1 and value is not ...}
 
 
-def _set_later(tree: ast.Module, args: ast.expr | None) -> Iterator[tuple[str, str]]:
-    """Yield (attribute, source) of each assignment to an attribute of the configuration, the trainer's ``args``."""
-    holders = {args.id} if isinstance(args, ast.Name) else set()
+def _set_later(tree: ast.Module, given: ast.expr | None) -> Iterator[tuple[str, str]]:
+    """Yield (attribute, source) of each assignment to an attribute of the configuration, ``given`` to the trainer."""
+    holders = {given.id} if isinstance(given, ast.Name) else set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
