@@ -1,6 +1,7 @@
 """verl's settings in ours. siiRL has the same keys."""
 
 import math
+import re
 from collections.abc import Callable
 from itertools import chain
 
@@ -147,7 +148,10 @@ def _sources(settings: Settings) -> dict[str, str]:
     """Return the reward of each data_source of the data files; nothing with a reward of its own or an unknown file."""
     names = ["data.train_files", *["data.val_files"] * _evaluates(settings)]
     files = ["/".join(file.lower().split("/")[-3:]) for name in names for file in words(settings.text(name)) or []]
-    found = [next((SOURCES[word] for word in SOURCES if word in file), None) for file in files]
+    found = [
+        next((SOURCES[word] for word in SOURCES if re.search(rf"(?<![a-z]){word}(?![a-z])", file)), None)
+        for file in files
+    ]
     if _custom(settings) or None in found:
         return {}
     sources = dict(filter(None, found))
@@ -1422,7 +1426,7 @@ SYSTEM = System(
         (
             "--reward-weights",
             _weights,
-            "1, or 2 where verl gives 1 and -1, and the penalty factor of the overlong buffer",
+            "1, or 2 where verl gives 1 and -1; the penalty factor",
         ),
         ("--reward-funcs", _reward_names, "of custom_reward_function, else of the data_source: see the top"),
         ("--reward-routing", _routing, "verl chooses by data_source"),
