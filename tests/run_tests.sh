@@ -10,8 +10,8 @@
 # made from requirements-gpu.txt and requirements-test.txt. $REPORT (default: runs/gpu_tests.txt) gets a line for each case as
 # soon as it has ended, with the text of a failure. -m "not gpus" selects the cases that need one GPU only.
 # Order: format and lint, directions of imports, links of the documentation, unit tests, then those that start torchrun or
-# vLLM (tests/conftest.py); types are checked meanwhile. Two files run at a time, on more than four cores one to two cores: a
-# file of the latter tests has up to four processes, which often wait for each other. With pytest arguments all run in order.
+# vLLM (tests/conftest.py); types are checked meanwhile. Three files run at a time, on more than six cores one to two cores:
+# tests wait for processes that start and for time limits. With pytest arguments all run in order.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -91,7 +91,7 @@ if (($#)); then
     step pytest
     "$VENV/bin/python" -m pytest "$@" || failed=1
 else
-    lanes=$(($(nproc) / 2)) && lanes=$((lanes < 2 ? 2 : lanes > 8 ? 8 : lanes))
+    lanes=$(($(nproc) / 2)) && lanes=$((lanes < 3 ? 3 : lanes > 8 ? 8 : lanes))
     step "pytest: $lanes files at a time"
     "$VENV/bin/python" -m pytest "${selection[@]}" --numprocesses $lanes --dist loadfile --no-loadscope-reorder || failed=1
 fi

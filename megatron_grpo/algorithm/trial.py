@@ -1,69 +1,122 @@
 """A trial of a plug-in's loss and advantage estimator on made-up completions, before the model is built.
 
-Without it a mistake in them ends the run at its first update, after the model and the engine have started.
+Without it a mistake in them ends the run at its first update, after the model and the engine have started. A trial
+changes nothing: it runs in a fork of this process, without its output, random numbers and process groups, so that a
+plug-in with a state (a moving average, a number of calls) begins the run as it was loaded.
 """
 
+import os
+import signal
+import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import policy_loss
-from megatron_grpo.algorithm.registry import Entry, call
+from megatron_grpo.algorithm.registry import Entry, Function, call
 from megatron_grpo.algorithm.rollout_advantages import of_shape
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError, raised_at
 
 # A mistake in the code. Other errors can be those of made-up numbers on a CPU: a kernel that needs a GPU.
 MISTAKES = (AttributeError, ImportError, NameError, TypeError)
-LENGTHS = (3, 5, 2, 4)  # tokens of the completions, in two groups
+LENGTHS = (3, 5, 2, 4)  # tokens of the completions, again and again
+SECONDS = 30  # of a trial; a slower one says nothing
+
+_passed: set[Function] = set()  # in this process, which resolves its arguments several times
 
 
 def check_functions(args: Namespace) -> None:
     """Raise GrpoError for a plug-in's loss or estimator with a mistake in its code or a wrong shape of its result."""
-    _check(LOSSES.get(args.loss_type), "--loss-type", lambda: _try_loss(args))
-    _check(ADVANTAGES.get(args.advantage_estimator), "--advantage-estimator", lambda: _try_estimator(args))
+    args = replaced(args, train_iters=args.train_iters or 1)  # of --num-epochs: the data tell it later
+    _check(args, LOSSES.get(args.loss_type), "--loss-type", _try_loss)
+    _check(args, ADVANTAGES.get(args.advantage_estimator), "--advantage-estimator", _try_estimator)
 
 
-def _check(entry: Entry, option: str, attempt: Callable[[], None]) -> None:
-    if entry.function.__module__.startswith("megatron_grpo."):
+def _check(args: Namespace, entry: Entry, option: str, attempt: Callable[[Namespace], None]) -> None:
+    if entry.function.__module__.startswith("megatron_grpo.") or entry.function in _passed:
         return
-    try:
-        attempt()
-    except MISTAKES as error:
-        raise GrpoError(f"{option} {entry.name} raised {type(error).__name__}: {error}{raised_at(error)}") from error
-    except GrpoError:
-        raise
-    except Exception:  # the first update tells
-        return
+
+    def mistake() -> str:
+        try:
+            attempt(args)
+        except GrpoError as error:
+            return str(error)
+        except MISTAKES as error:
+            if args.dry_run and isinstance(error, ImportError):  # of a package that this machine need not have
+                return ""
+            return f"{option} {entry.name} raised {type(error).__name__}: {error}{raised_at(error)}"
+        except Exception:  # the first update tells
+            return ""
+        return ""
+
+    if message := _in_a_fork(mistake):
+        raise GrpoError(message)
+    _passed.add(entry.function)
+
+
+def _in_a_fork(function: Callable[[], str]) -> str:
+    """Return what a function returns in a fork of this process; "" if it does not return within SECONDS."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # else both processes write what is in it
+    with tempfile.TemporaryFile(
+        "w+", encoding="utf-8", errors="replace"
+    ) as file:  # a pipe would wait for its heirs, too
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(SECONDS)
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                for number in (1, 2):
+                    os.dup2(nowhere, number)
+                torch.set_num_threads(1)  # the threads of OpenMP are the parent's
+                dist.GroupMember.WORLD = None  # a collective raises: its connections are those of the parent
+                file.write(function())
+                file.flush()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        file.seek(0)
+        return file.read()
 
 
 def _try_loss(args: Namespace) -> None:
-    completion = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    lengths = _lengths(args)
+    completion = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     tokens = len(completion)
     old = -torch.linspace(0.1, 3.0, tokens)
     log_probs = (old + 0.01).requires_grad_()
     advantages = torch.where(completion % 2 == 0, 1.0, -1.0)
     statistics = {"covariances": torch.zeros(tokens), "entropies": torch.ones(tokens)}
     batch = {"advantages": advantages, "completion": completion, **statistics}
-    if not policy_loss(args, log_probs, old, batch).loss.requires_grad:
+    loss = policy_loss(args, log_probs, old, batch).loss
+    if not loss.requires_grad and (loss.any() or not (args.beta or args.entropy_coef)):  # 0: the other terms train
         raise GrpoError(
             f"--loss-type {args.loss_type} returned a loss that does not depend on log_probs or log_ratio: nothing "
             "would be trained (leave out detach, item and numpy)"
         )
+    if update_advantages := LOSSES.get(args.loss_type).update_advantages:
+        scores, signs = np.zeros(len(lengths)), np.resize(np.array([1.0, -1.0], np.float32), len(lengths))
+        call(update_advantages, {"scores": scores, "advantages": signs, "group_ids": _group_ids(args)}, args)
 
 
 def _try_estimator(args: Namespace) -> None:
-    estimator, tokens, count = ADVANTAGES.get(args.advantage_estimator), sum(LENGTHS), len(LENGTHS)
+    estimator, lengths = ADVANTAGES.get(args.advantage_estimator), _lengths(args)
+    tokens, count = int(lengths.sum()), len(lengths)
     inputs: dict[str, Any] = {
-        "rewards": np.array([0.0, 1.0, 1.0, 1.0], np.float32),
+        "rewards": np.minimum(np.arange(count, dtype=np.float32), 1),  # the first group has a signal
         "function_rewards": np.ones((count, len(args.reward_funcs or ())), np.float32),
-        "group_ids": np.array([0, 0, 1, 1]),
+        "group_ids": _group_ids(args),
         "response_mask": np.ones(tokens, np.uint8),
-        "cu_seqlens": np.cumsum([0, *LENGTHS]),
+        "cu_seqlens": np.cumsum([0, *lengths]),
         "penalties": np.zeros(tokens, np.float32) if args.kl_in_reward else None,
         "gather": np.asarray,
         "turns": np.ones(count, np.int64),
@@ -72,3 +125,12 @@ def _try_estimator(args: Namespace) -> None:
         return  # made-up turns would be those of no environment
     advantages = np.asarray(call(estimator.function, inputs, args), np.float32)
     of_shape(estimator, advantages, tokens if estimator.per_token else count)
+
+
+def _group_ids(args: Namespace) -> np.ndarray:
+    """Return the groups of the completions, [n]: two prompts."""
+    return np.repeat([0, 1], args.num_generations)
+
+
+def _lengths(args: Namespace) -> np.ndarray:
+    return np.resize(LENGTHS, 2 * args.num_generations)

@@ -184,7 +184,7 @@ class _Reader:
                 self._redirection()
             elif char in "()":
                 self.position += 1
-            elif (found := ASSIGNMENT.match(self.text, self.position)) and not [w for w in words if w not in PREFIXES]:
+            elif (not words or words[0] in PREFIXES) and (found := ASSIGNMENT.match(self.text, self.position)):
                 name, plus = found.groups()
                 self.position = found.end()
                 value: str | list[str] = self._array() if self.text[self.position] == "(" else self._joined()

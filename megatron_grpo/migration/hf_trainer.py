@@ -17,7 +17,8 @@ def completions_per_update(settings: Settings, prefix: str = "", batch: float = 
     """Return the completions of an update of all processes."""
     shards = settings.number(f"{prefix}sequence_parallel_size", 1)  # processes that share a sequence
     device = settings.number(f"{prefix}per_device_train_batch_size", batch)
-    return device * accumulation(settings, prefix) * settings.gpus / shards
+    engines = 0 if settings.given("colocate_groups") else settings.number("rollout.gpus", 0)  # of ms-swift's Ray files
+    return device * accumulation(settings, prefix) * (settings.gpus - engines) / shards
 
 
 def global_batch(prefix: str = "") -> Conversion:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,6 +135,13 @@ def _script(path: Path, system: str | None) -> Source:
         known = "swift rlhf, megatron rlhf, verl.trainer.main_ppo, train.py, trl grpo, oumi train, run_grpo.py"
         raise GrpoError(f"{path}: no command of a known system ({known}); give --system")
     name, environment, command, place = found
+    functions = {*re.findall(r"^\s*(?:function\s+)?(\w+)\s*\(\s*\)", path.read_text(encoding="utf-8"), re.MULTILINE)}
+    for _, call in script.commands:
+        if call[0] in functions and call[1:2] not in ([], ["{"]):
+            script.notes.append(f"{' '.join(map(script.text, call))}: the words behind a function are not read")
+    trains = sum(_training_command(replace(script, commands=[one]), system) is not None for one in script.commands)
+    if trains > 1 and system is None:
+        script.notes.append(f"{trains} commands of the script train: the first one is translated")
     words = command[place + 1 :]
     values, files = _arguments(_of_branch(script, words))
     for file in files:

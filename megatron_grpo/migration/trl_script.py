@@ -23,7 +23,7 @@ def read_trl_script(path: Path) -> tuple[dict[str, Any], list[str]]:
     bound once, to a literal, count as it. GrpoError unless there is one GRPOConfig, and at most one of the others.
     """
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, SyntaxError) as error:
         raise GrpoError(f"{path}: cannot be read as Python: {error}") from error
     names = _literals(tree)
@@ -49,6 +49,8 @@ def read_trl_script(path: Path) -> tuple[dict[str, Any], list[str]]:
         there = {LORA.get(name or "") for name, _ in _words(calls["LoraConfig"], "LoraConfig")}
         values |= {"use_peft": True} | {name: value for name, value in LORA_DEFAULTS.items() if name not in there}
         values |= {LORA[name]: value for name, value in given.items() if name in LORA}
+        others = {name: value for name, value in given.items() if name not in {*LORA, "task_type", "inference_mode"}}
+        notes += [f"LoraConfig: {n}={v!r} is not translated" for n, v in others.items() if (n, v) != ("bias", "none")]
     else:
         adapters: list[ast.expr] = [call for name, call in _calls(tree) if name == "get_peft_model"]
         if "peft_config" in trainer and _value(trainer["peft_config"], names) is not None:
@@ -104,13 +106,14 @@ def _calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _value(node: ast.expr | None, names: dict[str, Any]) -> Any:
-    """Return the value of a literal or of a name that is one; ... for another expression."""
+    """Return the value of a literal or of a name that is one, of several values a list; ... for another expression."""
     if isinstance(node, ast.Name):
         return names.get(node.id, ...)
     try:
-        return ... if node is None else ast.literal_eval(node)
-    except ValueError:
+        value = ... if node is None else ast.literal_eval(node)
+    except (TypeError, ValueError):
         return ...
+    return sorted(value, key=str) if isinstance(value, set) else list(value) if isinstance(value, tuple) else value
 
 
 def _words(call: ast.Call, name: str) -> Iterator[tuple[str | None, ast.expr]]:

@@ -1,6 +1,7 @@
 """verl's settings in ours. siiRL has the same keys."""
 
 import math
+import re
 from collections.abc import Callable
 from itertools import chain
 
@@ -147,7 +148,10 @@ def _sources(settings: Settings) -> dict[str, str]:
     """Return the reward of each data_source of the data files; nothing with a reward of its own or an unknown file."""
     names = ["data.train_files", *["data.val_files"] * _evaluates(settings)]
     files = ["/".join(file.lower().split("/")[-3:]) for name in names for file in words(settings.text(name)) or []]
-    found = [next((SOURCES[word] for word in SOURCES if word in file), None) for file in files]
+    found = [
+        next((SOURCES[word] for word in SOURCES if re.search(rf"(?<![a-z]){word}(?![a-z])", file)), None)
+        for file in files
+    ]
     if _custom(settings) or None in found:
         return {}
     sources = dict(filter(None, found))

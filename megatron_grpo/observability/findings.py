@@ -312,6 +312,8 @@ def _waits(rows: Sequence[Mapping[str, Any]], placed: tuple[int, int] | None) ->
             steps[-1]["time/step"] += row.get("time/step") or 0
         elif row.get("time/step"):
             steps.append(dict(row))
+    for row in steps:  # the first row has the engines' wait for the trainer's start, which is longer than the step
+        row |= {name: min(row[name], row["time/step"]) for name in WAITS if row.get(name) is not None}
     for name, (limit, text) in WAITS.items():
         shares = [row | {"share": row[name] / row["time/step"]} for row in steps if row.get(name) is not None]
         series = _series(shares, "share")

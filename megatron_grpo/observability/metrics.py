@@ -259,7 +259,9 @@ class MetricsLogger:
         if self.status is not None:
             self.status.close("finished" if self.iteration >= self.total and not progress.error else "stopped")
         with contextlib.suppress(OSError):  # a terminal that is gone
-            placed = (self.args.rollout_ranks, self.args.world_size) if self.args.rollout_ranks else None
+            placed = None
+            if self.args.rollout_ranks and self.args.vllm_mode != "server":  # ranks that drive servers have no GPU
+                placed = self.args.rollout_ranks, self.args.world_size
             for line in findings.lines(findings.findings(self.judged, placed)):
                 print_rank_0(line)
 

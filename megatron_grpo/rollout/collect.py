@@ -143,7 +143,7 @@ def check_episodes(batch: RolloutBatch, lines: Sequence[str] = ()) -> None:
     """
     if (batch.finish_reasons == FinishReason.FAILED).all():
         # Collective: the lines with the reasons come before the error, also those of other ranks.
-        first = next((line for printed in gathered(list(lines)) for line in printed), "the reasons are in lines above")
+        first = next(filter(None, gathered("".join(lines[:1])[:1000])), "the reasons are in lines above")
         raise GrpoError(
             f"every episode of the rollout failed ({first.partition('; not scored')[0]}), and nothing can be learned "
             "from it: mend the environment or the agent, and resume with --load"

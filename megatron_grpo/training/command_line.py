@@ -289,6 +289,9 @@ def _explain_unknown(unknown: Sequence[str], parser: Parser, words: Sequence[str
         if action is not None and action.nargs == 0:
             both = unknown[0].lower() in ("false", "no", "off", "0")
             cure = f"leave both out, {before} is off then" if both else "leave it out"
+            if both and action.const == action.default:  # it is on then
+                other = next(one for one in parser._actions if one.dest == action.dest and one.const != action.const)
+                cure = f"give {other.option_strings[0]} in place of both"
             return f"unexpected argument {unknown[0]!r}: {before} is a switch and takes no value; {cure}"
         return f"unexpected argument {unknown[0]!r}: a value without its flag, or one value too many"
     field = flag[2:].replace("-", "_")

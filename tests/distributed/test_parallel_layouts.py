@@ -475,8 +475,9 @@ def test_layouts_agree_on_the_credit_of_turns(estimator, tmp_path, tiny_models):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("share", ["two", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("history", slow_except(["split"], ["keep", "split"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["two", "all"])
+@pytest.mark.parametrize("history", ["keep", "split"])
 def test_a_trajectory_gives_the_gradient_of_its_sampled_tokens(history, share, tmp_path, tiny_models):
     """The gradient of completions of up to four turns, in fp32, is that of a loop in which every turn is a sequence of
     its own after all that was said before (in its sample), by transformers' model and autograd. A failed one has no

@@ -151,11 +151,13 @@ def convert_files(
         help="bad rows: end with an error, or skip them [raise]",
     )
     args = parser.parse_args(argv)
-    rows, bad = [], []
+    rows, bad, number = [], [], 0
     try:
         check(args)
-        originals = [item for path in args.input for item in (read or read_originals)(path)]
-        for where, row in tqdm(originals, "converting", disable=len(originals) < 2000 or not sys.stderr.isatty()):
+        originals = (item for path in args.input for item in (read or read_originals)(path))
+        shown = tqdm(originals, "converting", delay=1, disable=not sys.stderr.isatty())
+        for where, row in shown:
+            number += 1
             try:
                 converted = convert(row(), args)
                 if keep(converted):
@@ -169,9 +171,11 @@ def convert_files(
             print(f"{len(bad):,} bad rows in all", file=sys.stderr)
         if bad and args.bad_rows == "raise":
             return 1
+        if not number:
+            raise GrpoError(f"{', '.join(map(str, args.input))}: no rows")
         write_outputs(rows, args, key)
         if bad:
-            print(f"left out {len(bad):,} of {len(originals):,} rows")
+            print(f"left out {len(bad):,} of {number:,} rows")
     except GrpoError as error:
         print(error, file=sys.stderr)
         return 1
@@ -268,15 +272,22 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
                 columns = dict.fromkeys(
                     name for row in rows for name in row
                 )  # from_pylist takes the columns of the first row only
-                table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
+                table = pyarrow.table({name: _array(name, [row.get(name) for row in rows]) for name in columns})
                 pyarrow.parquet.write_table(table, unfinished)
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
-    except pyarrow.ArrowException as error:
-        raise GrpoError(f"{path}: a Parquet column needs one type in all rows, unlike .jsonl: {error}") from error
+    except (GrpoError, pyarrow.ArrowException) as error:
+        raise GrpoError(f"{path}: {error}") from error
     except OSError as error:
         raise GrpoError(f"{path}: cannot be written: {error}") from error
+
+
+def _array(name: str, values: list[Any]) -> pyarrow.Array:
+    try:
+        return pyarrow.array(values)
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise GrpoError(f'Parquet needs one type in all rows of "{name}", unlike .jsonl: {error}') from error
 
 
 def _as_json(value: Any) -> str:

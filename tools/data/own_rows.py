@@ -11,11 +11,14 @@ have quotes around them; cells of .tsv are taken as they are.
 """
 
 import argparse
+import codecs
 import csv
+import hashlib
 import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,8 @@ def _answer(value: Any, column: str) -> str:
         raise GrpoError(f'no answer in "{column}"')
     if isinstance(value, bool):
         raise GrpoError(f'"{column}" is {value}: write the text that the policy should answer, such as yes')
+    if isinstance(value, Decimal):
+        value = format(value.normalize(), "f")
     if not isinstance(value, str | int | float | list):
         raise GrpoError(
             f'"{column}" must be a text or a number, found {kind(value)}: leave out --answer-column; compare with it '
@@ -81,25 +86,29 @@ def _answer(value: Any, column: str) -> str:
 
 
 class Seen:
-    """The converted rows so far."""
+    """The converted rows so far, by hashes: their texts would take as much memory as the rows."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, Any] = {}  # by prompt
-        self.rows: set[str] = set()
+        self.answers: dict[bytes, Any] = {}  # by prompt
+        self.rows: set[bytes] = set()
         self.repeated = 0
 
     def is_new(self, row: dict[str, Any]) -> bool:
         """Return whether a row is new; raise GrpoError if its prompt had another answer before."""
         answer = row.get("answer")
-        before = self.answers.setdefault(json.dumps(row["prompt"]), answer)
+        before = self.answers.setdefault(_hashed(row["prompt"]), answer)
         if before != answer:
             raise GrpoError(f"the answer is {answer!r}, and {before!r} in an earlier row with the same prompt")
-        text = json.dumps(row, default=str)
-        if text in self.rows:
+        hashed = _hashed(row)
+        if hashed in self.rows:
             self.repeated += 1
             return False
-        self.rows.add(text)
+        self.rows.add(hashed)
         return True
+
+
+def _hashed(value: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(value, default=str).encode(), digest_size=16).digest()
 
 
 def read_table(path: Path) -> Originals:
@@ -110,16 +119,25 @@ def read_table(path: Path) -> Originals:
     if path.suffix.lower() in SHEETS:
         raise GrpoError(f"{path}: a spreadsheet is not read: save its sheet as CSV in UTF-8")
     if separator is None:
+        if path.is_file() and path.suffix not in (".jsonl", ".json", ".parquet", ".arrow"):
+            raise GrpoError(f"{path}: rows are read from .csv, .tsv, .jsonl, .json, .parquet or .arrow files")
         yield from read_originals(path)
         return
     try:
         yield from _separated(path, separator)
     except UnicodeDecodeError as error:
         raise GrpoError(
-            f"{path}: cannot be read as UTF-8: {error}: save it in UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8"
+            f"{path}: cannot be read as UTF-8: {error}: save it in UTF-8, or convert it: iconv -f {_iconv_flags(path)}"
         ) from error
     except OSError as error:
         raise GrpoError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _iconv_flags(path: Path) -> str:
+    """Return iconv's flags for a file: the encoding of its byte-order mark, else what a person must choose."""
+    with path.open("rb") as file:
+        marked = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "UTF-16 -t UTF-8" if marked else "ENCODING -t UTF-8, with its encoding, such as WINDOWS-1252"
 
 
 def _separated(path: Path, separator: str) -> Iterator[tuple[str, Any]]:

@@ -72,7 +72,7 @@ class _Run:
     malformed_calls: int = 0
     prompts: int = 0  # tokens of all samples that were not sampled in it
     over: bool = False  # a call was refused at a limit
-    refused: str = ""  # why the last refused call was: clients often raise without the text of the answer
+    refused: str = ""  # why the newest call was, if it was: clients often raise without the text of the answer
     decoded: set[bytes] = field(default_factory=set)  # images that are whole
     numbers: dict[bytes, int] = field(default_factory=dict)  # of the images that all ranks have
 
@@ -290,6 +290,7 @@ class Agents(Conversing):
         if prompt.parent is not None:
             prompt.parent.continued = True
         run.calls += 1
+        run.refused = ""  # the program went on
         number = run.request.id * _CALLS + run.calls
         self._calls[number] = _Asked(call, prompt, most, run)
         shown = [*(prompt.parent.images_so_far if prompt.parent is not None else ()), *prompt.images]

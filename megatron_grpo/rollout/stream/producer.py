@@ -86,6 +86,7 @@ class Producer:
         self._outbox = messages.Sender(joint.store, messages.reports(self._replica))
         servers = len(urls_of_replica(args, self._replica))
         self._capacity = args.vllm_max_num_seqs * max(1, servers)  # requests at a time
+        self._at_once = AT_ONCE * max(1, servers)  # else many servers would wait for their requests
         self._size = args.num_generations
         self._num_groups = args.generation_batch_size // args.num_generations
         self._groups: dict[int, Group] = {}  # started and not taken, by number
@@ -131,7 +132,7 @@ class Producer:
     # ---- commands
 
     def _obey(self) -> None:
-        """Carry out all commands that have arrived."""
+        """Carry out all commands that have arrived; after new weights beside running requests, one step comes first."""
         while (message := messages.agreed(self._inbox.receive() if self._is_lead else None)) is not None:
             match message["do"]:
                 case "start":
@@ -150,6 +151,8 @@ class Producer:
                     self._version, self._is_ready = message["version"], False
                 case "publish":
                     self._publish(message["what"])
+                    if self._args.weight_update == "keep":
+                        return  # a completion that ended before these weights comes with a step: a save needs it
                 case "compare adapter":
                     adapter = dict(self._received("adapter"))
                     self._report_of_all("compared", self._adapter_engine.compare_adapter(adapter))
@@ -226,7 +229,7 @@ class Producer:
             return  # the others wait until it is done
         free = self._capacity - len(self._running)
         if self._args.max_staleness:
-            free = min(free, AT_ONCE)
+            free = min(free, self._at_once)
         ids = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
         self._engine.submit([self._request(number) for number in ids])
         self._running.update(ids)

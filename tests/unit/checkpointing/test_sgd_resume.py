@@ -5,16 +5,13 @@ import torch
 from bad_input_bench import Bench
 from bad_input_runs import TRAIN, launch
 from safetensors.torch import load_file
-from slow import slow_except
 
 # The stub engine answers each prompt alike: the whole batch is the baseline, and rewards differ by prompt.
 REWARD = "@register_reward('mine')\ndef mine(sample):\n    return float(int(sample.row['answer']) % 3)\n"
 
 
-@pytest.mark.parametrize(
-    "flags",
-    slow_except(["--sgd-momentum 0.9"], ["--sgd-momentum 0.9", "--sgd-momentum 0", "--sgd-momentum 0.9 --bf16"]),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--sgd-momentum 0.9", "--sgd-momentum 0", "--sgd-momentum 0.9 --bf16"])
 def test_sgd_resumes(tiny_models, tmp_path, flags):
     bench = Bench(tmp_path, tiny_models["qwen3"])
     words = [*bench.good, *bench.plugin(REWARD), "--advantage-estimator", "reinforce_plus_plus", "--optimizer", "sgd"]

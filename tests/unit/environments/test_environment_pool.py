@@ -160,6 +160,7 @@ def test_a_process_that_is_killed_costs_no_episode(make):
     assert max(running[-1000:]) > 100  # of 256 threads
 
 
+@pytest.mark.slow
 def test_the_call_that_ends_its_process_is_found_and_all_others_go_on(make, tmp_path):
     """Without a retry: 40 calls ran beside it. New steps are answered while the 40 still run."""
     pool = make(["held"], workers=1)

@@ -18,6 +18,8 @@ SCRIPTS = {
     "here-documents": "cat <<EOF >/dev/null\nshow not this\nEOF\nshow this 2>&1 | cat\n",
     "appended text": "A=x; A+=y\nshow $A'z'\"w\"\n",
     "prefixes": "export A=1 B='2 3'\nshow $A \"$B\" key=[1,2]\n",
+    "options of prefixes": "declare -a A=(--x 1 'y z')\ndeclare -i N=6\nexport -- B=2\nreadonly -a C=(3)\n"
+    'show "${A[@]}" $N $B "${C[@]}" A=1\n',
 }
 
 

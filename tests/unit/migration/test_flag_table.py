@@ -363,6 +363,11 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             {"--reward-funcs": "accuracy", "--reward-routing": None, "--answer-extraction": "line"},
         ),
         (
+            "verl",  # "aime" within another word
+            {"data__train_files": "/x/reclaimed/train.parquet"},
+            {"--reward-funcs": "accuracy", "--reward-routing": None, "--answer-extraction": None},
+        ),
+        (
             "verl",  # math_dapo.compute_score gives 1 or -1, the penalty goes down to -penalty_factor
             {
                 "data__train_files": "dapo-math-17k.parquet",

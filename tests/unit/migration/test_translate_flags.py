@@ -163,6 +163,16 @@ CASES = {
         "--num-layers",
         ["--transformer-impl transformer_engine --apply-rope-fusion", "flags of the architecture"],
     ),
+    "swift rlhf on Ray": (  # 2 x 2 completions of each of the trainer's 4 GPUs; the engines' have none
+        "ray.yaml",
+        "rlhf_type: grpo\nmodel: /m/tiny\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 2\n"
+        "num_generations: 8\nmax_steps: 100\nlearning_rate: 5e-5\ndataset: t.jsonl\nuse_vllm: true\n"
+        "train:\n  gpus: 4\n  output_dir: o\nrollout:\n  gpus: 4\n",
+        "ms-swift",
+        "--global-batch-size 16 --num-generations 8",
+        "--gpus",
+        ["NNODES=${NNODES:-1} GPUS_PER_NODE=${GPUS_PER_NODE:-8}", "--rollout-ranks N, with --max-staleness"],
+    ),
     "TRL": (
         "grpo.yaml",
         TRL,
@@ -185,6 +195,23 @@ CASES = {
         "--lr 2e-06 --train-iters 40 --num-generations 4 --beta 0.1 --lora-rank 4 --lora-alpha 8 --lora-dropout 0.0",
         "--seed",
         ["max_completion_length=2 ** 6: the script computes it", "reward functions: [short]", "me/sums"],
+    ),
+    "TRL in Python with what only a run could tell": (  # N is set twice, BETA is also a parameter
+        "train.py",
+        "\ufeffLR: float = 2e-6\nN = 8\nN *= 2\nBETA = 0.3\ndef main(BETA=0.1):\n"
+        '    args = GRPOConfig("out", 5, learning_rate=LR, num_generations=N, beta=BETA, '
+        "reward_weights=(1.0, 0.5))\n"
+        '    lora = LoraConfig(r=4, target_modules={"v_proj", "q_proj"}, bias="none", layers_to_transform=[0])\n'
+        '    GRPOTrainer("/m/tiny", [f], args, peft_config=lora)\n',
+        "TRL",
+        "--lr 2e-06 --load-hf /m/tiny --save out --lora-rank 4 --beta 0 "
+        "--reward-weights 1.0 0.5 --lora-target-modules q_proj v_proj",
+        "--num-generations",
+        [
+            *("HF_MODEL=${HF_MODEL:-/m/tiny}", "SAVE=${SAVE:-out}"),
+            *("num_generations=N: the script computes it", "beta=BETA: the script computes it", "functions: [f]"),
+            *("an argument without a name: 5", "LoraConfig: layers_to_transform=[0] is not translated"),
+        ],
     ),
     "TRL by its command": (
         "run.sh",
@@ -346,6 +373,26 @@ def test_flags_of_the_command_line_name_the_gpus(tmp_path, monkeypatch, groups):
     path.write_text(TRL)
     script = translate_flags.translated(path, None, 2, 3)
     assert "--global-batch-size 48 " in script and "NNODES=${NNODES:-3} GPUS_PER_NODE=${GPUS_PER_NODE:-2}" in script
+
+
+def test_a_second_command_that_trains_is_named(tmp_path, monkeypatch, groups):
+    monkeypatch.setattr(translate_flags, "groups", lambda: groups)
+    (tmp_path / "run.sh").write_text(VERL + VERL.replace("rollout.n=5", "rollout.n=7"))
+    script = translate_flags.translated(tmp_path / "run.sh", None, None, None)
+    assert "2 commands of the script train: the first one is translated" in script and "--num-generations 5 " in script
+
+
+def test_the_words_behind_a_function_are_shown(tmp_path, monkeypatch, groups):
+    monkeypatch.setattr(translate_flags, "groups", lambda: groups)
+    text = (
+        "run() {\n    shift\n"
+        + VERL.replace("set -x\n", "")
+        + "}\nlog() { echo hi; }\nlog\nrun 8 trainer.save_freq=3\n"
+    )
+    (tmp_path / "run.sh").write_text(text)
+    script = translate_flags.translated(tmp_path / "run.sh", None, None, None)
+    assert "# - run 8 trainer.save_freq=3: the words behind a function are not read" in script.replace("#   -", "# -")
+    assert script.count("behind a function") == 1
 
 
 CONDITION = """

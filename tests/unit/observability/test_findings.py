@@ -228,6 +228,15 @@ def test_a_wait_names_the_ranks_that_would_balance():
     assert found.text == wait
 
 
+def test_the_engines_wait_for_the_start_is_no_finding():
+    """The first batch's wait is longer than its step; the share of a row is at most 1."""
+    rows = [
+        {"iteration": i, "time/step": 10.0, "stream/trainer_wait": 0.5, "stream/engine_idle": idle}
+        for i, idle in enumerate([120.0, 1.0, 1.0, 1.0, 1.0], 1)
+    ]
+    assert findings(rows, (4, 4)) == []
+
+
 def test_a_wait_counts_for_all_updates_of_its_batch():
     """Two updates of 4 s for a batch: waits of 3 s are 3/8 of a step, waits of 2 s a quarter."""
     for wait, found in ((3.0, ["stream/trainer_wait"]), (2.0, [])):

@@ -359,3 +359,15 @@ def test_a_progress_bar_in_a_terminal_leaves_the_lines_whole():
     assert "done" in drawn  # on a line of its own
     lines = [line for line in drawn if "| ETA" in line]
     assert [line.startswith(f"iteration {i}/3 | reward") for i, line in enumerate(lines, 1)] == [True] * 3
+
+
+@pytest.mark.parametrize(("mode", "said"), [("colocate", True), ("server", False)])
+def test_the_end_names_ranks_that_are_engines(capsys, mode, said):
+    """Engines 2 x 10 s, one trainer 5 s: 3 x 20 / 25. Ranks that drive servers are no engines."""
+    logger = MetricsLogger(make_args(rollout_ranks=2, vllm_mode=mode), 0, 5, 0)
+    for update in range(1, 6):
+        logger.log(update, {"time/step": 10.0, "stream/trainer_wait": 5.0, "stream/engine_idle": 0.0})
+    logger.close()
+    out = capsys.readouterr().out
+    assert "the trainer waits for the engines for 50% of the step" in out
+    assert ("--rollout-ranks 2.4 of 3 would balance them" in out) == said

@@ -306,6 +306,7 @@ def scoring(classifier):
         yield rewards
 
 
+@pytest.mark.slow
 def test_a_classifier_in_process_scores_as_transformers_does(classifier, scoring):
     chats = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(6)]
     values, failures = scoring.score([*samples(6), *(Sample("", "y" * n, row) for n, row in enumerate(chats))])
@@ -316,6 +317,7 @@ def test_a_classifier_in_process_scores_as_transformers_does(classifier, scoring
     assert np.ptp(values) > 0.5
 
 
+@pytest.mark.slow
 def test_a_text_that_is_too_long_costs_that_sample(scoring):
     values, (failure,) = scoring.score([*samples(2), Sample("", "x" * 600, {"prompt": "a"})])
     assert np.isfinite(values[:2]).all() and np.isnan(values[2])

@@ -83,6 +83,12 @@ def two_answers(base_url, row, **metadata):
             raise
     return 1
 
+def goes_on(base_url, row, **metadata):
+    """A call is refused, the next one is answered; another reason ends the program."""
+    two_answers(base_url, row | {"raises": False})
+    OpenAI(base_url=base_url, api_key="any").chat.completions.create(model="policy", messages=[say("begin")])
+    raise OSError("no connection")
+
 def breaks(base_url, row, **metadata):
     raise OSError("no connection")
 
@@ -265,6 +271,11 @@ def test_the_reason_of_a_refused_call_is_in_the_failure(run, raises, reason):
     done, (failure,) = run("two_answers", raises=raises)
     assert done.finish_reason == "failed" and reason in failure
     assert "; a call was refused: n must be 1: send a request for each answer" in failure
+
+
+def test_a_refusal_before_an_answered_call_is_not_the_reason(run):
+    done, (failure,) = run("goes_on")
+    assert done.finish_reason == "failed" and "OSError: no connection" in failure and "refused" not in failure
 
 
 def test_malformed_requests_are_refused(run):

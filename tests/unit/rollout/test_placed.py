@@ -314,6 +314,19 @@ def test_requests_come_in_parts_while_the_engine_works(launch, monkeypatch, stal
         assert engine.most == 8 if not staleness else engine.most <= 8
 
 
+@pytest.mark.parametrize(("how", "left"), [("keep", 1), ("interrupt", 0)])
+def test_a_step_comes_between_new_weights_and_a_save(monkeypatch, how, left):
+    """What vLLM finished before new weights is in no group until then: the checkpoint would lack it."""
+    inbox, done = [{"do": "publish", "what": "weights"}, {"do": "save", "directory": "d"}], []
+    monkeypatch.setattr(producer.messages, "agreed", lambda message: message)
+    one = SimpleNamespace(
+        _args=SimpleNamespace(weight_update=how), _is_lead=True, _publish=done.append, _save=done.append,
+        _inbox=SimpleNamespace(receive=lambda: inbox.pop(0) if inbox else None),
+    )  # fmt: skip
+    producer.Producer._obey(one)
+    assert done[0] == "weights" and len(inbox) == left == 2 - len(done)
+
+
 def test_groups_without_signal_are_replaced(launch):
     run = launch("--dynamic-sample", without_signal=6)
     run.publish(0)

@@ -118,7 +118,9 @@ def test_many_rows_with_one_error_are_three_lines_and_a_number(tmp_path, capsys)
     [
         ("q,a\n1,2,3\n", "more or fewer"),
         ("q,a\n1\n", "more or fewer"),
-        (b"q,a\n\xff,1\n", "position 4: invalid start byte: save it in UTF-8, or convert it: iconv"),
+        (b"q,a\n\xff,1\n", "position 4: invalid start byte: save it in UTF-8, or convert it: iconv -f ENCODING -t"),
+        ("q,a\n1?,1\n".encode("utf-16"), "or convert it: iconv -f UTF-16 -t UTF-8"),
+        ("q,a\n", "in.csv: no rows"),
         ('q,a\n1?,1\n2?,"2\n3?,3\n', "in.csv: the row that begins in line 3 has a wrong quote"),
         ('q,a\n"Why" he asked,1\n', "in.csv: the row that begins in line 2 has a wrong quote"),
         ('q,"a\n1?,1\n', "in.csv: the row that begins in line 1 has a wrong quote"),
@@ -185,3 +187,21 @@ def test_an_instruction_needs_chat_messages(tmp_path, capsys):
     words = ["--prompt-style", "plain", "--instruction", "Short."]
     assert converted(tmp_path, tmp_path / "in.csv", *COLUMNS, *words) == (1, None)
     assert "--instruction has no effect with --prompt-style plain" in capsys.readouterr().err
+
+
+def test_a_decimal_is_an_answer(tmp_path):
+    for number, text in (("3.50", "3.5"), ("7.00", "7"), ("1200", "1200")):
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist([{"q": "1?", "a": Decimal(number)}]), tmp_path / "d.parquet"
+        )
+        assert converted(tmp_path, tmp_path / "d.parquet", *COLUMNS)[1][0]["answer"] == text
+
+
+def test_a_column_of_two_types_and_a_file_of_another_kind_are_named(tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text('{"q": "1?", "m": {"x": 1}}\n{"q": "2?", "m": 5}\n')
+    command = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "o.parquet"), "--prompt-column", "q"]
+    assert own_rows.main(command) == 1
+    assert 'Parquet needs one type in all rows of "m"' in capsys.readouterr().err
+    (tmp_path / "in.txt").write_text("q,a\n1?,1\n")
+    assert converted(tmp_path, tmp_path / "in.txt", *COLUMNS)[0] == 1
+    assert "in.txt: rows are read from .csv, .tsv, .jsonl" in capsys.readouterr().err

@@ -227,6 +227,8 @@ def test_an_empty_system_prompt_is_none():
         ("--fp32-residual-connection", "is not a flag of this program: with --bf16 or --fp16 the linear layers refuse"),
         ("--lr 1e-6 5", "unexpected argument '5': a value without its flag"),
         ("--bf16 true", "unexpected argument 'true': --bf16 is a switch and takes no value; leave it out"),
+        ("--bf16 false", "--bf16 is a switch and takes no value; leave both out, --bf16 is off then"),
+        ("--shuffle false", "--shuffle is a switch and takes no value; give --no-shuffle in place of both"),
         ("--lr 1e-6 --offload-model False", "takes no value; leave both out, --offload-model is off then"),
         ("--lr fast", "argument --lr: invalid float value: 'fast'"),
         ("--loss-type ppo", "argument --loss-type: invalid choice: 'ppo'"),

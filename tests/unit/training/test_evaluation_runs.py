@@ -140,7 +140,7 @@ KEEP = """--train-iters 4 --save-interval 1 --eval-interval 1 --max-checkpoints-
     --keep-best eval/greedy_reward --eval-max-prompts 2"""
 
 
-@pytest.mark.parametrize("more", slow_except(["--async-save"], ["", "--async-save"]))
+@pytest.mark.parametrize("more", slow_except([""], ["", "--async-save"]))
 def test_the_best_checkpoint_is_kept_and_named(tiny_models, monkeypatch, tmp_path, capfd, more):
     """Rewards of 1/4, 3/4, 2/4, 3/4: the second is the best, before and after a resume; it can be evaluated."""
     monkeypatch.setattr(bad_input_runs, "StubEngine", RisingAndFalling)

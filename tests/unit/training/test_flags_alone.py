@@ -88,6 +88,7 @@ def refusal(words: list[str], capsys, report: bool = False) -> str | None:
     return message
 
 
+@pytest.mark.slow
 def test_every_flag_alone_is_read_refused_or_explained(good, capsys):
     skipping = ["--bad-rows", "skip", "--truncation-strategy", "delete"]
     reads = flags_read_by([*good.good, *good.data(*ROWS), *skipping])
