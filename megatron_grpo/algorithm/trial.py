@@ -77,6 +77,7 @@ def _in_a_fork(function: Callable[[], str]) -> str:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 for number in (1, 2):
                     os.dup2(nowhere, number)
+                sys.stdout = sys.stderr = open(nowhere, "w")  # noqa: SIM115 - Python's can be another file: pytest's
                 torch.set_num_threads(1)  # the threads of OpenMP are the parent's
                 dist.GroupMember.WORLD = None  # a collective raises: its connections are those of the parent
                 file.write(function())

@@ -25,7 +25,7 @@ def is_hub_name(path: str | Path) -> bool:
     """Return whether a path that does not exist reads as OWNER/NAME of the Hub, and not as a folder of a user."""
     parts = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+", str(path))
     folders = ("models", "model", "checkpoints", "ckpts", "data", "runs")
-    return bool(parts) and not Path(path).exists() and parts[1] not in folders and not Path(parts[1]).is_dir()
+    return parts is not None and not Path(path).exists() and parts[1] not in folders and not Path(parts[1]).is_dir()
 
 
 def read_config(hf_dir: str | Path) -> dict[str, Any]:
