@@ -37,7 +37,7 @@ CU = (0, *np.cumsum(LENGTHS).tolist())
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     monkeypatch.setattr(delta_net, "CHUNK", 8)
-    for cached in (delta_net._chunks, delta_net._convolution_places, delta_net._sharing):
+    for cached in (delta_net._chunks, delta_net._convolution_places, delta_net._levels):
         cached.cache_clear()
     yield
     delta_net._chunks.cache_clear()
