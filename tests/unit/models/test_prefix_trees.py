@@ -25,7 +25,8 @@ YARN = '{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":128,
 MODELS = {
     "dense": DENSE,
     "adapters": f"{DENSE} --lora-rank 4 --lora-alpha 4 --lora-target-modules all-linear",
-    "windows and sinks": f"""{COMMON} --rope-scaling {YARN} --no-swiglu --model-family gpt_oss --group-query-attention --num-query-groups 2
+    "windows and sinks": f"""{COMMON} --rope-scaling {YARN} --no-swiglu
+        --model-family gpt_oss --group-query-attention --num-query-groups 2
         --kv-channels 16 --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1 --add-bias-linear
         --add-qkv-bias --softmax-type learnable --window-size 5,0 --window-attn-skip-freq 2 --norm-epsilon 1e-5
         --expert-tensor-parallel-size 1 {EXPERTS} --moe-ffn-hidden-size 48""",
