@@ -19,7 +19,6 @@ from typing import Any, cast
 import numpy as np
 import torch.distributed as dist
 
-from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import host_group
@@ -90,7 +89,6 @@ class Producer:
         self._size = args.num_generations
         self._num_groups = args.generation_batch_size // args.num_generations
         self._groups: dict[int, Group] = {}  # started and not taken, by number
-        self._batches: dict[int, RolloutBatch] = {}  # those of them that are scored, on the lead rank
         self._waiting: deque[int] = deque()  # ids of requests that the engine does not have, oldest group first
         self._running: set[int] = set()  # ids of requests that the engine has
         self._scoring: list[int] = []  # complete groups without rewards
@@ -140,7 +138,6 @@ class Producer:
                 case "drop":
                     for number in message["groups"]:
                         del self._groups[number]
-                        self._batches.pop(number, None)
                 case "fetch":
                     self._send_groups(message["groups"])
                 case "generate":
@@ -196,7 +193,7 @@ class Producer:
             self._pause()
         self._waiting.clear()
         begun = read_groups(Path(directory), self._replica, self._prompts) if directory else self._groups
-        self._groups, self._batches = {}, {}
+        self._groups = {}
         self._add({group["number"]: begun.get(group["number"]) or self._new(group) for group in groups})
 
     def _add(self, groups: dict[int, Group]) -> None:
@@ -310,13 +307,7 @@ class Producer:
                 print_first_failures(failures, self._failed_rewards)
 
     def _finish_group(self, number: int, failures: int, written: bool = False) -> None:
-        """Report a scored group; with a ledger, after the group is on the disk, where it can be ``written`` already.
-
-        Its arrays are made here, one group between two steps: those of a whole batch take 50 ms, in which the device
-        would have nothing to do.
-        """
-        if self._is_lead:
-            self._batches[number] = self._batch_of(number)
+        """Report a scored group; with a ledger, after the group is on the disk, where it can be ``written`` already."""
         if written or self._ledger is None or not self._ledger.appends:
             self._report_group(number, failures)
             return
@@ -347,23 +338,27 @@ class Producer:
 
     def _send_groups(self, numbers: Sequence[int]) -> None:
         """Send the groups of a batch that are this replica's; the others send theirs. Collective over all ranks."""
-        parts = [to_batch({}, [], {}, {}, training_sampling(self._args, 1).num_kept)]
-        for place, number in enumerate(numbers):
-            if self._groups.pop(number, None) is not None and self._is_lead:
-                batch = self._batches.pop(number)
-                ids = np.full(self._size, place, np.int64), np.arange(place * self._size, (place + 1) * self._size)
-                parts.append(replace(batch, group_ids=ids[0], sample_ids=ids[1]))
-        exchange(RolloutBatch.concatenate(parts[1:]) if parts[1:] else parts[0], nothing, self._joint.group)
+        taken = {number: place for place, number in enumerate(numbers) if number in self._groups}
+        groups = {number: self._groups.pop(number) for number in taken}
+        completions = [c for group in groups.values() for c in group.completions if c is not None]
+        members = {c.id: GroupMember(c.id // self._size, c.id % self._size, self._size) for c in completions}
+        prompts = {number: group.prompt for number, group in groups.items()}
+        rewards = [group.rewards for group in groups.values() if group.rewards is not None]
+        self._exchange(prompts, completions, members, taken, training_sampling(self._args, 1), rewards)
 
-    def _batch_of(self, number: int) -> RolloutBatch:
-        """Return a scored group as a batch of its own."""
-        group = self._groups[number]
-        completions = [c for c in group.completions if c is not None]
-        members = {c.id: GroupMember(number, place, self._size) for place, c in enumerate(completions)}
-        num_kept = training_sampling(self._args, 1).num_kept
-        batch = to_batch({number: group.prompt}, completions, members, {number: 0}, num_kept)
-        assert group.rewards is not None
-        return replace(batch, rewards=group.rewards)
+    def _exchange(
+        self,
+        prompts: Mapping[int, Prompt],
+        completions: list[Completion],
+        members: Mapping[int, GroupMember],
+        places: Mapping[int, int],
+        sampling: Sampling,
+        rewards: Sequence[np.ndarray],
+    ) -> None:
+        batch = to_batch(prompts, completions if self._is_lead else [], members, places, sampling.num_kept)
+        if self._is_lead and rewards:
+            batch.rewards = np.concatenate(rewards)
+        exchange(batch, nothing, self._joint.group)
 
     # ---- evaluation and probes
 
@@ -416,11 +411,8 @@ class Producer:
         assert versions <= {version}, "completions of other weights than the newest"
         self._job = None
         places = {place: place for place in job.prompts}
-        completions = job.completions if self._is_lead else []
-        batch = to_batch(job.prompts, completions, job.members, places, job.sampling.num_kept)
-        if self._is_lead and job.rewards is not None:
-            batch.rewards = job.rewards
-        exchange(batch, nothing, self._joint.group)
+        rewards = [] if job.rewards is None else [job.rewards]
+        self._exchange(job.prompts, job.completions, job.members, places, job.sampling, rewards)
 
     # ---- weights
 
