@@ -221,15 +221,14 @@ def pack_completions(
 def _inputs(batch: RolloutBatch, chosen: Int64, flat: Int64) -> UInt8:
     """Return what the model reads of the tokens at ``flat`` of the completions ``chosen``, as bytes [N, ...].
 
-    An image is that of a row in a prompt, and behind it that of its completion.
+    Images are equal if their `RolloutBatch.image_keys` are: an environment's reset and an agent show images of their
+    own in a prompt, which can have the tokens of other images.
     """
     read = [batch.tokens, batch.rope_positions]
     read += [getattr(batch, name) for name, spec in FIELDS.items() if spec.packed == "token"]
     columns: list[Array] = [array[flat] for array in read if array is not None]
     if batch.visual_index is not None:
-        completion = np.repeat(chosen, batch.held_lengths[chosen])
-        in_prompt = flat - batch.cu_seqlens[completion] < batch.prompt_lengths[completion]
-        keys = np.where(in_prompt, batch.row_ids[completion], batch.image_keys[completion])
+        keys = np.repeat(batch.image_keys[chosen], batch.held_lengths[chosen])
         index = batch.visual_index[flat]
         columns += [index, np.where(index < 0, 0, keys)]
     return np.concatenate([as_bytes(column) for column in columns], axis=1)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_grpo.data.batch import Bool, Int64, RolloutBatch, UInt8
+from megatron_grpo.data.batch import Int64, RolloutBatch, UInt8
 from megatron_grpo.parallel.zigzag import sequence_multiple
 
 # Lengths of the prefixes that `prefix_hashes` describes, 16 to 2^20 tokens in steps of sqrt(2).
@@ -135,21 +135,18 @@ def _number(content: hashlib.blake2b) -> int:
     return int.from_bytes(content.digest(), "little") >> 1  # not negative as int64
 
 
-def hashed_prefixes(
-    hashes: Int64, prompt_lengths: npt.NDArray[np.integer], apart: Int64 | None = None, prompt_only: Bool | None = None
-) -> Prefixes:
+def hashed_prefixes(hashes: Int64, prompt_lengths: npt.NDArray[np.integer], apart: Int64 | None = None) -> Prefixes:
     """Return common prefixes by their `prefix_hashes` [n, 35]: two sequences have at least so many tokens in common.
 
     Exact for sequences that differ right after their common prompt. ``apart`` [n]: sequences with different values have
-    nothing in common. ``prompt_only`` [n]: no more than their prompts.
+    nothing in common.
     """
     prompts = prompt_lengths.astype(np.int64)[:, None]
     lengths = np.concatenate([np.broadcast_to(HASHED_LENGTHS, (len(hashes), len(HASHED_LENGTHS))), prompts], 1)
     ascending = np.argsort(lengths, axis=1, kind="stable")
     lengths, keys = (np.take_along_axis(values, ascending, 1) for values in (lengths, hashes))
     different = -1 - np.arange(len(keys))[:, None]
-    missing = keys < 0 if prompt_only is None else (keys < 0) | (prompt_only[:, None] & (lengths > prompts))
-    keys = np.where(missing, different, keys)
+    keys = np.where(keys < 0, different, keys)
     if apart is not None:
         keys, lengths = np.insert(keys, 0, apart, axis=1), np.insert(lengths, 0, 0, axis=1)
     order = np.lexsort(keys.T[::-1])

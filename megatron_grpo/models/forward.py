@@ -174,15 +174,13 @@ def _padded(batch: RolloutBatch, pack: np.ndarray, degree: int) -> int:
 def _prefixes(args, batch: RolloutBatch, completions: np.ndarray) -> Prefixes:
     """Return the prefixes that these completions have in common, as every rank knows them: at least those.
 
-    Images are not in the hashes: those of a row are equal, and those that a completion has beyond its prompt differ.
+    Images are not in the hashes: completions with other `RolloutBatch.image_keys` count as having nothing in common.
     """
     assert batch.prefix_hashes is not None or batch.holds_all
     hashes = with_prefixes(batch).prefix_hashes
     assert hashes is not None
-    images: dict[str, np.ndarray] = {}
-    if args.vision_config:
-        images = {"apart": batch.row_ids[completions], "prompt_only": batch.image_keys[completions] < 0}
-    return hashed_prefixes(hashes[completions], batch.prompt_lengths[completions], **images)
+    apart = batch.image_keys[completions] if args.vision_config else None
+    return hashed_prefixes(hashes[completions], batch.prompt_lengths[completions], apart)
 
 
 def _repeated(args, batch: RolloutBatch, completions: np.ndarray, degree: int) -> np.ndarray:

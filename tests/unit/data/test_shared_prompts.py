@@ -1,5 +1,7 @@
 """Packs that have one copy of what sequences begin with: the sequences of the model are the same."""
 
+from argparse import Namespace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +12,7 @@ from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.prefix_tree import Prefixes, hashed_prefixes, spared_by_samples, spared_tokens, with_prefixes
 from megatron_grpo.data.schedule import schedule
+from megatron_grpo.models import forward
 from megatron_grpo.parallel.zigzag import padded_lengths, zigzag
 
 
@@ -214,6 +217,24 @@ def test_context_ranks_hold_the_pack_of_one_rank(batch, cp_size):
         sequences.append(batch.tokens[source[real]].tolist())
     whole_sequences = [batch.tokens[a:b].tolist() for a, b in pairwise(batch.cu_seqlens.tolist())]
     assert all(sequence in sequences for sequence in whole_sequences)
+
+
+def test_prompts_with_images_of_their_own_are_apart():
+    """Four episodes of a row have equal tokens; the reset of the first two has shown an image, each its own."""
+    prompt, image = [*range(10, 30)], 9
+    batch = batch_of([[*prompt, image, image, 5]] * 4, [[6]] * 4, [0] * 4)
+    batch = replace(
+        batch,
+        visual_index=np.tile([*[-1] * 20, 0, 1, -1, -1], 4).astype(np.int32),
+        image_sizes=np.array([3, 3, 0, 0]),
+        image_bytes=np.arange(6, dtype=np.uint8),
+    )
+    pack = pack_completions(batch, [0, 1, 2, 3], share_prompts=True)
+    sources = pack.source[pack.images.places] // 24
+    assert pack.images.keys == [-2, -1, 0] and sorted(sources) == [0, 0, 1, 1, 2, 2]
+    assert len(pack.tokens) == 19 + 2 * 5 + 4 + 2 * 1  # common text; the first two; the rest of the others' prompt
+    known = forward._prefixes(Namespace(vision_config={"depth": 1}), batch, np.arange(4))
+    assert known.common.tolist() == [0, 0, 0, 23]  # the prompt of the last two
 
 
 def test_a_group_fills_one_micro_batch():
