@@ -224,8 +224,8 @@ def make(
         for name, parameter in model.named_parameters():
             ones = "linear_attn.norm" if family in HYBRID else "norm"  # the other norms multiply by 1 + weight
             centre = 1.0 if ones in name else 0.0
-            # gpt-oss clamps values beyond 7.
-            deviation = 5.0 if name.endswith("gate_up_proj_bias") else 0.1
+            # gpt-oss clamps values beyond 7; decays of delta nets differ by factors, as those of log(U(0, 16)) do.
+            deviation = 5.0 if name.endswith("gate_up_proj_bias") else 1.0 if name.endswith("A_log") else 0.1
             parameter.copy_(centre + deviation * torch.randn(parameter.shape))
             if not name.endswith("A_log"):  # stays float32, as Qwen3.5's on the Hub
                 parameter.data = parameter.data.to(dtype)
