@@ -11,6 +11,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,11 @@ def _in_a_fork(function: Callable[[], str]) -> str:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 for number in (1, 2):
                     os.dup2(nowhere, number)
-                sys.stdout = sys.stderr = open(nowhere, "w")  # noqa: SIM115 - Python's can be another file: pytest's
                 torch.set_num_threads(1)  # the threads of OpenMP are the parent's
                 dist.GroupMember.WORLD = None  # a collective raises: its connections are those of the parent
-                file.write(function())
+                with open(nowhere, "w") as silent, redirect_stdout(silent), redirect_stderr(silent):  # pytest's files
+                    found = function()
+                file.write(found)
                 file.flush()
             finally:
                 os._exit(0)
