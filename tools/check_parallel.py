@@ -217,7 +217,7 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         result["counts"] = tokens_of_experts(model)
     weights, gaps = {}, {}
     writes, compares = dist.get_rank() == 0 and not reference.exists(), dist.get_rank() == 0 and reference.exists()
-    with forward.parameters_complete(args, model):
+    with forward.parameters_complete(model):
         rows[-1]["params_norm"] = train_step.params_norm(model)
         stored = safe_open(reference, "pt") if compares else None
         streams = (stream_adapter, stream_saved) if args.lora_rank else (stream_hf,)

@@ -35,7 +35,7 @@ def main() -> None:
 
     def sync(lifecycle: EngineLifecycle, version: int) -> None:
         args, model = lifecycle.args, lifecycle.model
-        with lifecycle.timers("sync"), forward.parameters_complete(args, model):
+        with lifecycle.timers("sync"), forward.parameters_complete(model):
             history[version] = [(name, weight.cpu().clone()) for name, weight in stream_hf(model, args)]
         rollouts = sorted(history)[-lag - 1 :]
         lifecycle.engine.update_weights(iter(history[rollouts[0]]), version)

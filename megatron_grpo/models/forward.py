@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -296,17 +296,19 @@ def _set_dropout(chunk: torch.nn.Module, on: bool) -> None:
 
 
 @contextlib.contextmanager
-def parameters_complete(args, model: Model) -> Iterator[None]:
-    """Gather all parameters for this context; ``--overlap-param-gather`` would do so only in the next forward pass."""
-    if args.overlap_param_gather:
-        for chunk in cast(list[Any], model):
-            chunk.disable_forward_pre_hook(param_sync=True)
+def parameters_complete(model: Model) -> Iterator[None]:
+    """Gather all parameters for this context; ``--overlap-param-gather`` would do so only in the next forward pass.
+
+    The model says whether it does so: a reference that borrows the policy's modules has arguments of its own.
+    """
+    chunks: list[Any] = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+    for chunk in chunks:
+        chunk.disable_forward_pre_hook(param_sync=True)
     try:
         yield
     finally:
-        if args.overlap_param_gather:
-            for chunk in cast(list[Any], model):
-                chunk.enable_forward_pre_hook()
+        for chunk in chunks:
+            chunk.enable_forward_pre_hook()
 
 
 def weight_tensors(chunk: torch.nn.Module) -> Iterator[torch.Tensor]:

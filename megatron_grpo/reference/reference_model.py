@@ -102,7 +102,7 @@ class ReferenceModel:
 
     def ema_update(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
         """Update the reference (TR-DPO) between two rollouts: ``share`` x policy + (1 - ``share``) x reference."""
-        with forward.parameters_complete(policy_args, policy):
+        with forward.parameters_complete(policy):
             self.update_from(policy_args, policy, share)
         self.updated = True
 
@@ -128,7 +128,7 @@ class SwappedReference:
     @contextlib.contextmanager
     def ready(self, policy: forward.Model) -> Iterator[Namespace]:
         """Context in which the policy's modules hold the reference's weights."""
-        with forward.parameters_complete(self.args, policy), self.weights.in_place_of(policy):
+        with forward.parameters_complete(policy), self.weights.in_place_of(policy):
             yield Namespace(args=self.args, model=policy)
 
     def log_probs(self, batch: RolloutBatch, policy: forward.Model, forward_step: Callable) -> np.ndarray:
@@ -142,7 +142,7 @@ class SwappedReference:
     @torch.no_grad()
     def ema_update(self, policy_args: Namespace, policy: forward.Model, share: float) -> None:
         """Update the reference (TR-DPO) between two rollouts: ``share`` x policy + (1 - ``share``) x reference."""
-        with forward.parameters_complete(policy_args, policy):
+        with forward.parameters_complete(policy):
             for chunk, weights in zip(policy, self.weights.weights, strict=True):
                 for theirs, own in zip(forward.weight_tensors(chunk), weights, strict=True):
                     mix(own, theirs.to("cpu"), share)
@@ -150,7 +150,7 @@ class SwappedReference:
 
     def save(self, directory: Path, policy: forward.Model) -> None:
         """Write the weights as they are stored; collective."""
-        with forward.parameters_complete(self.args, policy), self.weights.held_by(policy):
+        with forward.parameters_complete(policy), self.weights.held_by(policy):
             checkpoint.save_weights(directory, policy)
 
     def load(self, directory: Path, policy: forward.Model) -> None:
@@ -181,7 +181,7 @@ class BaseReference:
     @contextlib.contextmanager
     def ready(self, policy: forward.Model) -> Iterator[Namespace]:
         """Context in which the policy's modules are the reference; all of it is restored bit for bit."""
-        with forward.parameters_complete(self.args, policy), contextlib.ExitStack() as stack:
+        with forward.parameters_complete(policy), contextlib.ExitStack() as stack:
             if not self.args.reference_adapter:
                 stack.enter_context(switched_off(policy))
             present = [(tensor, tensor.detach().clone()) for _, tensor in self._swapped(policy)]

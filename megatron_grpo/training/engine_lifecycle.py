@@ -109,7 +109,7 @@ class EngineLifecycle:
         metrics: dict[str, float] = {}
         engine = self.engine
         assert engine is not None
-        with self.timers("sync"), forward.parameters_complete(self.args, self.model):
+        with self.timers("sync"), forward.parameters_complete(self.model):
             if self.args.lora_weight_sync == "adapter":
                 metrics = sync_adapter(self.args, cast(AdapterEngine, engine), self.model, version)
             else:
@@ -160,7 +160,7 @@ class EngineLifecycle:
     def _offload(self, offloader: Offloader, margins: int) -> int:
         """Free the memory that the engine needs; return the bytes that were copied to the host."""
         # A pending gather of parameters would write into freed memory.
-        with self.timers("offload"), forward.parameters_complete(self.args, self.model):
+        with self.timers("offload"), forward.parameters_complete(self.model):
             return offloader.to_host(needed_by_engine(self.args, self.engine, margins)).copied
 
     def _check_probe(self, probe: RolloutBatch) -> None:

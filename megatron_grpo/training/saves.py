@@ -163,7 +163,7 @@ class Saves:
     @contextlib.contextmanager
     def _complete(self) -> Iterator[None]:
         """Context with all parameters and the whole optimizer state on the device, and no save in the background."""
-        with self.timers("save"), forward.parameters_complete(self.args, self.model):
+        with self.timers("save"), forward.parameters_complete(self.model):
             self.lifecycle.complete()
             self._end_background()
             yield

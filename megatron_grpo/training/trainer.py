@@ -253,7 +253,7 @@ class Trainer:
                 "consumed/left_out": self.source.sampler.left_out,
             }
         if self.args.log_params_norm:
-            with forward.parameters_complete(self.args, self.model):
+            with forward.parameters_complete(self.model):
                 metrics = metrics | {"params_norm": train_step.params_norm(self.model)}
         if torch.cuda.is_available():
             metrics = metrics | self.device_memory.peaks()

@@ -258,7 +258,7 @@ def fill(model, args, kind):
 
 def made_up_update(args, model, optimizer, scheduler, step):
     """An update by the made-up gradients, as if they had been reduced already."""
-    with forward.parameters_complete(args, model):
+    with forward.parameters_complete(model):
         weights = [[t.clone() for t in forward.weight_tensors(chunk)] for chunk in model]
         fill(model, args, step)
         for chunk, before in zip(model, weights, strict=True):
@@ -288,7 +288,7 @@ def truth(name, shape, steps, bf16):
 def check_truth(args, model, steps):
     """The model holds what plain torch gives after so many updates."""
     tolerance = 2**-8 if args.bf16 else 1e-5
-    with forward.parameters_complete(args, model):
+    with forward.parameters_complete(model):
         for name, got in stream_adapter(model, args) if args.lora_rank else ():
             want = truth(name, got.shape, steps, args.bf16)
             assert ((got.float() - want).abs() <= tolerance * want.abs().clamp(min=0.01)).all(), (name, steps)
@@ -373,7 +373,7 @@ def chains(root, wanted):
                 check_truth(args, model, 2)
             else:
                 checkpoint.load_checkpoint(args, model, optimizer, scheduler)
-            with forward.parameters_complete(args, model):
+            with forward.parameters_complete(model):
                 checkpoint.save_checkpoint(args, 2, model, optimizer, scheduler, {})
             check_equal(f"{flags.split()[1]} {layout}", first, args.save, args.vocab_size)
             made_up_update(args, model, optimizer, scheduler, 2)
@@ -404,12 +404,12 @@ def resume_elsewhere(root, changes):
                 batch = rollout(args)
                 batch = off_policy(args, trainer, batch)
                 pretrain_grpo.update(args, trainer, batch, first)
-                with forward.parameters_complete(args, trainer.model):
+                with forward.parameters_complete(trainer.model):
                     checkpoint.save_checkpoint(args, 1, *parts.values(), {})
             else:
                 checkpoint.load_checkpoint(args, *parts.values())
             rows.append(pretrain_grpo.update(args, trainer, batch, second))
-            with forward.parameters_complete(args, trainer.model):
+            with forward.parameters_complete(trainer.model):
                 weights.append({name: weight.clone() for name, weight in stream_hf(trainer.model, args)})
         for key in ("loss", "grad_norm", "kl", "entropy", "ratio/max"):
             assert abs(rows[0][key] - rows[1][key]) <= 1e-5 * abs(rows[0][key]), (layout, key, rows)

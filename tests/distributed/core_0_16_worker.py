@@ -90,7 +90,7 @@ def write(name, root):
         batch.save(root / name / "rollout.npz")
     for samples in UPDATES[:2]:
         pretrain_grpo.update(args, trainer, batch, samples)
-    with forward.parameters_complete(args, trainer.model):
+    with forward.parameters_complete(trainer.model):
         checkpoint.save_checkpoint(args, 2, *parts_of(trainer), {"rollouts": 2})
 
 
@@ -101,7 +101,7 @@ def resume(name, layout, root, again):
     args = replaced(args, save=str(again))
     steps = sorted({group["step"] for group in trainer.optimizer.param_groups if "step" in group})
     found = {"iteration": iteration, "extra": extra, "scheduler": trainer.scheduler.num_steps, "steps": steps}
-    with forward.parameters_complete(args, trainer.model):
+    with forward.parameters_complete(trainer.model):
         checkpoint.save_checkpoint(args, iteration, *parts_of(trainer), extra)
     stored = dist_checkpointing.load_plain_tensors(str(checkpoint_directory.find(again)[1]))
     tensors = {key: value for key, value in stored.items() if torch.is_tensor(value)}
@@ -114,7 +114,7 @@ def resume(name, layout, root, again):
     batch = RolloutBatch.load(root / name / "rollout.npz")
     row = pretrain_grpo.update(args, trainer, batch, UPDATES[2])
     found["update"] = {key: row[key] for key in ("loss", "grad_norm", "kl", "entropy", "ratio/max", "lr")}
-    with forward.parameters_complete(args, trainer.model):
+    with forward.parameters_complete(trainer.model):
         weights = {key: weight.double() for key, weight in stream_hf(trainer.model, args)}
     found["weights"] = {key: [float(weight.sum()), float(weight.norm())] for key, weight in weights.items()}
     return found

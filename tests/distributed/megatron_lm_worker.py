@@ -50,7 +50,7 @@ def check_as_written(layout, root, again):
     assert (iteration, trainer.scheduler.num_steps) == (2, 2)
     assert {group["step"] for group in trainer.optimizer.param_groups} == {2}
     args = replaced(args, save=str(again))
-    with forward.parameters_complete(args, trainer.model):
+    with forward.parameters_complete(trainer.model):
         checkpoint.save_checkpoint(args, iteration, *worker.parts_of(trainer), {})
     want, got = tensors(root), tensors(again)
     assert want.keys() == got.keys(), want.keys() ^ got.keys()

@@ -167,7 +167,7 @@ def run(name: str, hf_dir: str, save: Path, away: bool):
     with LateOffloader(trainer.model, trainer.optimizer, False, True, True) as late:
         for completions in np.split(np.arange(batch.num_completions), 2):
             if away:
-                with forward.parameters_complete(args, trainer.model):
+                with forward.parameters_complete(trainer.model):
                     absence(offloader, held(trainer))
                     late.to_host()
                 late.to_device(background=True)
@@ -179,7 +179,7 @@ def run(name: str, hf_dir: str, save: Path, away: bool):
         check_parts(trainer)
         absence(offloader, held(trainer))
     if "experts" not in name:  # no true experts: their checkpoint would not be one
-        with forward.parameters_complete(args, trainer.model):
+        with forward.parameters_complete(trainer.model):
             checkpoint.save_checkpoint(args, 2, trainer.model, trainer.optimizer, trainer.scheduler, {})
     tensors = held(trainer)
     destroy_rank_groups()

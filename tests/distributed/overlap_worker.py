@@ -5,7 +5,8 @@ torchrun --nproc-per-node 2 tests/distributed/overlap_worker.py DIRECTORY
 
 import contextlib
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,8 @@ from checkpoint_worker import BUCKETS, DENSE, PARTS, SHARDED, enter, fill, say
 import pretrain_grpo
 from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import Timers
-from megatron_grpo.reference import reference_model
+from megatron_grpo.reference.model_args import reference_args
+from megatron_grpo.reference.reference_model import SwappedReference
 from megatron_grpo.rollout.source import RolloutSource
 from megatron_grpo.training import train_step
 from megatron_grpo.training.bad_updates import BadUpdates
@@ -49,7 +51,7 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     args, model = enter(flags, layout)
     args = replaced(args, save=str(save))
     fill(model, args, "weight")
-    reference = reference_model.HostWeights(model)
+    reference = SwappedReference(reference_args(args), model)
     logger = SimpleNamespace(flush=lambda: None)
     trainer = Parts(
         **dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True)),
@@ -77,12 +79,14 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
     sync("engine")
     saves.write(trainer.position())
     found["checkpoint"] = checkpoint_worker.tensors(save)
-    with forward.parameters_complete(args, trainer.model), reference.in_place_of(trainer.model):
-        ref_log_probs = log_probs(replace(batch, routed_experts=None))
+    of_reference = partial(reference.log_probs, batch, trainer.model, pretrain_grpo.forward_step)
+    ref_log_probs = of_reference()
     assert np.array_equal(ref_log_probs, batch.old_log_probs, equal_nan=True)  # the reference is where it began
     found["after the reference"] = {"log_probs": torch.from_numpy(log_probs(batch))}
     sync("engine after the reference")
     pretrain_grpo.update(args, trainer, batch, second)
+    of_reference()  # as in a replay, which has no engine to send weights to
+    found["after the reference of a replay"] = {"log_probs": torch.from_numpy(log_probs(batch))}
     sync("engine after the next update")
     return found
 
@@ -105,7 +109,7 @@ def main(root: Path) -> None:
     say("nobody reads a stale weight")
 
     complete = forward.parameters_complete
-    forward.parameters_complete = lambda args, model: contextlib.nullcontext()
+    forward.parameters_complete = lambda model: contextlib.nullcontext()
     careless = readers(f"{DENSE} {BUCKETS}", "DP2", root / "careless")
     forward.parameters_complete = complete
     say(f"stale without care: {', '.join(name for name in plain if not equal(careless[name], plain[name]))}")

@@ -138,6 +138,7 @@ def test_a_real_server_generates_while_the_trainer_updates(flags, tmp_path, how)
     assert interrupted > 0 if how == "interrupt" else interrupted == 0
 
 
+@pytest.mark.slow
 def test_check_engine_with_several_ranks(flags, double):
     """Only rank 0 has the completions of servers; all ranks compute their log-probabilities."""
     words = ["--load-hf", flags[flags.index("--load-hf") + 1], "--transformer-impl", "local"]

@@ -201,7 +201,7 @@ class MegatronEngine:
         self._generator.manual_seed(int(seeds.generate_state(1)[0]))
         with (
             raised_on_every_rank(),
-            forward.parameters_complete(self._args, self._model),
+            forward.parameters_complete(self._model),
             torch.no_grad(),
             generating(self._model, self._cache),
         ):

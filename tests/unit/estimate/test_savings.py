@@ -69,22 +69,22 @@ def test_a_loss_over_micro_batches_keeps_their_size():
     assert not [flag for flag in by_flag("--micro-batch-size 4 --loss-type bnpo") if "micro-batch" in flag]
 
 
+FITS = [  # the first three by default
+    (f"{LLAMA_8B} --bf16 --micro-batch-size 8 --num-generations 8", 2),
+    (f"{EXPERTS} --expert-model-parallel-size 8", 8),
+    (f"{QWEN3_0_6B} --bf16 --micro-batch-size 8 --vllm-gpu-memory-utilization 0.6 --sleep-level 1", 1),
+    (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 16384", 8),
+    (f"{LLAMA_8B} --bf16 --micro-batch-size 2 --rollout-engine megatron", 4),
+    (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 8192 --rollout-ranks 2", 8),
+    (f"{LLAMA_8B} --bf16 --micro-batch-size 4 --recompute-granularity selective --recompute-modules mlp", 2),
+    (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 16384 --cuda-graphs", 2),
+    (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 16384 --lora-rank 8 --rollout-ranks 2", 8),
+    (f"{QWEN3_0_6B} --bf16 --max-tokens-per-microbatch 16384", 1),
+]
+
+
 @pytest.mark.parametrize("gpu", slow_except([80], [20, 40, 60, 80, 141]))  # by default one size
-@pytest.mark.parametrize(
-    "flags, ranks",
-    [
-        (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 16384", 8),
-        (f"{LLAMA_8B} --bf16 --micro-batch-size 8 --num-generations 8", 2),
-        (f"{LLAMA_8B} --bf16 --micro-batch-size 2 --rollout-engine megatron", 4),
-        (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 8192 --rollout-ranks 2", 8),
-        (f"{LLAMA_8B} --bf16 --micro-batch-size 4 --recompute-granularity selective --recompute-modules mlp", 2),
-        (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 16384 --cuda-graphs", 2),
-        (f"{LLAMA_8B} --bf16 --max-tokens-per-microbatch 16384 --lora-rank 8 --rollout-ranks 2", 8),
-        (f"{EXPERTS} --expert-model-parallel-size 8", 8),
-        (f"{QWEN3_0_6B} --bf16 --max-tokens-per-microbatch 16384", 1),
-        (f"{QWEN3_0_6B} --bf16 --micro-batch-size 8 --vllm-gpu-memory-utilization 0.6 --sleep-level 1", 1),
-    ],
-)
+@pytest.mark.parametrize(("flags", "ranks"), slow_except(FITS[:3], FITS))
 def test_flags_that_fit(flags, ranks, gpu):
     """The flags are allowed together, and lead to the memory that is said; without any one of them it would not fit."""
     trainers = ranks - 2 * ("--rollout-ranks" in flags)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.utils import unwrap_model
+from slow import slow_except
 
 import pretrain_grpo
 from megatron_grpo.data.batch import FinishReason, RolloutBatch, offsets
@@ -96,7 +97,7 @@ def results(args, chunk, batch: RolloutBatch, packs) -> tuple[np.ndarray, float,
     return flat, total, {name: p.main_grad.detach().clone() for name, p in trained.items()}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=slow_except(["dense"], MODELS))
 def model(request, world):
     args = made_up.parse(MODELS[request.param].split(), 1)
     trainer = made_up.trainer(args)

@@ -60,6 +60,7 @@ def test_logits_equal_transformers(world, tmp_path, family, tied):
     assert (found[:, VOCAB:] == 0).all() and found.shape[1] == PADDED_VOCAB
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "config"),
     [
