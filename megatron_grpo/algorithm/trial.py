@@ -67,9 +67,8 @@ def _in_a_fork(function: Callable[[], str]) -> str:
     """Return what a function returns in a fork of this process; "" if it does not return within SECONDS."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # else both processes write what is in it
-    with tempfile.TemporaryFile(
-        "w+", encoding="utf-8", errors="replace"
-    ) as file:  # a pipe would wait for its heirs, too
+    # Not a pipe: processes that the child leaves behind would keep it open.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
         child = os.fork()
         if child == 0:
             try:

@@ -131,8 +131,8 @@ class RolloutBatch:
     # Of the tokens of one update, before it, for losses that read them: algorithm/policy_term.py.
     covariances: Annotated[Float32 | None, PER_LABEL] = None
     entropies: Annotated[Float32 | None, PER_LABEL] = None
-    # What the schedule knows of common prefixes (`prefix_tree.with_prefixes`): hashes of a completion's first tokens,
-    # and how many tokens its samples have in common.
+    # By these the schedule finds common prefixes (`prefix_tree.with_prefixes`). The first has hashes of a completion's
+    # beginnings; the second counts the tokens that its samples have in common.
     prefix_hashes: Annotated[Int64 | None, ArrayField("completion", columns=1)] = None
     repeated_tokens: Annotated[Int64 | None, PER_COMPLETION] = None
     # Of all completions, where some rank does not hold all tokens: `lengths` and `response_lengths`.

@@ -73,7 +73,10 @@ def as_bytes(values: npt.NDArray) -> UInt8:
 
 
 def common_prefixes(rows: UInt8, cu_seqlens: Int64) -> Prefixes:
-    """Return the common prefixes of sequences at ``cu_seqlens`` [n + 1] whose tokens are ``rows`` [total, bytes]."""
+    """Return the common prefixes of n sequences.
+
+    ``rows`` [total, bytes] are their tokens; ``cu_seqlens`` [n + 1] says where each sequence begins.
+    """
     width, raw, bounds = rows.shape[1], rows.tobytes(), list(pairwise(cu_seqlens.tolist()))
     order = sorted(range(len(bounds)), key=[raw[a * width : b * width] for a, b in bounds].__getitem__)
     common = np.zeros(len(order), np.int64)
@@ -157,9 +160,9 @@ def hashed_prefixes(hashes: Int64, prompt_lengths: npt.NDArray[np.integer], apar
 
 
 def with_prefixes(batch: RolloutBatch) -> RolloutBatch:
-    """Return the batch, all of whose tokens this rank holds, with `prefix_hashes` and `repeated_tokens`.
+    """Return the batch with `prefix_hashes` and `repeated_tokens`; this rank holds all of its tokens.
 
-    The hashes are of a completion's first sequence.
+    The hashes describe the first sequence of each completion.
     """
     if batch.prefix_hashes is not None:
         return batch

@@ -64,7 +64,7 @@ SOURCES = {
     "math": ("DigitalLearningGmbH/MATH-lighteval", "accuracy"),
 }
 REWARDS_OF_SOURCES = "docs/rewards.md#rewards-of-verls-data"
-LAST_LINE = ("math_dapo", "aime")  # sources whose prompts ask for a last line "Answer: 72"
+LAST_LINE = ("math_dapo", "aime")  # prompts of these sources ask for a last line "Answer: 72"
 VALIDATION = f"{ROLLOUT}val_kwargs."
 CORRECTION = "algorithm.rollout_correction."
 

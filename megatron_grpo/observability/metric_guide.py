@@ -80,7 +80,7 @@ METRICS = {
     "eval/pass_at_<k>": "fraction of held-out prompts with a correct completion among k samples, k = 1, 2, 4 ...",
     "eval/<file>/<metric>": "eval/<metric> over the prompts of one file; only if --valid-data-path has several files",
     "tokens/update": "prompt and completion tokens that this update trained on",
-    "tokens/shared": "tokens that this update did not compute again (--share-prompts), as far as the schedule knows",
+    "tokens/shared": "tokens that --share-prompts spared this update, by the schedule's count: a lower bound",
     "tokens/rollout": "sampled tokens of the rollout, in the row of its first update",
     "flops/update": "TFLOP of the model's forward and backward passes in this update, all devices, no recomputation; "
     "without tokens/shared",
@@ -233,7 +233,7 @@ REMEDIES = {
     "eval/pass_at_<k>": "Falling while eval/sampled_accuracy rises: the policy loses variety; see entropy. Not above "
     "eval/sampled_accuracy: more samples of these prompts give no signal.",
     "tokens/update": "Large changes: lengths differ between rollouts; --max-tokens-per-microbatch bounds the memory.",
-    "tokens/shared": "Small compared with tokens/update: --share-prompts gives little; a larger "
+    "tokens/shared": "If it is small beside tokens/update, --share-prompts gives little: a larger "
     "--max-tokens-per-microbatch keeps more of a group together.",
     "tokens/rollout": "A count: completion/length_mean times the completions of a rollout.",
     "flops/update": "A count: the numerator of perf/mfu.",

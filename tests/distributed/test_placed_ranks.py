@@ -61,7 +61,7 @@ def trained_rows(save):
 
 
 def test_an_engine_on_a_rank_of_its_own(flags, tmp_path):
-    """Its log-probabilities at a temperature are the trainer's, before and after the update whose weights it gets."""
+    """At a temperature, its log-probabilities are the trainer's, before and after it gets the weights of an update."""
     words = [*flags, "--train-iters", "2", "--val-before-train", "--temperature", "0.7", "--rollout-ranks", 1]
     words += ["--save", tmp_path]
     ranks.run_torchrun(2, "pretrain_grpo.py", *words)

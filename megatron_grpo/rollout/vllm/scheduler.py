@@ -17,7 +17,10 @@ def scheduler_of(engine):
 
 
 def step_under_way(engine) -> bool:
-    """Return whether a step is launched whose tokens are not recorded: with asynchronous scheduling, after any step."""
+    """Return whether vLLM has launched a step and not recorded its tokens.
+
+    With asynchronous scheduling this is so after any step.
+    """
     return bool(engine.engine_core.engine_core.batch_queue)
 
 
