@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
+from megatron_grpo.checkpointing.checkpoint_directory import LATEST, newest_in_words
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.share import first_holders
 from megatron_grpo.patches import megatron_core as core
@@ -146,9 +146,9 @@ class BadUpdates:
             many = f" It is the {self.in_a_row}th in a row." if self.in_a_row >= IN_A_ROW > 1 else ""
             if self.spoiled:
                 raise GrpoError(
-                    f"{what}.{many} The parameters before it are not finite already ({self.spoiled}): lower --lr, or set "
-                    f"--clip-grad. {newest_in_words(self.save)}; if that ends here again, its parameters are not finite "
-                    "either: --load an earlier checkpoint (DIR/iter_N)"
+                    f"{what}.{many} The parameters before it are not finite already ({self.spoiled}): lower --lr, or "
+                    f"set --clip-grad. {newest_in_words(self.save)}; if that ends here again, it has these values, too: "
+                    f"write the number of an earlier checkpoint into {LATEST}"
                 )
             raise GrpoError(
                 f"{what}.{many} The parameters are those before it. {newest_in_words(self.save)}; "
