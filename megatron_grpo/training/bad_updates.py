@@ -147,7 +147,7 @@ class BadUpdates:
             if self.spoiled:
                 raise GrpoError(
                     f"{what}.{many} The parameters before it are not finite already ({self.spoiled}): lower --lr, or "
-                    f"set --clip-grad. {newest_in_words(self.save)}; if that ends here again, it has these values, too: "
+                    f"set --clip-grad. {newest_in_words(self.save)}; if that ends here again, it has these values: "
                     f"write the number of an earlier checkpoint into {LATEST}"
                 )
             raise GrpoError(
