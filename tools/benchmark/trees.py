@@ -17,7 +17,7 @@ Each update is that of a run, with the optimizer's step and all other costs that
 rate is too small to change a weight, so that all updates have the same loss and gradient. For each case the last column
 is (seconds saved / seconds) / (TFLOP saved / TFLOP) against separate sequences. TFLOP are those that the packs compute,
 by `computed_flops`, without padding. Seconds are the median of --updates after one that is left out, and
-``copies`` and ``levels`` the two kernels of attention with shared keys. With --profile one more update is profiled: its
+``copies`` and ``levels`` the two kernels of attention with shared keys (on GPUs; a CPU has copies only). With --profile one more update is profiled: its
 seconds by kind of kernel, and the ``idle`` seconds in which no kernel runs; without a GPU those of the operators.
 """
 
@@ -282,7 +282,7 @@ def main() -> None:
                 whole = whole or found
                 seconds, peak, tokens, flops, loss, norm = found
                 quotient = "" if way == "separate" else f"{(1 - seconds / whole[0]) / (1 - flops / whole[3]):.2f}"
-                cells = f"{seconds:.3f} | {peak:.1f} | {tokens:,} | {flops:.1f} | {flops / seconds:.0f}"
+                cells = f"{seconds:.3f} | {peak:.1f} | {tokens:,} | {flops:.4g} | {flops / seconds:.4g}"
                 lines.append(f"| {size} | {case} | {way} | {cells} | {loss:.5f} | {norm:.4f} | {quotient} |")
         made_up.release(trainer)
     print_rank_0("\n" + "\n".join(lines))
