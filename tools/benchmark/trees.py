@@ -16,9 +16,10 @@ The models have the shapes of Qwen3 with random weights. FLAGS are further flags
 Each update is that of a run, with the optimizer's step and all other costs that sharing does not lower. The learning
 rate is too small to change a weight, so that all updates have the same loss and gradient. For each case the last column
 is (seconds saved / seconds) / (TFLOP saved / TFLOP) against separate sequences. TFLOP are those that the packs compute,
-by `computed_flops`, without padding. Seconds are the median of --updates after one that is left out, and
-``copies`` and ``levels`` the two kernels of attention with shared keys (on GPUs; a CPU has copies only). With --profile one more update is profiled: its
-seconds by kind of kernel, and the ``idle`` seconds in which no kernel runs; without a GPU those of the operators.
+by `computed_flops`, without padding. Seconds are the median of --updates after one that is left out; ``copies`` and
+``levels`` are the two kernels of attention with shared keys (on GPUs: a CPU has copies only). With --profile one more
+update is profiled: its seconds by kind of kernel, and the ``idle`` seconds in which no kernel runs; without a GPU those
+of the operators.
 """
 
 import argparse
