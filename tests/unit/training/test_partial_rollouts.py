@@ -24,7 +24,7 @@ from megatron_grpo.checkpointing.data_files import COMMON_STATE_INDEX, Reader
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.utils.errors import EngineLost
 
-UPDATES, STALENESS, GENERATIONS, LONGEST = 6, 2, 4, 40
+UPDATES, STALENESS, GENERATIONS, LONGEST = 8, 2, 4, 40
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(1, 10)]
 REWARD = """@register_reward('mine')
 def mine(sample):
@@ -115,11 +115,11 @@ def runs(tiny_models, tmp_path_factory):
 def run(name, words, save):
     """Run, and go on if something happened."""
     what = HAPPENS.get(name)
-    Slow.rollouts, Slow.happens, Slow.stop_in = 0, what, 4 if what else None
+    Slow.rollouts, Slow.happens, Slow.stop_in = 0, what, 6 if what else None
     assert launch(TRAIN, words) == (what is not None and what != "SIGTERM")
     if what:
         # A signal and a lost engine end the rollout; a run that crashed saves nothing more, as a killed one.
-        assert latest_iteration(save) == {"stopped": 3, "lost": 3, "crashed": 2}[name]
+        assert latest_iteration(save) == {"stopped": 5, "lost": 5, "crashed": 4}[name]
         assert launch(TRAIN, [*words, "--load", str(save)]) == 0
 
 
