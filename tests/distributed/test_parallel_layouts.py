@@ -56,7 +56,7 @@ GPT_OSS = f"""{ATTENTION} --no-qk-layernorm --no-swiglu --model-family gpt_oss -
 DELTA = f"""{MOE} --model-family qwen3_next --apply-layernorm-1p --attention-output-gate --rotary-percent 0.25
  --moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate --experimental-attention-variant gated_delta_net
  --linear-attention-freq 3 --linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 16
- --linear-value-head-dim 12 --norm-epsilon 1e-6 --lr 3e-4"""
+ --linear-value-head-dim 12 --norm-epsilon 1e-6 --lr 1e-4"""
 # The layer of multi-token prediction has attention, as the last one.
 DELTA_MTP = f"{DELTA} --linear-attention-freq 2 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1"
 ACROSS_HEADS = f"""{ATTENTION} --model-family minimax_m2 --group-query-attention {EXPERTS} --num-query-groups 2
