@@ -233,7 +233,7 @@ def test_prompts_with_images_of_their_own_are_apart():
     sources = pack.source[pack.images.places] // 24
     assert pack.images.keys == [-2, -1, 0] and sorted(sources) == [0, 0, 1, 1, 2, 2]
     assert len(pack.tokens) == 19 + 2 * 5 + 4 + 2 * 1  # common text; the first two; the rest of the others' prompt
-    known = forward._prefixes(Namespace(vision_config={"depth": 1}), batch, np.arange(4))
+    known = forward._prefixes(Namespace(vision_config={"depth": 1}, mtp_num_layers=None), batch, np.arange(4))
     assert known.common.tolist() == [0, 0, 0, 23]  # the prompt of the last two
 
 
