@@ -191,6 +191,7 @@ _UNRECORDED: Excluded = (
     ("lora_dropout", "a graph would repeat the same random numbers: leave one of them out"),
     ("cpu_offloading", "a graph has the addresses of the activations: leave one of them out"),
     ("fine_grained_activation_offloading", "a graph has the addresses of the activations: leave one of them out"),
+    ("share_prompts", "packs with shared prompts have not been recorded yet: leave one of them out"),
 )
 
 
@@ -209,12 +210,6 @@ def check_cuda_graphs(args: Namespace) -> None:
     _check_excluded(args, "cuda_graphs", _UNRECORDED)
 
 
-# What --share-prompts excludes.
-_UNSHARED: Excluded = (
-    ("cuda_graphs", "packs with shared prompts have not been recorded yet: leave one of them out"),
-    ("apply_rope_fusion", "the fused kernel turns by the positions in a sequence of the pack: leave one of them out"),
-)
-
 
 def check_share_prompts(args: Namespace) -> None:
     """Refuse --share-prompts where a pack needs whole sequences."""
@@ -224,7 +219,6 @@ def check_share_prompts(args: Namespace) -> None:
         raise GrpoError("--share-prompts needs --transformer-impl local, whose attention has keys of other sequences")
     if not args.max_tokens_per_microbatch:
         raise GrpoError("--share-prompts needs --max-tokens-per-microbatch, which puts a group into one micro-batch")
-    _check_excluded(args, "share_prompts", _UNSHARED)
 
 
 def check_float32_parameters(args: Namespace) -> None:

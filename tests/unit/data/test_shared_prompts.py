@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.prefix_tree import Prefixes, hashed_prefixes, spared_by_samples, spared_tokens, with_prefixes
-from megatron_grpo.data.schedule import schedule
+from megatron_grpo.data.schedule import hybrid_schedule, schedule
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.zigzag import padded_lengths, zigzag
 
@@ -185,6 +185,37 @@ def test_micro_batches_keep_the_budget_that_shared_prompts_fill(batch, dp_size, 
         for pack in rank:
             packed = pack_completions(batch, pack, cp_size=cp_size, share_prompts=True)
             assert 0 < packed.cu_seqlens[-1] <= min(budget, padded[pack].sum() - spared(batch, pack, cp_size))
+
+
+@settings(deadline=None)
+@given(batch=batches(), cp_size=st.sampled_from([2, 4]), dp_size=st.integers(1, 2), more=st.integers(0, 20))
+def test_hybrid_micro_batches_keep_the_budget_of_a_rank(batch, cp_size, dp_size, more):
+    """A pack of degree c, which c neighbours have, has at most c times the budget."""
+    n = batch.num_completions
+    if n % dp_size:
+        return
+    budget = -(-int(padded_lengths(batch.lengths, cp_size).max()) // cp_size) + more
+    prefixes = hashed_prefixes(with_prefixes(batch).prefix_hashes, batch.prompt_lengths)
+    degrees, ranks = hybrid_schedule(batch.lengths, dp_size, cp_size, budget, prefixes=prefixes)
+    assert degrees == sorted(degrees, reverse=True)
+    assert {len(rank) for rank in ranks} == {len(degrees)}
+    for number, degree in enumerate(degrees):
+        packs = [rank[number] for rank in ranks]
+        for first in range(0, len(ranks), degree):
+            assert packs[first : first + degree] == [packs[first]] * degree
+            packed = pack_completions(batch, packs[first], cp_size=degree, share_prompts=True)
+            assert 0 < packed.cu_seqlens[-1] <= degree * budget
+    found = [i for place, rank in enumerate(ranks) for d, pack in zip(degrees, rank) if place % d == 0 for i in pack]
+    assert sorted(found) == list(range(n))
+
+
+def test_hybrid_packs_have_trees():
+    """Two groups of four, a prompt of 80 tokens and completions of 10: 120 tokens, on one rank or on both."""
+    lengths, groups = np.full(8, 90), np.arange(8) // 4
+    prefixes = of_groups(groups, 81)
+    assert hybrid_schedule(lengths, 1, 2, 130, prefixes=prefixes) == ([1], [[[0, 1, 2, 3]], [[4, 5, 6, 7]]])
+    degrees, ranks = hybrid_schedule(lengths, 1, 2, 70, prefixes=prefixes)
+    assert degrees == [2, 2] and sorted(ranks[0]) == [[0, 1, 2, 3], [4, 5, 6, 7]] and ranks[1] == ranks[0]
 
 
 @settings(deadline=None)
