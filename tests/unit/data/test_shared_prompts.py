@@ -268,6 +268,32 @@ def test_prompts_with_images_of_their_own_are_apart():
     assert known.common.tolist() == [0, 0, 0, 23]  # the prompt of the last two
 
 
+def test_samples_of_an_episode_share_its_pictures():
+    """The second sample repeats the prompt with its picture, and the picture that an environment has shown, after other
+    words: what comes before these is computed once. In another episode the second picture is another one.
+    """
+    picture, shown = [9, 9, 9], [8, 8]
+    first = [10, *picture, 11, 12, *shown, 13]
+    second = [10, *picture, 11, 12, *shown, 14, 15]
+    batch = batch_of([first[:5]] * 2, [first[5:] + second] * 2, [0, 0])
+    starts = np.zeros(2 * 19, np.uint8)
+    starts[[9, 28]] = 1
+    index = [-1, 0, 1, 2, -1, -1, 3, 4, -1]
+    batch = replace(
+        batch,
+        sample_starts=starts,
+        samples=np.array([2, 2], np.int32),
+        response_mask=np.zeros_like(batch.response_mask),
+        visual_index=np.tile([*index, *index, -1], 2).astype(np.int32),
+        image_sizes=np.array([2, 2]),
+        image_bytes=np.arange(4, dtype=np.uint8),
+    )
+    pack = pack_completions(batch, [0, 1], share_prompts=True)
+    assert len(pack.tokens) == 2 * (7 + 2 + 3) and (pack.source >= 0).all()
+    assert pack.images.keys == [-2, -1]
+    assert sorted(pack.images.sources.tolist()) == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 9]
+
+
 def test_a_group_fills_one_micro_batch():
     """Eight completions of 10 tokens after a prompt of 101: 180 tokens, where separate ones have 888."""
     lengths, groups = np.full(16, 111), np.arange(16) // 8

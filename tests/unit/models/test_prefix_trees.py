@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from megatron.core.utils import unwrap_model
 from slow import slow_except
@@ -62,10 +62,16 @@ def rollouts(draw) -> RolloutBatch:
         more = draw(st.lists(st.integers(3, 30), max_size=6))
         sequences.append([*begin, *more] or [7])
     ends = sorted({*draw(st.lists(st.integers(1, len(sequences)))), len(sequences)})  # of the completions
+    lengths = [draw(st.integers(1, len(sequences[begin]))) for begin in (0, *ends[:-1])]
+    return rollout_of(sequences, ends, lengths, draw(st.integers(0, 9)))
+
+
+def rollout_of(sequences: list[list[int]], ends: list[int], prompt_lengths: list[int], seed: int) -> RolloutBatch:
+    """Return completions of which each has the sequences up to one of ``ends``, with prompts of so many tokens."""
     samples = [sequences[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-    prompts = [own[0][: draw(st.integers(1, len(own[0])))] for own in samples]
+    prompts = [own[0][:length] for own, length in zip(samples, prompt_lengths, strict=True)]
     whole = [list(chain.from_iterable(own)) for own in samples]
-    rng = np.random.default_rng(draw(st.integers(0, 9)))
+    rng = np.random.default_rng(seed)
     completions = [all_[len(prompt) :] for all_, prompt in zip(whole, prompts, strict=True)]
     starts = [(offsets(np.array([len(s) for s in own]))[1:-1] - len(p)).tolist() for own, p in zip(samples, prompts)]
     masks = [(rng.random(len(completion)) < 0.8).astype(int) for completion in completions]
@@ -129,7 +135,19 @@ def check(args, chunk, batch: RolloutBatch) -> None:
         assert (got[2][name] - gradient).norm() <= 1e-5 * max(float(size), 0.1), name
 
 
+def deep_forest() -> RolloutBatch:
+    """Six levels, eight branches at the last, an end at each branch point, whole duplicates, and one token alone."""
+    path = [[3 + 5 * level + k for k in range(1 + level % 3)] for level in range(6)]
+    spine = [list(chain.from_iterable(path[:level])) for level in range(1, 7)]
+    branches = [[*spine[-1], branch, branch + 1, 2] for branch in range(20, 28)]
+    sides = [[*begin, 30, 31] for begin in spine]
+    sequences = [*spine, *branches, *sides, *branches[:2], [9]]
+    ends = [*range(1, len(sequences), 2), len(sequences)]
+    return rollout_of(sequences, ends, [1] * len(ends), 3)
+
+
 @settings(deadline=None, max_examples=25)
+@example(batch=deep_forest())
 @given(batch=rollouts())
 def test_a_forest_is_its_sequences(model, batch):
     check(*model, batch)
