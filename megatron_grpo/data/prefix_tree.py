@@ -35,7 +35,7 @@ class Prefixes(NamedTuple):
 
 
 class PrefixTree(NamedTuple):
-    """Sequences as paths in a forest of m nodes, which are runs of tokens. A parent comes before its children."""
+    """Sequences as paths in a forest of m nodes, which are runs of tokens, in depth-first order."""
 
     parent: Int64  # [m], -1: none
     depth: Int64  # [m], tokens of all ancestors

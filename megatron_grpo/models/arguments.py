@@ -210,7 +210,6 @@ def check_cuda_graphs(args: Namespace) -> None:
     _check_excluded(args, "cuda_graphs", _UNRECORDED)
 
 
-
 def check_share_prompts(args: Namespace) -> None:
     """Refuse --share-prompts where a pack needs whole sequences."""
     if not args.share_prompts:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_grpo.data.batch import Int64, RolloutBatch
+from megatron_grpo.data.pack import Pack
 from megatron_grpo.data.share import of_completions
 from megatron_grpo.estimate.throughput import ModelFlops, TowerFlops
 from megatron_grpo.models import forward
@@ -21,6 +22,20 @@ def text_flops(args: Namespace, flops: ModelFlops, batch: RolloutBatch, completi
         shared = forward.shared_tokens(args, batch, completions)
         found -= flops.update(shared, np.zeros_like(shared))
     return found
+
+
+def computed_flops(flops: ModelFlops, pack: Pack) -> float:
+    """Return the TFLOP of a micro-batch, images apart: shared tokens count once, their pairs of keys with all queries.
+
+    Those of all context-parallel ranks that hold the pack.
+    """
+    before = np.zeros_like(pack.real_lengths)  # tokens of the ancestors of each sequence
+    labels = pack.num_labels
+    if pack.shared_prompts is not None and pack.first_labels is not None:
+        before = np.diff(pack.shared_prompts.cu_keys.astype(np.int64)) - np.diff(pack.cu_seqlens)
+        labels = len(np.unique(pack.first_labels))
+    none = np.zeros(1, np.int64)
+    return flops.update(before + pack.real_lengths, none + labels) - flops.update(before, none)
 
 
 class UpdateFlops:

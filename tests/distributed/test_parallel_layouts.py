@@ -358,10 +358,10 @@ def test_the_other_dense_layouts_agree(tmp_path, tiny_models):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("model", slow_except(FEW, [name for name in LAYOUTS if name != "dense"]))
 def test_layouts_of_experts_agree(model, share, tmp_path):
-    """Mixture of experts; soft caps; with the load-balancing loss, on equal micro-batches, and with those that are equal
-    for all packs; latent attention with shared experts, balanced by a bias and by losses, and multi-token prediction; adapters
-    of all its layers, on a base in 8 bits, too; biases, windows and sinks; norms of all heads together;
-    gated delta nets.
+    """Mixture of experts; soft caps; with the load-balancing loss, on equal micro-batches, and with those that are
+    equal for all packs; latent attention with shared experts, balanced by a bias and by losses, and multi-token
+    prediction; adapters of all its layers, on a base in 8 bits, too; biases, windows and sinks; norms of all heads
+    together; gated delta nets.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": f"{LATENT} {BALANCING}", "gpt_oss": GPT_OSS}
     flags["soft_caps"] = SOFT_CAPS
