@@ -17,6 +17,8 @@ from megatron_grpo.data.batch import FinishReason, RolloutBatch, offsets
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.models import balancing, forward, router_replay
 from megatron_grpo.parallel import initialize
+from megatron_grpo.reference.model_args import reference_args
+from megatron_grpo.utils.arguments import replaced
 from tools import made_up
 
 COMMON = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --normalization RMSNorm
@@ -272,3 +274,16 @@ def test_the_rollouts_of_parity_tests_have_trees(more, world):
     batch = made_up.rollout(args)
     pack = pack_completions(batch, np.arange(16), share_prompts=True)
     assert len(pack.own_labels) < pack.num_labels
+
+
+def test_passes_without_gradients_are_those_of_whole_sequences(world):
+    """Log-probabilities and entropies under the old policy and the reference, of episodes that repeat their past."""
+    args = made_up.parse([*MODELS["dense"].split(), *TURNS.split(), "--max-tokens-per-microbatch", "90"], 1)
+    alone = replaced(args, share_prompts=False, max_tokens_per_microbatch=None, micro_batch_size=1)
+    trainer, batch, everything = made_up.trainer(args), made_up.rollout(args), np.arange(32)
+    assert batch.sample_starts.any()
+    want = forward.scores(alone, trainer.model, pretrain_grpo.forward_step, batch, everything)
+    for own in args, reference_args(args):
+        assert forward.shared_tokens(own, batch, everything).sum() > 50
+        got = forward.scores(own, trainer.model, pretrain_grpo.forward_step, batch, everything)
+        np.testing.assert_allclose(got, want, atol=1e-5)
