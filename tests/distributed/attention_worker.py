@@ -135,7 +135,7 @@ class Forest:
         nothing, lengths = np.zeros(0, np.int64), np.diff(self.cu)
         tree = PrefixTree(np.array(parents), nothing, lengths, nothing, nothing)
         keys, cu_keys = _keys_of_nodes(self.cu, tree)
-        return SharedPrompts(keys, cu_keys.astype(np.int32), np.arange(self.cu[-1]))
+        return SharedPrompts(keys, cu_keys.astype(np.int32), np.arange(self.cu[-1]), tree.parent, np.diff(cu_keys))
 
     def levels(self, kind: type[Varlen], scale: float, device: torch.device) -> Levels:
         """The kernel without copies of keys."""

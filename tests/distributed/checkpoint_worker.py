@@ -201,7 +201,7 @@ COPIES = {
 }
 # Each chain is one checkpoint, carried from layout to layout and in the end into the one that it came from. By default
 # the first layouts of one chain run: FEW has its number for each number of ranks.
-FEW, FIRST = {2: 5}, 3
+FEW, FIRST = {2: 5}, 2
 PARTS = ("model", "optimizer", "scheduler")
 CHAINS = {
     2: {
