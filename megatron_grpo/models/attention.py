@@ -28,6 +28,8 @@ from megatron_grpo.models.attention_kernels import (
     Blocks,
     FlashAttention4,
     Kernel,
+    Level,
+    Levels,
     SharedKeys,
     Varlen,
 )
@@ -52,6 +54,7 @@ class PackedAttention(MegatronModule):
     """
 
     gpu_kernel: type[Varlen] = Varlen
+    by_levels = False  # shared keys by `Levels`, else by copies
 
     def __init__(
         self,
@@ -114,7 +117,8 @@ class PackedAttention(MegatronModule):
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         if self.softcap is not None:
             offsets = tuple(host_offsets(packed_seq_params).tolist())
-            mask_mod = visible_keys(offsets, cp_size, cp_rank, self.left, query.device)
+            shared = packed_seq_params.shared if isinstance(packed_seq_params, SharedPack) else None
+            mask_mod = visible_keys(offsets, cp_size, cp_rank, self.left, query.device, shared)
             return soft_capped_attention(query, key, value, mask_mod, scale, self.softcap).flatten(1)
         kernel = self._kernel(packed_seq_params, cp_size, cp_rank, query.device, scale)
         return attend(query, key, value, self.sinks(query), kernel).flatten(1)
@@ -129,6 +133,11 @@ class PackedAttention(MegatronModule):
         if where.type == "cpu":
             own = blocks(cu_seqlens, cp_size, cp_rank, self.left, scale, shared)
             return own if shared is None else SharedKeys(own, shared_keys(cu_seqlens, cp_size, shared))
+        if shared is not None and cp_size == 1 and self.left < 0 and self.by_levels:
+            cu, longest, scaled = pack.cu_seqlens_q, pack.max_seqlen_q, (self.left, scale)
+            found = levels(cu_seqlens, shared, where)
+            of_levels = tuple(Level(self.gpu_kernel(*call, *scaled, causal=False), *places) for call, *places in found)
+            return Levels(self.gpu_kernel(cu, cu, longest, longest, *scaled), of_levels)
         segmented, copies = segments(cu_seqlens, cp_size, cp_rank, where, self.left, shared)
         return SharedKeys(self.gpu_kernel(*segmented, self.left, scale), copies)
 
@@ -245,15 +254,76 @@ def segments(
 
 
 @lru_cache(maxsize=8)
-def visible_keys(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, device: torch.device) -> MaskMod:
-    """Build the mask of soft-capped attention for a rank's queries and the gathered keys; ``left`` as in `Varlen`."""
+def levels(
+    cu_seqlens: tuple[int, ...], shared: SharedPrompts, device: torch.device
+) -> list[tuple[tuple[torch.Tensor, torch.Tensor, int, int], slice, slice, torch.Tensor, torch.Tensor]]:
+    """Return for each depth with shared nodes the segments of `Varlen` and what else `Level` has, root nodes first.
+
+    The queries of a node are the tokens of its descendants, which stand after it side by side. Between two nodes there
+    are queries without keys and keys without queries, as segments of their own.
+    """
+    cu, parents = np.array(cu_seqlens), shared.parent.tolist()
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    ends = cu[1:].copy()  # of the node and its descendants
+    for node in reversed(range(len(parents))):
+        if parents[node] >= 0:
+            ends[parents[node]] = max(ends[parents[node]], ends[node])
+    found = []
+    for depth in range(max(depths, default=0)):
+        nodes = np.array([node for node in range(len(depths)) if depths[node] == depth and ends[node] > cu[node + 1]])
+        keys, queries = np.stack([cu[nodes], cu[nodes + 1]], 1), np.stack([cu[nodes + 1], ends[nodes]], 1)
+        of_keys, of_queries = slice(int(keys[0, 0]), int(keys[-1, 1])), slice(int(queries[0, 0]), int(queries[-1, 1]))
+        # Ends of: a node's segment, then up to the next node the queries without keys, and the keys without queries.
+        cu_queries = np.stack([queries[:, 1], *[np.append(queries[1:, 0], queries[-1, 1])] * 2], 1).ravel()[:-2]
+        cu_of_keys = np.stack([keys[:, 1], keys[:, 1], np.append(keys[1:, 0], keys[-1, 1])], 1).ravel()[:-2]
+        arrays = (
+            np.append(0, cu_queries - of_queries.start).astype(np.int32),
+            np.append(0, cu_of_keys - of_keys.start).astype(np.int32),
+            _ranges(queries) - of_queries.start,
+            _ranges(keys) - of_keys.start,
+        )
+        starts, starts_of_keys, query_rows, key_rows = (to_device(torch.from_numpy(x), device) for x in arrays)
+        longest = int(np.diff(arrays[0]).max()), int(np.diff(arrays[1]).max())
+        found.append(((starts, starts_of_keys, *longest), of_queries, of_keys, query_rows, key_rows))
+    return found
+
+
+def _ranges(bounds: np.ndarray) -> np.ndarray:
+    """Return the numbers of the ranges [begin, end) ``[n, 2]``, one range after the other."""
+    counts = bounds[:, 1] - bounds[:, 0]
+    return np.arange(counts.sum()) + np.repeat(bounds[:, 0] - (np.cumsum(counts) - counts), counts)
+
+
+@lru_cache(maxsize=8)
+def visible_keys(
+    cu_seqlens: tuple[int, ...],
+    cp_size: int,
+    cp_rank: int,
+    left: int,
+    device: torch.device,
+    shared: SharedPrompts | None = None,
+) -> MaskMod:
+    """Build the mask of soft-capped attention for a rank's queries and the gathered keys; ``left`` as in `Varlen`.
+
+    A query sees the keys of its own sequence and, with ``shared``, those of its ancestors: a sequence and its
+    descendants have numbers in a row. Of these keys it sees those at its own position or before.
+    """
     cu = np.array(cu_seqlens)
-    last = zigzag(cu, cp_size, cp_rank)
-    start = cu[np.searchsorted(cu, last, side="right") - 1]  # begin of the query's sequence
-    arrays = np.maximum(start, last - left) if left >= 0 else start, last, _gathered_positions(cu, cp_size)
-    lowest, highest, positions = (to_device(torch.from_numpy(x), device) for x in arrays)
+    sequence = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
+    last, position = np.arange(len(cu) - 1), np.arange(cu[-1]) - cu[sequence]  # last: descendant
+    if shared is not None:
+        of_leaves, nodes = shared.paths()
+        np.maximum.at(last, nodes, shared.leaves[of_leaves])
+        position = shared.position_ids
+    queries, keys = zigzag(cu, cp_size, cp_rank), _gathered_positions(cu, cp_size)
+    arrays = sequence[queries], position[queries], sequence[keys], last[sequence[keys]], position[keys]
+    own, place, first, after, before = (to_device(torch.from_numpy(x), device) for x in arrays)
 
     def mask_mod(batch, head, query, key):
-        return (lowest[query] <= positions[key]) & (positions[key] <= highest[query])
+        is_ancestor = (first[key] <= own[query]) & (own[query] <= after[key])
+        seen = is_ancestor & (before[key] <= place[query])
+        return seen if left < 0 else seen & (place[query] - left <= before[key])
 
     return mask_mod

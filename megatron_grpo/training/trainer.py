@@ -137,9 +137,10 @@ class Trainer:
         args, updates = self.args, divide(batch.num_completions)
         passes = [(completions, None) for completions in updates]
         if may_need_scores(args):
-            passes += [(np.sort(completions), args.logprobs_max_tokens_per_microbatch) for completions in updates]
+            passes += [(np.sort(completions), forward.budget_of_scores(args)) for completions in updates]
         if needs_old_log_probs(args):
-            passes.append((np.arange(batch.num_completions), args.logprobs_max_tokens_per_microbatch))
+            parts = forward.parts_of_old_policy(args, batch.num_completions, updates)
+            passes += [(completions, forward.budget_of_scores(args)) for completions in parts]
         for completions, max_tokens in passes:
             computes[forward.own_completions(args, batch, completions, max_tokens)] = True
         for model in (self.reference, self.teacher):

@@ -44,7 +44,7 @@ TOLERANCE = 1e-4  # nats
 
 def run_worker(world_size: int, out: Path, *words) -> None:
     """Run adapter_sync_worker.py."""
-    env = {"SYNCS": "200" if ranks.thorough else "20"}
+    env = {"SYNCS": "200" if ranks.thorough else "5"}
     run_torchrun(world_size, "tests/distributed/adapter_sync_worker.py", out, *words, env=env)
 
 

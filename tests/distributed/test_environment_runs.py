@@ -73,7 +73,8 @@ def test_a_run(engine, tiny_models, tmp_path):
     if engine == "vllm":  # The failed episode of the probe is none of the batch's.
         layout += ["--vllm-max-num-seqs", 16, "--advantage-estimator", "turn_returns", "--check-weight-sync"]
     ranks = 2 if engine == "megatron" else 1
-    check_echo(*run_echo(ranks, tiny_models["qwen3"], tmp_path, "--rollout-engine", engine, *layout), 32)
+    layout += ["--rollout-engine", engine, "--global-batch-size", 16]
+    check_echo(*run_echo(ranks, tiny_models["qwen3"], tmp_path, *layout), 16)
 
 
 @pytest.mark.slow

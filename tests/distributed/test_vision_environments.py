@@ -276,6 +276,7 @@ def test_odd_pictures(data, tmp_path, shape):
 @pytest.mark.parametrize("shape", slow_except(["qwen3_vl"], ["qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"]))
 def test_an_environment_with_videos_and_its_replay(data, tmp_path, shape):
     flags = ["--micro-batch-size", "4", "--no-save-hf", "--max-prompt-length", "160", "--max-environment-tokens", "320"]
+    flags += ["--global-batch-size", "8"]
     more = {"shape": shape, "environment": "clip"}
     rows = run(data, 1, tmp_path / "run", *flags, "--ledger", tmp_path / "run" / "ledger", **more)
     assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 for row in rows)

@@ -20,7 +20,7 @@ cpu_backend.install()
 
 pytestmark = pytest.mark.vllm
 GPU_VLLM = os.environ.get("GPU_VLLM")  # directory with the unpacked wheel of requirements-gpu.txt's vLLM
-LIVES = 16
+LIVES = 12
 PLAIN = {"caching": True, "block": 8, "blocks": 200, "sequences": 4, "budget": 4096, "log_probs": 0, "adapters": False}
 
 
@@ -43,13 +43,15 @@ def life(lives, arrivals: list[tuple], is_async=False, v2_runner=False, **other)
 @pytest.mark.parametrize("is_async", slow_except([True], [False, True]))  # True: vLLM's default on GPUs
 def test_lives_are_those_of_vllms_own_scheduler(lives, is_async):
     counts: Counter = Counter()
-    for seed in range(LIVES * (4 if ranks.thorough else 1)):
+    number = LIVES * (5 if ranks.thorough else 1)
+    for seed in range(number):
         try:
             counts += lives.compare(lives.Life.of_seed(seed, is_async))
         except AssertionError as error:
             raise AssertionError(f"life {seed}: {error}") from error
-    assert counts["decode steps"] > 600 and counts["steps"] > counts["decode steps"] + 600
-    assert counts["with others"] > 50 and counts["finished"] > 300 and counts["preemptions"] > 30
+    assert counts["decode steps"] > 50 * number and counts["steps"] > counts["decode steps"] + 30 * number
+    assert counts["with others"] > 4 * number and counts["finished"] > 20 * number
+    assert counts["preemptions"] > 2 * number
 
 
 def test_lives_with_the_vllm_for_gpus():

@@ -21,10 +21,10 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.roles import Joint, Role, check_hosts, role_of
 from megatron_grpo.rewards.pool import Failure, GroupMember
 from megatron_grpo.rollout.collect import everything
-from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.rollout.engine import Completion, request_seed
 from megatron_grpo.rollout.ledger import content, ledger
 from megatron_grpo.rollout.ledger.content import BatchRecord
-from megatron_grpo.rollout.plan import RolloutPlan
+from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed
 from megatron_grpo.rollout.stream import messages, placed, producer
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
@@ -61,6 +61,7 @@ class MadeUpEngine:
         self.version, self.running, self.held, self.most = None, {}, None, 0
         self.parts = [0]  # requests before each step
         self.drafts = np.zeros(3, np.int64)
+        self.seeds = []  # (number, tokens that it has, seed) of each request
 
     def rollout(self, seed):
         return contextlib.nullcontext()
@@ -71,6 +72,7 @@ class MadeUpEngine:
             assert request.begun is None or request.begun.finish_reason == "abort"
             self.running[request.id] = [request, [], [], self._length(request)]
             self.parts[-1] += 1
+            self.seeds.append((request.id, len(request.begun_ids), request.seed))
         self.most = max(self.most, len(self.running))
 
     def _length(self, request):
@@ -266,6 +268,18 @@ def numbers_of(batch):
     return (batch.row_ids[::SIZE]).tolist()
 
 
+def check_seeds(run):
+    """The seeds are those that a colocated engine has for the completions of each batch, counted from the batch's
+    first, and for the tokens that they have: so a run samples the same, whoever generates.
+    """
+    requests = [request for engine in run.engines for request in engine.seeds]
+    for number, tokens, seed in requests:
+        batch, in_batch = divmod(number, 4 * SIZE)
+        assert seed == request_seed(rollout_seed(run.args.seed, batch + 1), in_batch, tokens)
+    assert {number for number, *_ in requests} >= set(range(48))
+    assert len({seed for *_, seed in requests}) == len(set(requests))
+
+
 def test_without_staleness_each_batch_is_what_was_drawn_for_it(launch):
     run = launch()
     for version in range(4):
@@ -280,6 +294,7 @@ def test_without_staleness_each_batch_is_what_was_drawn_for_it(launch):
         assert (metrics["drafts/proposed"], metrics["drafts/accepted"]) == (3 * tokens, 2 * tokens)
         assert metrics["drafts/acceptance_length"] == 3
     assert all(engine.most == 8 for engine in run.engines)  # --vllm-max-num-seqs
+    check_seeds(run)
 
 
 @pytest.mark.parametrize("how", slow_except(["interrupt"], ["interrupt", "drain", "keep"]))
@@ -298,6 +313,7 @@ def test_completions_live_through_new_weights_within_the_bound(launch, how):
     assert len(set(trained)) == len(trained) == 48 and set(trained) <= set(range(56))
     if how == "drain":
         assert mixed == 0
+    check_seeds(run)
 
 
 @pytest.mark.parametrize(("staleness", "most"), [(0, 8), (1, 3)])

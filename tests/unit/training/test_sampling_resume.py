@@ -19,7 +19,7 @@ from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.utils.errors import EngineLost
 
-UPDATES, STOP = 6, 3
+UPDATES, STOP = 4, 3
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1), "pass_rate": a % 4 / 4} for a in range(1, 9)]
 REWARD = "@register_reward('mine')\ndef mine(sample):\n    return float(sample.token_ids[0] > 40)\n"
 FLAGS = f"""--train-iters {UPDATES} --save-interval 2 --dynamic-sample --max-resample-times 2 --over-sampling-ratio 1.5

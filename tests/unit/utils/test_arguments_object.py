@@ -79,15 +79,21 @@ def test_no_step_changes_the_values_of_the_arguments(flags):
     assert resolve_args(args, world_size) == args  # resolved arguments say the same when they are resolved again
 
 
+def nodes(source: str) -> list[ast.Attribute | ast.Call]:
+    """Return the attributes and calls in a source."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute | ast.Call)]
+
+
 @cache
-def trees() -> dict[str, ast.AST]:
+def sources() -> dict[str, list[ast.Attribute | ast.Call]]:
+    """Return the nodes of each file of the project; one walk serves all tests."""
     paths = [path for folder in ("megatron_grpo", "tools") for path in sorted((REPO / folder).rglob("*.py"))]
-    return {str(path.relative_to(REPO)): ast.parse(path.read_text()) for path in paths}
+    return {str(path.relative_to(REPO)): nodes(path.read_text()) for path in paths}
 
 
-def written(tree: ast.AST):
+def written(nodes: list[ast.Attribute | ast.Call]):
     """Yield the lines that write into an object with a name of ``NAMES``."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Attribute(value=value, ctx=ast.Store()):
                 found = of_arguments(value)
@@ -110,16 +116,16 @@ WRITES = "args.a = 1", "self.args.a, x = 1, 2", "own.a |= 1", 'setattr(flags, "a
 
 
 def test_nothing_writes_into_arguments():
-    assert [list(written(ast.parse(line))) for line in WRITES] == [[1]] * len(WRITES)
-    assert [f"{path}:{line}" for path, tree in trees().items() for line in written(tree)] == []
+    assert [list(written(nodes(line))) for line in WRITES] == [[1]] * len(WRITES)
+    assert [f"{path}:{line}" for path, found in sources().items() for line in written(found)] == []
 
 
 def test_every_attribute_that_the_code_reads_is_a_flag_or_derived():
     known = vars(parse_args([])).keys() | set(DERIVED) | set(dir(Arguments))
     found = [
         f"{path}:{node.lineno}: {node.attr}"
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for path, nodes in sources().items()
+        for node in nodes
         if isinstance(node, ast.Attribute) and of_arguments(node.value, ["args"]) and node.attr not in known
     ]
     assert [line for line in found if line.startswith("megatron_grpo/")] == []  # tools have flags of their own
@@ -128,7 +134,7 @@ def test_every_attribute_that_the_code_reads_is_a_flag_or_derived():
 def test_what_was_given_is_read_where_arguments_are_resolved():
     readers = [
         path
-        for path, tree in trees().items()
-        if any(isinstance(node, ast.Attribute) and node.attr == "explicit" for node in ast.walk(tree))
+        for path, nodes in sources().items()
+        if any(isinstance(node, ast.Attribute) and node.attr == "explicit" for node in nodes)
     ]
     assert [path for path in readers if path.startswith("megatron_grpo/") and not READ_GIVEN.fullmatch(path)] == []
