@@ -1,8 +1,10 @@
 """Runs of the real entry points in this process as ``__main__``, with a stub for vLLM; see test_bad_input.py."""
 
 import contextlib
+import functools
 import gc
 import hashlib
+import json
 import os
 import re
 import runpy
@@ -21,6 +23,7 @@ from megatron_grpo.parallel import initialize
 from megatron_grpo.rewards import registry
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.rollout.vllm import colocate as vllm_colocate
+from megatron_grpo.training import command_line
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils import progress
 
@@ -64,9 +67,22 @@ class StubEngine:
     wake_cache = sleep = close = wake_weights
 
 
+@functools.cache
+def known_parser():
+    """Return the parser that each start makes of flags.json."""
+    return command_line.parser_from_table(json.loads(command_line.TABLE.read_text()))
+
+
+@functools.cache
+def load_builtin_rewards():
+    """Before the patches of `launch`, which undo only plug-ins."""
+    registry.get_rewards(list(registry._BUILTIN), vars(parse_args([])))
+
+
 def launch(script, words, world_size=1):
     """Run a script of the repository as rank 0 of ``world_size``; return its exit code."""
-    registry.get_rewards(list(registry._BUILTIN), vars(parse_args([])))  # before the patches, which undo only plug-ins
+    load_builtin_rewards()
+    parser = known_parser()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *words])
         patch.setattr(sys, "path", list(sys.path))
@@ -75,6 +91,7 @@ def launch(script, words, world_size=1):
         patch.setattr(registry, "_registry", dict(registry._registry))
         patch.setattr(registry, "_loaded", set())
         patch.setattr(progress, "error", "")
+        patch.setattr(command_line, "parser_from_table", lambda table: parser)
         patch.setattr(vllm_colocate, "VllmColocate", StubEngine)
         for name, value in {"RANK": 0, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "MASTER_PORT": 0}.items():
             patch.setenv(name, str(value))
