@@ -133,7 +133,9 @@ class Pack:
         names = ["tokens", "position_ids", "labels", "label_positions", "padding", "own_labels", "completion"]
         optional = "rope_positions", "first_labels", "further_tokens", "further_labels", "further_in_loss"
         names += [name for name in optional if getattr(self, name) is not None]
-        return {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
+        arrays = {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
+        # The losses have a slot for each label: numbers of the completions that have one, 0 to at most L - 1.
+        return arrays | {"completion": np.unique(self.completion, return_inverse=True)[1]}
 
 
 def pack_completions(
