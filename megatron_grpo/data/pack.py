@@ -308,7 +308,8 @@ def _further_tokens(
     further_labels = np.where(further_in_loss, tokens[np.where(of_labels_known, of_labels, -1)], IGNORED_LABEL)
     if first_labels is not None:  # a token after the label can be in the loss of another completion than the first
         own = np.full_like(further_labels, IGNORED_LABEL)
-        np.maximum.at(own, (slice(None), first_labels), further_labels)
+        for of_layer, labels in zip(own, further_labels, strict=True):
+            np.maximum.at(of_layer, first_labels, labels)
         further_labels = own
     return {
         "further_tokens": tokens[np.where(known, places, -1)].astype(np.int64),
