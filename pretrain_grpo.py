@@ -146,9 +146,7 @@ def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
     metrics = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, trainer.bad_updates)
     trainer.bad_updates.react(trainer.iteration + 1, batch, completions, metrics)
-    if args.share_prompts:
-        metrics["tokens/shared"] = int(forward.shared_tokens(args, batch, completions).sum())
-    return metrics | {"tokens/update": int(batch.lengths[completions].sum())}
+    return metrics | trainer.flops.of_update(packs, batch, completions)
 
 
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
@@ -207,7 +205,6 @@ def train(args, trainer: Trainer) -> None:
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)
-            row["flops/update"] = trainer.flops.of_update(batch, completions)
             if rollout.sampled:  # now, and not read from a ledger
                 trainer.lifecycle.check(batch, row)
             trainer.advance(row)

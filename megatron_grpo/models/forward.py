@@ -18,7 +18,6 @@ from megatron_grpo.data.pack import Pack, pack_completions
 from megatron_grpo.data.prefix_tree import (
     Prefixes,
     hashed_prefixes,
-    shareable_tokens,
     spared_by_samples,
     with_prefixes,
 )
@@ -211,25 +210,6 @@ def _repeated(args, batch: RolloutBatch, completions: np.ndarray, degree: int) -
     samples = batch.samples[completions]
     least = np.maximum(repeated[completions] - (samples - 1) * _further_tokens(args), 0)
     return spared_by_samples(least, samples, degree)
-
-
-def shared_tokens(args, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:
-    """Return the tokens of each prefix that an update with these completions computes once less; equal on all ranks.
-
-    At least those: the packs find more where completions differ beyond their prompts.
-    """
-    degrees, ranks = assignment(args, batch, completions)
-    found = [np.zeros(0, np.int64)]
-    for number, rank in enumerate(ranks):
-        for degree, pack in zip(degrees, rank, strict=True):
-            if number % degree:  # the pack of the rank before
-                continue
-            found.append(shareable_tokens(_prefixes(args, batch, pack).common, degree))
-            of_samples = _repeated(args, batch, pack, degree)
-            if batch.samples is not None:
-                further = np.maximum(batch.samples[pack] - 1, 1)
-                found.append(np.repeat(of_samples // further, further))
-    return np.concatenate(found)
 
 
 def _attention_coefficient(args) -> float:

@@ -16,10 +16,10 @@ The models have the shapes of Qwen3 with random weights. FLAGS are further flags
 Each update is that of a run, with the optimizer's step and all other costs that sharing does not lower. The learning
 rate is too small to change a weight, so that all updates have the same loss and gradient. For each case the last column
 is (seconds saved / seconds) / (TFLOP saved / TFLOP) against separate sequences. TFLOP are those that the packs compute,
-by `computed_flops`, without padding. Seconds are the median of --updates after one that is left out, and
-``copies`` and ``levels`` the two kernels of attention with shared keys (on GPUs; a CPU has copies only). With
---profile one more update is profiled: its seconds by kind of kernel, and the ``idle`` seconds in which no kernel runs;
-without a GPU those of the operators.
+by `computed`, without padding. Seconds are the median of --updates after one that is left out; ``copies`` and
+``levels`` are the two kernels of attention with shared keys (on GPUs: a CPU has copies only). With --profile one more
+update is profiled: its seconds by kind of kernel, and the ``idle`` seconds in which no kernel runs; without a GPU those
+of the operators.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.models.attention import PackedAttention
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.entry_point import run
-from megatron_grpo.training.update_flops import computed_flops
+from megatron_grpo.training.update_flops import computed
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.log import print_rank_0
 
@@ -249,8 +249,7 @@ def measured(args, trainer, batch: RolloutBatch, way: str, options: argparse.Nam
     if options.profile:
         print_profile(title, update)
     packs = forward.micro_batches(args, batch, chosen)
-    tokens = sum(int(pack.real_lengths.sum()) for pack in packs)
-    flops = sum(computed_flops(ModelFlops(args), pack) for pack in packs)
+    tokens, flops = computed(ModelFlops(args), packs)
     print_rank_0(f"{title}: {', '.join(f'{spent:.3f}' for spent in seconds)} s; {len(packs)} micro-batches")
     return [median(seconds[1:]), peak, tokens, flops, rows[-1]["loss"], rows[-1]["grad_norm"]]
 

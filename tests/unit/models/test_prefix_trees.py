@@ -15,9 +15,11 @@ from slow import slow_except
 import pretrain_grpo
 from megatron_grpo.data.batch import FinishReason, RolloutBatch, offsets
 from megatron_grpo.data.pack import pack_completions
+from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models import balancing, forward, router_replay
 from megatron_grpo.parallel import initialize
 from megatron_grpo.reference.model_args import reference_args
+from megatron_grpo.training.update_flops import computed
 from megatron_grpo.utils.arguments import replaced
 from tools import made_up
 
@@ -155,6 +157,22 @@ def test_a_forest_is_its_sequences(model, batch):
     check(*model, batch)
 
 
+@settings(deadline=None)
+@given(batch=rollouts(), cp_size=st.sampled_from([1, 2]))
+def test_tokens_and_flops_of_a_forest(batch, cp_size):
+    """Each token of a pack once, with as many pairs as its path has tokens; each label that the head computes."""
+    flops = ModelFlops(made_up.parse([*MODELS["dense"].split(), "--rotary-base", "10000"], 1))
+    everything = np.arange(batch.num_completions)
+    parts = [pack_completions(batch, everything, 1, None, cp_size, r, share_prompts=True) for r in range(cp_size)]
+    tokens, tflop = computed(flops, parts[:1])
+    real = sum(int((~pack.padding).sum()) for pack in parts)
+    pairs = sum(int((pack.position_ids + 1)[~pack.padding].sum()) for pack in parts)
+    labels = sum(len(pack.own_labels) for pack in parts)
+    assert tokens == real
+    forward_ = flops.per_token * real + flops.per_label * labels + flops.per_pair * 2 * pairs  # two layers
+    assert tflop == pytest.approx(3 * forward_ / 1e12)
+
+
 def test_kept_tokens_that_differ_are_predictions_of_their_own(world):
     """Two completions are equal, but their second tokens were sampled from other kept tokens, and their third alike."""
     args = made_up.parse([*MODELS["dense"].split(), "--top-k", "3"], 1)
@@ -284,6 +302,7 @@ def test_passes_without_gradients_are_those_of_whole_sequences(world):
     assert batch.sample_starts.any()
     want = forward.scores(alone, trainer.model, pretrain_grpo.forward_step, batch, everything)
     for own in args, reference_args(args):
-        assert forward.shared_tokens(own, batch, everything).sum() > 50
+        packs = forward.micro_batches(own, batch, everything)
+        assert sum(pack.real_lengths.sum() for pack in packs) < batch.lengths.sum() - 50
         got = forward.scores(own, trainer.model, pretrain_grpo.forward_step, batch, everything)
         np.testing.assert_allclose(got, want, atol=1e-5)
