@@ -133,7 +133,9 @@ class Pack:
         names = ["tokens", "position_ids", "labels", "label_positions", "padding", "own_labels", "completion"]
         optional = "rope_positions", "first_labels", "further_tokens", "further_labels", "further_in_loss"
         names += [name for name in optional if getattr(self, name) is not None]
-        return {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
+        arrays = {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
+        # The losses have a slot for each label: numbers of the completions that have one, 0 to at most L - 1.
+        return arrays | {"completion": np.unique(self.completion, return_inverse=True)[1]}
 
 
 def pack_completions(
@@ -306,7 +308,8 @@ def _further_tokens(
     further_labels = np.where(further_in_loss, tokens[np.where(of_labels_known, of_labels, -1)], IGNORED_LABEL)
     if first_labels is not None:  # a token after the label can be in the loss of another completion than the first
         own = np.full_like(further_labels, IGNORED_LABEL)
-        np.maximum.at(own, (slice(None), first_labels), further_labels)
+        for of_layer, labels in zip(own, further_labels, strict=True):
+            np.maximum.at(of_layer, first_labels, labels)
         further_labels = own
     return {
         "further_tokens": tokens[np.where(known, places, -1)].astype(np.int64),

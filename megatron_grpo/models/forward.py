@@ -159,9 +159,11 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
                 return pad_multiple * sequence_multiple(degree)
             return of_rank and of_rank * degree
 
-        of_all = {"share_prompts": share_prompts, "mtp_layers": _further_tokens(args)}
+        further = _further_tokens(args)
         return [
-            pack_completions(batch, pack, pad_multiple, total_length(degree, pack), degree, cp_rank % degree, **of_all)
+            pack_completions(
+                batch, pack, pad_multiple, total_length(degree, pack), degree, cp_rank % degree, share_prompts, further
+            )
             for degree, pack in zip(degrees, ranks[_own_place()], strict=True)
         ]
 

@@ -154,6 +154,7 @@ class PolicyModel(GPTModel):
         layers (`mtp_detach_heads` in models/config.py).
         """
         further_tokens, further_labels = self._further
+        assert further_labels is not None, "packs have them where the layers are trained"
         outputs = self.mtp(
             input_ids=further_tokens,
             position_ids=position_ids,

@@ -76,6 +76,8 @@ class LatentAttention(MLASelfAttention):
     vector (``q_lora_rank`` None), which DeepSeek-V2-Lite does not have, and fails without Transformer Engine.
     """
 
+    rotary_pos_emb: Any
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.rotary_pos_emb = RopeOfPack(self.rotary_pos_emb)

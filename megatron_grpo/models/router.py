@@ -215,7 +215,7 @@ class Router(TopKRouter):
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if coefficient == 0:
             return probs
-        assert self.update is not None
+        assert self.update is not None and self.frequencies is not None
         total = self.config.num_moe_experts * (self._times(scores_for_aux_loss).sum(0) * self.frequencies).sum()
         scaled = total * (self.update.scale / max(self.update.tokens[self.depth], 1))
         return self._attach(probs, coefficient, scaled)

@@ -34,6 +34,8 @@ class RopeOfPack(torch.nn.Module):
     The layer passes its pack for the number of positions, right before it asks for their angles.
     """
 
+    rope: Any
+
     def __init__(self, rope: torch.nn.Module):
         super().__init__()
         self.rope = rope
