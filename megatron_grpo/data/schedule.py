@@ -222,19 +222,19 @@ class _Trees:
         """Return the tokens that the completions at two places have in common."""
         power = (last - first).bit_length() - 1
         of_power = self._smallest[degree][power]
-        return int(min(of_power[first + 1], of_power[last + 1 - 2**power]))
+        return min(of_power[first + 1], of_power[last + 1 - 2**power])
 
     def work_of(self, spared: list[int]) -> float:
         """Return the work of ``spared`` tokens."""
         return sum(tokens + self._attention_coefficient * tokens**2 for tokens in spared)
 
 
-def _running_minima(values: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+def _running_minima(values: npt.NDArray[np.int64]) -> list[list[int]]:
     """Return the minima of 1, 2, 4, ... of the values from each place on."""
     found = [values]
     while len(found[-1]) > (half := 2 ** (len(found) - 1)):
         found.append(np.minimum(found[-1][:-half], found[-1][half:]))
-    return found
+    return [minima.tolist() for minima in found]
 
 
 @dataclass(frozen=True)
@@ -304,14 +304,15 @@ def _divisions(completions: _Completions, ranks: int, max_tokens: int, multiple:
             return [found]
         few = sum(degree for degree, _ in found) // ranks * 5 // 4
         return [_packs_of_pieces(completions, max(Counter(groups).values()), ranks, max_tokens, multiple, few) or found]
-    divisions = [found]
+    divisions, tried = [found], 1
     for degree in sizes:
-        members = max(map(len, _parts_of_trees(completions, max_tokens, n, degree)))
-        while members > 1:  # large pieces share more, small ones divide evenly
+        most_members = members = max(map(len, _parts_of_trees(completions, max_tokens, n, degree)))
+        while members > tried:  # large pieces share more, small ones divide evenly
             divisions.append(
                 _packs_of_pieces(completions, members, ranks, max_tokens, multiple, degree=degree) or found
             )
             members //= 2
+        tried = max(tried, most_members)  # fewer fit into packs of a smaller degree
     return divisions
 
 
