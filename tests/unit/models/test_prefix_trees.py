@@ -133,7 +133,7 @@ def check(args, chunk, batch: RolloutBatch) -> None:
     got = results(args, chunk, batch, [forest])
     want = results(args, chunk, batch, [pack_completions(batch, [i], mtp_layers=layers) for i in everything])
     np.testing.assert_allclose(got[0], want[0], atol=1e-5)
-    assert got[1] == pytest.approx(want[1], abs=1e-5)
+    assert got[1] == pytest.approx(want[1], rel=1e-6, abs=1e-5)  # made-up losses of 171 are float32, too
     size = torch.stack([gradient.norm() for gradient in want[2].values()]).norm()
     for name, gradient in want[2].items():
         assert (got[2][name] - gradient).norm() <= 1e-5 * max(float(size), 0.1), name
