@@ -133,7 +133,9 @@ class Pack:
         names = ["tokens", "position_ids", "labels", "label_positions", "padding", "own_labels", "completion"]
         optional = "rope_positions", "first_labels", "further_tokens", "further_labels", "further_in_loss"
         names += [name for name in optional if getattr(self, name) is not None]
-        return {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
+        arrays = {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
+        # Without those that have no label, so that L slots are enough for sums over a completion.
+        return arrays | {"completion": np.unique(self.completion, return_inverse=True)[1]}
 
 
 def pack_completions(
