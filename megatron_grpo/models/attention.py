@@ -136,7 +136,7 @@ class PackedAttention(MegatronModule):
         if shared is not None and cp_size == 1 and self.left < 0 and self.by_levels:
             cu, longest, scaled = pack.cu_seqlens_q, pack.max_seqlen_q, (self.left, scale)
             found = levels(cu_seqlens, shared, where)
-            of_levels = tuple(Level(self.gpu_kernel(*call, *scaled, causal=False), *places) for call, *places in found)
+            of_levels = tuple(Level(self.gpu_kernel(*own[0], *scaled, causal=False), *own[1:]) for own in found)
             return Levels(self.gpu_kernel(cu, cu, longest, longest, *scaled), of_levels)
         segmented, copies = segments(cu_seqlens, cp_size, cp_rank, where, self.left, shared)
         return SharedKeys(self.gpu_kernel(*segmented, self.left, scale), copies)

@@ -15,7 +15,6 @@ gradients of the combined output through the keys of this call.
 import functools
 import importlib
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -171,10 +170,6 @@ class Level(NamedTuple):
     query_rows: torch.Tensor  # [r], of the descendants
     key_rows: torch.Tensor  # [m], of the nodes
 
-    def parts(self, of_queries: Sequence[torch.Tensor], of_keys: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the slices of tensors ``[t, ...]`` of queries, then of those of keys."""
-        return [*(x[self.queries] for x in of_queries), *(x[self.keys] for x in of_keys)]
-
 
 @dataclass(frozen=True)
 class Levels:
@@ -190,8 +185,9 @@ class Levels:
     def forward(self, q, k, v):
         out, lse = self.own.forward(q, k, v)
         for level in self.levels:
-            more = level.kernel.forward(*level.parts([q], [k, v]))
-            merge_rows(out[level.queries], lse[:, level.queries], *more, level.query_rows)
+            queries, keys = level.queries, level.keys
+            more = level.kernel.forward(q[queries], k[keys], v[keys])
+            merge_rows(out[queries], lse[:, queries], *more, level.query_rows)
         return out, lse
 
     def backward(self, grad, q, k, v, out, lse):
@@ -199,12 +195,12 @@ class Levels:
         if len(self.levels) > 1:  # tokens add up those of all their ancestors
             grad_q = grad_q.to(torch.promote_types(grad_q.dtype, torch.float32))
         for level in self.levels:
-            of_queries, of_keys = level.parts([grad, q, out], []), level.parts([], [k, v])
-            (upstream, queries, output), own = of_queries, lse[:, level.queries].contiguous()
-            more = level.kernel.backward(upstream, queries, *of_keys, output, own)
-            add_rows(grad_q[level.queries], more[0], level.query_rows)
-            add_rows(grad_k[level.keys], more[1], level.key_rows)
-            add_rows(grad_v[level.keys], more[2], level.key_rows)
+            queries, keys = level.queries, level.keys
+            given = grad[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries].contiguous()
+            more = level.kernel.backward(*given)
+            add_rows(grad_q[queries], more[0], level.query_rows)
+            add_rows(grad_k[keys], more[1], level.key_rows)
+            add_rows(grad_v[keys], more[2], level.key_rows)
         return grad_q.to(q.dtype), grad_k, grad_v
 
 

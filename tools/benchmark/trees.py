@@ -188,10 +188,10 @@ KINDS = (
     ("optimizer", "adam|multi_tensor|foreach|lpnorm|l2norm"),
     ("attention forward", "flash_fwd|flashattentionforward|flash_attention_forward|attention_for_cpu$"),
     ("attention backward", "flash_bwd|flashattentionbackward|flash_attention_backward|attention_for_cpu_backward"),
-    ("copies and sums of rows", "_sum_rows|_add_rows|index_?select|indexselect|gather|index_add|index_copy|scatter"),
-    ("head: log-softmax", "_(?:peak|sums|gradient)\\b|logsumexp|softmax|amax|exp_|log_|reduce_kernel.*max"),
-    ("norms, rotations and SwiGLU", "_heads|_norm_gradient|rms_?norm|swiglu|silu|cos|sin"),
     ("matrix products", "gemm|nvjet|cublas|cutlass|xmma|aten::mm|aten::addmm|aten::bmm"),
+    ("copies and sums of rows", "_(sum|add|merge)_rows|index_?select|gather|index_add|index_copy|scatter"),
+    ("head: log-softmax", "_(?:peak|sums|gradient)\\b|logsumexp|softmax|amax|exp_|log_|reduce_kernel.*max"),
+    ("norms, rotations and SwiGLU", "_heads|_norm_gradient|rms_?norm|swiglu|silu|_cos|_sin"),
     ("memory: copies and zeros", "memcpy|memset|copy|fill|zero|cat"),
 )
 

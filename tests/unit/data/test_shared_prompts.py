@@ -5,9 +5,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.algorithm.losses import completion_mean
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.prefix_tree import Prefixes, hashed_prefixes, spared_by_samples, spared_tokens, with_prefixes
@@ -330,3 +332,14 @@ def test_groups_with_one_system_prompt():
     assert sorted(packs) == np.arange(16).reshape(4, 4).tolist()
     packs = schedule(lengths, 1, max_tokens=of_two, prefixes=prefixes)[0]
     assert sorted(packs) == np.arange(16).reshape(2, 8).tolist()
+
+
+def test_completions_without_a_token_in_the_loss_need_no_slot():
+    """The third of three completions has the only label: sums over completions have as many slots as labels."""
+    batch = batch_of([[1], [2], [3]], [[4], [5], [6]], [0, 1, 2])
+    batch.response_mask[[1, 3]] = 0
+    for share in (False, True):
+        pack = pack_completions(batch, [0, 1, 2], share_prompts=share)
+        assert pack.indices[pack.completion].tolist() == [2]
+        completion = torch.from_numpy(pack.device_arrays()["completion"])
+        assert completion_mean(torch.tensor([2.5]), completion).tolist() == [2.5]

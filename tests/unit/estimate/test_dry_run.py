@@ -516,6 +516,7 @@ def test_defaults_of_recomputation_are_named(flags, line):
 def test_shared_prompts_of_a_group():
     """Eight completions of 10 tokens after a prompt of 40: in pairs in packs of 70, its last token twice in each."""
     sizes = "--max-prompt-length 40 --max-completion-length 10 --num-generations 8 --max-tokens-per-microbatch 70"
+    sizes = f"{sizes} --model-family llama"
     args = arguments(f"{FLAGS} {sizes} --share-prompts", 1)
     rng = np.random.default_rng(0)
     batch = RolloutBatch.from_completions(
