@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.checkpointing.checkpoint_directory import LATEST, newest_in_words
+from megatron_grpo.checkpointing.checkpoint_directory import LATEST, iterations, newest_in_words
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.share import first_holders
 from megatron_grpo.patches import megatron_core as core
@@ -145,11 +145,7 @@ class BadUpdates:
         if self.action == "stop" or self.in_a_row >= IN_A_ROW:
             many = f" It is the {self.in_a_row}th in a row." if self.in_a_row >= IN_A_ROW > 1 else ""
             if self.spoiled:
-                raise GrpoError(
-                    f"{what}.{many} The parameters before it are not finite already ({self.spoiled}): lower --lr, or "
-                    f"set --clip-grad. {newest_in_words(self.save)}; if that ends here again, it has these values: "
-                    f"write the number of an earlier checkpoint into {LATEST}"
-                )
+                raise GrpoError(f"{what}.{many} {self._cure_of_parameters()}")
             raise GrpoError(
                 f"{what}.{many} The parameters are those before it. {newest_in_words(self.save)}; "
                 "--on-bad-update skip or restore goes on without it, and tools/replay_update.py finds the completion"
@@ -157,6 +153,18 @@ class BadUpdates:
         if not self.restore_due:
             print_rank_0(f"{what}; it is skipped (--on-bad-update {self.action})")
         self.restore_due = self.action == "restore"
+
+    def _cure_of_parameters(self) -> str:
+        """Return what to do about parameters that are not finite: no other batch helps."""
+        found = f"The parameters before it are not finite already ({self.spoiled}): "
+        cure = "lower --lr, or set --clip-grad, and look whether the weights that the run started from are finite. "
+        newest = newest_in_words(self.save)
+        if not self.save or not iterations(self.save):
+            return f"{found}{cure}{newest}"
+        return (
+            f"{found}{cure}{newest}; if that ends here again, this checkpoint has these values: write the number of an "
+            f"earlier one into {Path(self.save, LATEST)}"
+        )
 
     def _write(self, iteration: int, batch: RolloutBatch, completions: np.ndarray, metrics: dict[str, float]) -> str:
         """Write rollout, completions of the update and metrics; return the end of a sentence about the files.

@@ -1,7 +1,7 @@
 """One optimizer update: set-up of optimizer and schedule, the step, and its metrics."""
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron_grpo.utils import progress
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.kinds import is_projector
+from megatron_grpo.weights.model_weights import canonical
 
 
 def setup_optimizer(args, model: Model) -> tuple[Model, object, OptimizerParamScheduler]:
@@ -143,7 +144,7 @@ def train_step(
     progress.step("optimizer")
     norm_of_mtp = partial(_norm_of_mtp, optimizer) if trains_mtp(get_model_config(model[0])) else None
     updated, grad_norm = bad_updates.step(optimizer, metrics["loss"], norm_of_mtp)
-    bad_updates.look_at(named for chunk in model for named in chunk.named_parameters())
+    bad_updates.look_at(_parameters(model))
     progress.step("metrics")
     learning_rate = max(group["lr"] for group in optimizer.param_groups if group["lr_mult"] == 1.0)
     if updated:
@@ -154,6 +155,13 @@ def train_step(
         metrics["mtp/grad_norm"] = bad_updates.further_norm
     balance_loss = balancing.mean_loss(model, len(packs))
     return metrics if balance_loss is None else metrics | {"moe/balance_loss": balance_loss}
+
+
+def _parameters(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name in the whole model, parameter or one expert's part of it) of this rank."""
+    for chunk in map(unwrap_model, model):
+        for name, parameter in chunk.named_parameters():
+            yield from canonical(chunk, name, parameter.detach())
 
 
 def _norm_of_mtp(optimizer) -> float:

@@ -19,6 +19,7 @@ import pretrain_grpo
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.parallel import initialize
 from megatron_grpo.training.bad_updates import ENOUGH, IN_A_ROW, BadUpdates
+from megatron_grpo.training.train_step import _parameters
 from megatron_grpo.utils.errors import GrpoError
 from tools import made_up
 
@@ -108,9 +109,28 @@ def test_parameters_that_are_not_finite_already_are_named(value, tmp_path):
         bad.react(7, batch(), np.array([0]), {})
     weight[1, 2] = value
     bad.look_at(named)
-    named_file = r"number of an earlier checkpoint into latest_checkpointed_iteration\.txt"
-    with pytest.raises(GrpoError, match=rf"not finite already \(output\.weight\).*{named_file}"):
+    with pytest.raises(
+        GrpoError, match=r"not finite already \(output\.weight\).*There is no checkpoint: start .* again$"
+    ):
         bad.react(7, batch(), np.array([0]), {})
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    with pytest.raises(
+        GrpoError, match=rf"iteration 4: .*an earlier one into {tmp_path}/latest_checkpointed_iteration"
+    ):
+        bad.react(7, batch(), np.array([0]), {})
+    with pytest.raises(GrpoError, match=r"there is no --save$"):
+        bad.save = None
+        bad.react(7, batch(), np.array([0]), {})
+
+
+def test_a_parameter_has_its_name_in_the_whole_model():
+    """A pipeline stage counts its layers from 0."""
+    chunk, layer = torch.nn.Module(), torch.nn.Linear(2, 2)
+    layer.layer_number = 7
+    chunk.decoder = torch.nn.Module()
+    chunk.decoder.layers = torch.nn.ModuleList([layer])
+    assert [name for name, _ in _parameters([chunk])] == ["decoder.layers.6.weight", "decoder.layers.6.bias"]
 
 
 def test_a_full_disk_ends_no_run_that_skips(tmp_path, capsys):
