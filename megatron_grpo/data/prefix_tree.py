@@ -86,6 +86,22 @@ def token_rows(batch: RolloutBatch, flat: Int64, begins: Int64) -> UInt8:
     return np.concatenate([as_bytes(column) for column in columns], axis=1)
 
 
+def _hashed_rows(batch: RolloutBatch, start: int, end: int, begins: Int64) -> UInt8:
+    """Return `token_rows` of the tokens from ``start`` to ``end``, with a hash of 8 bytes for the experts of each.
+
+    A token has up to 1,000 bytes of experts: too many for `prefix_hashes`, which every rollout computes.
+    """
+    rows = as_bytes(batch.tokens[start:end])
+    if batch.routed_experts is None:
+        return rows
+    experts = as_bytes(batch.routed_experts[start:end])
+    words = np.pad(experts, ((0, 0), (0, -experts.shape[1] % 8))).view(np.uint64)
+    factors = np.random.default_rng(0).integers(2**63, size=words.shape[1], dtype=np.uint64) * 2 + 1
+    before = np.roll(words @ factors, 1)
+    before[begins] = 0
+    return np.concatenate([rows, as_bytes(before)], axis=1)
+
+
 def common_prefixes(rows: UInt8, cu_seqlens: Int64) -> Prefixes:
     """Return the common prefixes of n sequences.
 
@@ -186,7 +202,7 @@ def with_prefixes(batch: RolloutBatch) -> RolloutBatch:
     for i, (start, end) in enumerate(pairwise(bounds)):
         starts = [] if batch.sample_starts is None else np.flatnonzero(batch.sample_starts[start:end]).tolist()
         cu = np.array([0, *starts, end - start])
-        rows = token_rows(batch, np.arange(start, end), cu[:-1])
+        rows = _hashed_rows(batch, start, end, cu[:-1])
         hashes[i] = prefix_hashes(rows[: cu[1]], int(batch.prompt_lengths[i]))
         if starts:
             repeated[i] = shareable_tokens(common_prefixes(rows, cu).common).sum()

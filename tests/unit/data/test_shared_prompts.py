@@ -343,3 +343,17 @@ def test_completions_without_a_token_in_the_loss_need_no_slot():
         assert pack.indices[pack.completion].tolist() == [2]
         completion = torch.from_numpy(pack.device_arrays()["completion"])
         assert completion_mean(torch.tensor([2.5]), completion).tolist() == [2.5]
+
+
+def test_prompts_are_shared_up_to_the_first_token_with_other_experts():
+    """That token is the last one in common, of which each sequence has its own copy; the schedule knows 16 tokens."""
+    plain = batch_of([list(range(40))] * 2, [[50], [51]], [0, 0])
+    begin, pair = plain.cu_seqlens[1], np.arange(2)
+    experts = np.zeros((len(plain.tokens), 3, 1), np.int16)
+    for token, known, shared in ((None, 39, 39), (39, 39, 39), (20, 15, 20)):
+        routed_experts = experts.copy()
+        if token is not None:
+            routed_experts[begin + token, 1] = 5
+        batch = replace(plain, routed_experts=routed_experts)
+        assert spared(batch, pair) == known
+        assert len(plain.tokens) - len(pack_completions(batch, pair, share_prompts=True).tokens) == shared
