@@ -228,6 +228,26 @@ def test_a_failing_servers_requests_go_to_the_other(start, weights, tmp_path, ca
     pool.close()
 
 
+@pytest.mark.parametrize(
+    ("ids", "reason", "message"),
+    [
+        ([5, EOS], "abort", "with the reason 'abort'"),
+        ([], "stop", "of 0 tokens"),
+        ([5, VOCABULARY], "stop", "outside the vocabulary"),
+        ([5, 5], "length", "cut a completion at 2 of 4 tokens"),
+        ([5, EOS + 1], "stop", "none of the end tokens"),
+    ],
+)
+def test_ends_that_contradict_the_sampling_are_faults(ids, reason, message):
+    """One that the server did not finish can be tried again."""
+    server = VllmServer("http://127.0.0.1:9", arguments())
+    server.check_end(REQUESTS[0], [5, EOS], "stop", VOCABULARY)
+    server.check_end(REQUESTS[0], [5] * SAMPLING.max_tokens, "length", VOCABULARY)
+    with pytest.raises(Fault, match=message) as found:
+        server.check_end(REQUESTS[0], ids, reason, VOCABULARY)
+    assert found.value.retryable == (reason == "abort" or not ids)
+
+
 def test_with_none_left_the_run_ends(start, weights, tmp_path):
     doubles = [start(), start()]
     pool = synced_pool(doubles, weights, tmp_path)
