@@ -301,6 +301,7 @@ def start(root: str | Path, iteration: int) -> Path:
 def publish(temporary: Path, args: dict, keep: int | None = None, best: dict[str, Any] | None = None) -> None:
     """Make the written directory the newest checkpoint; delete the oldest beyond ``keep`` (None: keep all).
 
+    Checkpoints of later iterations are deleted before: the run has gone back from them to an earlier one.
     ``best``: content of best.json if this checkpoint is the best one. The checkpoint that best.json names stays, and
     does not count.
     """
@@ -323,6 +324,8 @@ def publish(temporary: Path, args: dict, keep: int | None = None, best: dict[str
     if keep is not None:
         kept = (read_best(root) or {}).get("iteration")
         others = [path for path in iterations(root) if path != final and _number(path) != kept]
+        here = _number(final) or 0
+        others.sort(key=lambda path: (_number(path) or 0) < here)  # those that the run has gone back from come first
         for directory in others[: max(0, len(others) + 1 - keep)]:
             _remove(directory)
 

@@ -295,6 +295,18 @@ def test_an_older_checkpoint_than_the_newest_is_said(tmp_path):
     assert cd.note(tmp_path).endswith("names iteration 10: iter_0000020 not used")
 
 
+def test_a_run_that_went_back_keeps_the_checkpoint_that_it_went_back_to(tmp_path):
+    """The later ones, of spoilt weights perhaps, are deleted first."""
+    for iteration in (2, 4, 7, 8):
+        cd.publish(cd.start(tmp_path, iteration), {}, keep=3)
+    assert [path.name[-1] for path in cd.iterations(tmp_path)] == ["4", "7", "8"]
+    (tmp_path / cd.LATEST).write_text("4")
+    for iteration, kept in ((6, ["4", "6", "8"]), (7, ["4", "6", "7"]), (9, ["6", "7", "9"])):
+        cd.publish(cd.start(tmp_path, iteration), {}, keep=3)
+        assert [path.name[-1] for path in cd.iterations(tmp_path)] == kept
+        assert cd.latest_iteration(tmp_path) == iteration
+
+
 def test_a_short_write_is_never_published(tmp_path):
     temporary = cd.start(tmp_path, 20)
     (temporary / CHECKSUMS).write_text(json.dumps({"__0_0.distcp": [[4, "0"], [4, "0"]]}))
