@@ -97,7 +97,8 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, cp_si
     loss = (batch["weights"] * loss).sum()
     auxiliary = 0.0
     if mtp_log_probs:  # of the multi-token-prediction layers, with the token weights of the policy term
-        likelihood = (batch["weights"] * torch.stack(mtp_log_probs).mean(0)).sum()
+        further = torch.stack(mtp_log_probs) * batch["further_in_loss"]
+        likelihood = (batch["weights"] * further.mean(0)).sum()
         auxiliary = -args.mtp_loss_scaling_factor * likelihood
 
     scale = num_microbatches * parallel_state.get_data_parallel_world_size()
@@ -123,6 +124,8 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
         kept_token_ids=None if kept is None else kept[batch["own_labels"]],
         rope_positions=batch.get("rope_positions"),  # of vision-language models, as the images
         images=pack.images,
+        further_tokens=batch.get("further_tokens"),  # with trained multi-token prediction
+        further_labels=batch.get("further_labels"),
         entropy_gradient=args.entropy_coef > 0,  # the head is faster without
     )
     return output, partial(loss_func, args, batch, num_microbatches, pack.cp_size)
@@ -143,9 +146,7 @@ def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray)
     step = partial(forward_step, args=args, num_microbatches=len(packs))
     metrics = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, trainer.bad_updates)
     trainer.bad_updates.react(trainer.iteration + 1, batch, completions, metrics)
-    if args.share_prompts:
-        metrics["tokens/shared"] = int(forward.shared_tokens(args, batch, completions).sum())
-    return metrics | {"tokens/update": int(batch.lengths[completions].sum())}
+    return metrics | trainer.flops.of_update(packs, batch, completions)
 
 
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
@@ -183,7 +184,8 @@ def train(args, trainer: Trainer) -> None:
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model) as with_experts:  # R2: the old policy's
-                    old_log_probs = forward.log_probs(args, trainer.model, forward_step, batch)
+                    updates = divide(batch.num_completions)
+                    old_log_probs = forward.log_probs(args, trainer.model, forward_step, batch, updates)
                 batch = with_experts(replace(batch, old_log_probs=old_log_probs))
             if trainer.reference is not None:
                 ref_log_probs = trainer.reference.log_probs(batch, trainer.model, forward_step)
@@ -203,7 +205,6 @@ def train(args, trainer: Trainer) -> None:
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)
-            row["flops/update"] = trainer.flops.of_update(batch, completions)
             if rollout.sampled:  # now, and not read from a ledger
                 trainer.lifecycle.check(batch, row)
             trainer.advance(row)

@@ -129,6 +129,7 @@ VARIATIONS = (
         "--max-tokens-per-microbatch 64",
         "--max-tokens-per-microbatch 64 --share-prompts",
         "--max-tokens-per-microbatch 17 --hybrid-context-parallel",
+        "--max-tokens-per-microbatch 17 --hybrid-context-parallel --share-prompts",
     ),
     ("", "--use-distributed-optimizer", OVERLAP),
     ("", "--recompute-granularity selective", RECOMPUTE),

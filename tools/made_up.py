@@ -38,6 +38,7 @@ from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
 from megatron_grpo.training.resolve import resolve_args
 from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.log import print_rank_0
@@ -226,8 +227,8 @@ def trainer(args) -> SimpleNamespace:
         for adapter in adapters(model):  # B is not zero, so that both matrices have a gradient
             adapter.initialize(weight)
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
-    bad_updates = BadUpdates("stop", None, None)
-    return SimpleNamespace(model=model, optimizer=optimizer, scheduler=scheduler, bad_updates=bad_updates, iteration=0)
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "flops": UpdateFlops(args, None)}
+    return SimpleNamespace(**parts, bad_updates=BadUpdates("stop", None, None), iteration=0)
 
 
 def release(trainer) -> None:

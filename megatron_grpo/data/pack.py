@@ -22,7 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_grpo.data.batch import FIELDS, Array, Int32, Int64, RolloutBatch, UInt8, offsets
-from megatron_grpo.data.prefix_tree import PrefixTree, as_bytes, common_prefixes, prefix_tree, shareable_tokens
+from megatron_grpo.data.prefix_tree import (
+    PrefixTree,
+    as_bytes,
+    common_prefixes,
+    prefix_tree,
+    shareable_tokens,
+    token_rows,
+)
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple, zigzag
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.pack_images import PackImages
@@ -44,6 +51,24 @@ class SharedPrompts:
     keys: Int64  # [k], positions in the pack: for each sequence in turn, its ancestors' tokens, root first, and its own
     cu_keys: Int32  # [s + 1], where the keys of each sequence begin
     position_ids: Int64  # [tokens of all context ranks], those of a sequence go on where its parent's end
+    parent: Int64  # [s], -1: none. All descendants of a sequence follow it, before any other sequence.
+    path_lengths: Int64  # [s], real tokens of a sequence of the model that goes through it; 0 for padding
+
+    @property
+    def leaves(self) -> Int64:
+        """[n], those in which a sequence of the model ends, and padding."""
+        return np.setdiff1d(np.arange(len(self.parent)), self.parent)
+
+    def paths(self) -> tuple[Int64, Int64]:
+        """Return pairs (number among `leaves`, a sequence of the pack on the path to this leaf)."""
+        at = self.leaves
+        numbers, found = np.arange(len(at)), [np.zeros((2, 0), np.int64)]
+        while len(at):
+            found.append(np.stack([numbers, at]))
+            above = self.parent[at]
+            numbers, at = numbers[above >= 0], above[above >= 0]
+        of_leaves, nodes = np.concatenate(found, axis=1)
+        return of_leaves, nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +102,40 @@ class Pack:
     shared_prompts: SharedPrompts | None = None  # None: each sequence attends to its own tokens
     # [L], for each label the first one that the same position predicts, from the same `kept_token_ids`; None: itself.
     first_labels: Int64 | None = None
+    # [2, c]: further tokens of completions that this rank computes once: where in its tokens, and in the flat arrays.
+    copies: Int64 | None = None
+    # For each of n multi-token-prediction layers the token so many places after each token, [n, T], 0 behind its
+    # sequence; the token so many places after each label, [n, l], IGNORED_LABEL if it is not in the loss; and whether
+    # that of each label is, [n, L].
+    further_tokens: Int64 | None = None
+    further_labels: Int64 | None = None
+    further_in_loss: Bool | None = None
 
     @property
     def num_labels(self) -> int:
         """L, the number of tokens in the loss, over all context ranks."""
         return len(self.token_index)
 
+    @property
+    def sequence_lengths(self) -> Int64:
+        """[n], without padding, of the sequences of the model, over all context ranks; 0 for a sequence of padding."""
+        shared = self.shared_prompts
+        return self.real_lengths if shared is None else shared.path_lengths[shared.leaves]
+
+    def computed(self) -> tuple[Int64, Int64]:
+        """Return the places in this rank's tokens, and in the flat arrays, of the tokens of all completions."""
+        own = np.flatnonzero(self.source >= 0)
+        rows, flat = (np.zeros((2, 0), np.int64)) if self.copies is None else self.copies
+        return np.concatenate([own, rows]), np.concatenate([self.source[own], flat])
+
     def device_arrays(self) -> dict[str, Array]:
         """Return the arrays that model and loss read, by name."""
         names = ["tokens", "position_ids", "labels", "label_positions", "padding", "own_labels", "completion"]
-        names += [name for name in ("rope_positions", "first_labels") if getattr(self, name) is not None]
-        return {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
+        optional = "rope_positions", "first_labels", "further_tokens", "further_labels", "further_in_loss"
+        names += [name for name in optional if getattr(self, name) is not None]
+        arrays = {name: getattr(self, name) for name in names} | self.of_labels | self.of_tokens
+        # The losses have a slot for each label: numbers of the completions that have one, 0 to at most L - 1.
+        return arrays | {"completion": np.unique(self.completion, return_inverse=True)[1]}
 
 
 def pack_completions(
@@ -98,6 +146,7 @@ def pack_completions(
     cp_size: int = 1,
     cp_rank: int = 0,
     share_prompts: bool = False,
+    mtp_layers: int = 0,
 ) -> Pack:
     """Lay completions end to end as one micro-batch, with the labels shifted to where they are predicted.
 
@@ -111,6 +160,8 @@ def pack_completions(
         total_length: T of all context ranks together instead, a multiple of what `pad_multiple` asks for.
         cp_size, cp_rank: number of context-parallel ranks that hold the pack, and which rank's part to return.
         share_prompts: whether sequences have one copy of the tokens with which they begin alike.
+        mtp_layers: number of multi-token-prediction layers that are trained. They read and predict the tokens after a
+            token: so many fewer tokens at the end of a common beginning have one copy.
 
     Raises:
         ValueError: `total_length` is too small or no such multiple, or this rank does not hold the tokens.
@@ -125,8 +176,8 @@ def pack_completions(
     real, own = sequences, np.arange(len(flat))  # of the sequences of the pack: lengths, and which tokens they have
     tree = None
     if share_prompts:
-        prefixes = common_prefixes(_inputs(batch, chosen, flat), offsets(sequences))
-        shared = shareable_tokens(prefixes.common, cp_size)
+        prefixes = common_prefixes(_inputs(batch, chosen, flat, sequences), offsets(sequences))
+        shared = shareable_tokens(prefixes.common - mtp_layers, cp_size)
         if shared.any():
             tree = prefix_tree(sequences, prefixes.order, shared)
             real = tree.lengths
@@ -146,8 +197,8 @@ def pack_completions(
         lengths, real = np.append(lengths, total - used), np.append(real, 0)
     cu_seqlens = offsets(lengths)
 
-    source = np.full(total, -1)  # where in the flat arrays each token lies; -1 is none
-    source[at] = flat[own]
+    index, source = np.full((2, total), -1)  # which of the tokens at ``flat`` each token is, and its place; -1: none
+    index[at], source[at] = own, flat[own]
     position_ids = np.arange(total) - np.repeat(cu_seqlens[:-1], lengths)
     rope_positions = None
     if batch.rope_positions is not None:
@@ -157,7 +208,14 @@ def pack_completions(
     if tree is not None:
         position_ids += np.repeat(np.append(tree.depth, np.zeros(len(lengths) - len(tree.depth), np.int64)), lengths)
         keys, cu_keys = _keys_of_nodes(cu_seqlens, tree)
-        shared_prompts = SharedPrompts(keys, cu_keys.astype(np.int32), position_ids)
+        of_padding = len(lengths) - len(tree.parent)
+        shared_prompts = SharedPrompts(
+            keys,
+            cu_keys.astype(np.int32),
+            position_ids,
+            parent=np.append(tree.parent, np.full(of_padding, -1)),
+            path_lengths=np.append(sequences[tree.source], np.zeros(of_padding, np.int64)),
+        )
         begins = cu_keys[tree.leaf] - offsets(sequences)[:-1]
         places = keys[np.arange(len(flat)) + np.repeat(begins, sequences)]
 
@@ -179,6 +237,10 @@ def pack_completions(
     label_positions = place_in_held[predicted_at[computed]]
     order = np.argsort(label_positions, kind="stable")[np.count_nonzero(label_positions < 0) :]
     own_labels, label_positions = computed[order], label_positions[order]
+    copies = None
+    if tree is not None:
+        further = np.flatnonzero((place_in_held[places] >= 0) & (index[places] != np.arange(len(flat))))
+        copies = np.stack([place_in_held[places[further]], flat[further]])
     source = source[held]
     padding = source < 0
     tokens = np.zeros(len(source), np.int64)
@@ -207,6 +269,8 @@ def pack_completions(
         images=_images(batch, chosen, source),
         shared_prompts=shared_prompts,
         first_labels=first_labels,
+        copies=copies,
+        **_further_tokens(batch, flat, sequences, index[held], in_loss, own_labels, first_labels, mtp_layers),
     )
     for name, values in pack.of_labels.items():
         if FIELDS[name].complete and np.isnan(values).any():
@@ -218,15 +282,51 @@ def pack_completions(
     return pack
 
 
-def _inputs(batch: RolloutBatch, chosen: Int64, flat: Int64) -> UInt8:
+def _further_tokens(
+    batch: RolloutBatch,
+    flat: Int64,
+    sequences: Int64,
+    index: Int64,
+    in_loss: Int64,
+    own_labels: Int64,
+    first_labels: Int64 | None,
+    mtp_layers: int,
+) -> dict[str, Array]:
+    """Return ``further_tokens``, ``further_labels`` and ``further_in_loss`` of `Pack`; {} without layers.
+
+    ``flat`` [N] are places of the tokens of sequences of lengths ``sequences``; ``index`` [T] and ``in_loss`` [L] say
+    which of the N a token of the pack is (-1 is none), and a label.
+    """
+    if not mtp_layers:
+        return {}
+    ends = np.append(np.repeat(offsets(sequences)[1:], sequences), 0)  # of padding 0
+    tokens, mask = (np.append(array[flat], 0) for array in (batch.tokens, batch.response_mask))
+    places = np.arange(1, mtp_layers + 1)[:, None] + index
+    of_labels = np.arange(1, mtp_layers + 1)[:, None] + in_loss
+    known, of_labels_known = places < ends[index], of_labels < ends[in_loss]
+    further_in_loss = of_labels_known & (mask[np.where(of_labels_known, of_labels, -1)] == 1)
+    further_labels = np.where(further_in_loss, tokens[np.where(of_labels_known, of_labels, -1)], IGNORED_LABEL)
+    if first_labels is not None:  # a token after the label can be in the loss of another completion than the first
+        own = np.full_like(further_labels, IGNORED_LABEL)
+        for of_layer, labels in zip(own, further_labels, strict=True):
+            np.maximum.at(of_layer, first_labels, labels)
+        further_labels = own
+    return {
+        "further_tokens": tokens[np.where(known, places, -1)].astype(np.int64),
+        "further_labels": further_labels[:, own_labels].astype(np.int64),
+        "further_in_loss": further_in_loss,
+    }
+
+
+def _inputs(batch: RolloutBatch, chosen: Int64, flat: Int64, sequences: Int64) -> UInt8:
     """Return what the model reads of the tokens at ``flat`` of the completions ``chosen``, as bytes [N, ...].
 
-    Images are equal if their `RolloutBatch.image_keys` are: an environment's reset and an agent show images of their
-    own in a prompt, which can have the tokens of other images.
+    ``sequences`` are the lengths of their sequences. Images are equal if their `RolloutBatch.image_keys` are: an
+    environment's reset and an agent show images of their own in a prompt, which can have the tokens of other images.
     """
-    read = [batch.tokens, batch.rope_positions]
-    read += [getattr(batch, name) for name, spec in FIELDS.items() if spec.packed == "token"]
-    columns: list[Array] = [array[flat] for array in read if array is not None]
+    columns: list[Array] = [token_rows(batch, flat, offsets(sequences)[:-1])]
+    if batch.rope_positions is not None:
+        columns.append(batch.rope_positions[flat])
     if batch.visual_index is not None:
         keys = np.repeat(batch.image_keys[chosen], batch.held_lengths[chosen])
         index = batch.visual_index[flat]

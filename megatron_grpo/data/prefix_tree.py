@@ -35,7 +35,7 @@ class Prefixes(NamedTuple):
 
 
 class PrefixTree(NamedTuple):
-    """Sequences as paths in a forest of m nodes, which are runs of tokens. A parent comes before its children."""
+    """Sequences as paths in a forest of m nodes, which are runs of tokens, in depth-first order."""
 
     parent: Int64  # [m], -1: none
     depth: Int64  # [m], tokens of all ancestors
@@ -70,6 +70,20 @@ def as_bytes(values: npt.NDArray) -> UInt8:
     """Return the rows of an array [n, ...] as bytes, [n, bytes of a row]."""
     row = values.dtype.itemsize * int(np.prod(values.shape[1:], dtype=np.int64))
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).reshape(len(values), row)
+
+
+def token_rows(batch: RolloutBatch, flat: Int64, begins: Int64) -> UInt8:
+    """Return the tokens at ``flat`` [N], each with the experts that the one before it replays, as bytes [N, ...].
+
+    The last token in common has copies (see the module), which may have experts of their own. ``begins``: which of the
+    tokens are the first of a sequence.
+    """
+    columns: list[npt.NDArray] = [batch.tokens[flat]]
+    if batch.routed_experts is not None:
+        before = np.roll(batch.routed_experts[flat], 1, axis=0)
+        before[begins] = -1
+        columns.append(before)
+    return np.concatenate([as_bytes(column) for column in columns], axis=1)
 
 
 def common_prefixes(rows: UInt8, cu_seqlens: Int64) -> Prefixes:
@@ -166,13 +180,14 @@ def with_prefixes(batch: RolloutBatch) -> RolloutBatch:
     """
     if batch.prefix_hashes is not None:
         return batch
-    rows, bounds = as_bytes(batch.tokens), batch.cu_seqlens.tolist()
+    bounds = batch.cu_seqlens.tolist()
     hashes = np.empty((batch.num_completions, len(HASHED_LENGTHS) + 1), np.int64)
     repeated = np.zeros(batch.num_completions, np.int64)
     for i, (start, end) in enumerate(pairwise(bounds)):
         starts = [] if batch.sample_starts is None else np.flatnonzero(batch.sample_starts[start:end]).tolist()
         cu = np.array([0, *starts, end - start])
-        hashes[i] = prefix_hashes(rows[start : start + cu[1]], int(batch.prompt_lengths[i]))
+        rows = token_rows(batch, np.arange(start, end), cu[:-1])
+        hashes[i] = prefix_hashes(rows[: cu[1]], int(batch.prompt_lengths[i]))
         if starts:
-            repeated[i] = shareable_tokens(common_prefixes(rows[start:end], cu).common).sum()
+            repeated[i] = shareable_tokens(common_prefixes(rows, cu).common).sum()
     return replace(batch, prefix_hashes=hashes, repeated_tokens=repeated)

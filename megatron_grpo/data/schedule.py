@@ -111,7 +111,7 @@ def schedule(
     sizes = np.asarray(lengths, dtype=np.int64)
     work = (sizes + attention_coefficient * sizes**2).tolist()
     if max_tokens is not None:
-        trees = None if prefixes is None else _Trees(prefixes, attention_coefficient, cp_size)
+        trees = None if prefixes is None else _Trees(prefixes, attention_coefficient, {1: cp_size})
         completions = _Completions({1: sizes.tolist()}, work, _numbered(together), trees)
         return _budget_schedule(completions, dp_size, max_tokens, microbatch_multiple)[1]
     if micro_batch_size is None:
@@ -130,6 +130,8 @@ def hybrid_schedule(
     attention_coefficient: float = 0.0,
     together: npt.ArrayLike | None = None,
     samples: npt.NDArray[np.int32] | None = None,
+    prefixes: Prefixes | None = None,
+    repeated: Mapping[int, npt.NDArray[np.int64]] | None = None,
 ) -> tuple[list[int], Schedule]:
     """Divide n completions over data- and context-parallel ranks, and choose the degree of each micro-batch.
 
@@ -153,6 +155,8 @@ def hybrid_schedule(
             the padding of its sequences.
         microbatch_multiple, attention_coefficient, together: as in `schedule`.
         samples: [n], sequences that each completion has, which are padded one by one; None: 1.
+        prefixes: as in `schedule`; pieces of the trees have room in packs of each degree.
+        repeated: by degree, [n], tokens of each completion that its samples have in common, and that a pack has once.
 
     Returns:
         ([micro-batch] -> degree, [data-parallel rank x cp_size + context-parallel rank][micro-batch] -> completions).
@@ -165,8 +169,12 @@ def hybrid_schedule(
     length = np.asarray(lengths, dtype=np.int64)
     work = (length + attention_coefficient * length**2).tolist()
     degrees = [2**power for power in range(cp_size.bit_length())]
-    sizes = {degree: padded_lengths(length, degree, samples).tolist() for degree in degrees}
-    completions = _Completions(sizes, work, _numbered(together))
+    sizes = {degree: padded_lengths(length, degree, samples) for degree in degrees}
+    if repeated is not None:
+        sizes = {degree: size - repeated[degree] for degree, size in sizes.items()}
+    trees = None if prefixes is None else _Trees(prefixes, attention_coefficient, {d: d for d in degrees})
+    of_degrees = {degree: size.tolist() for degree, size in sizes.items()}
+    completions = _Completions(of_degrees, work, _numbered(together), trees)
     return _budget_schedule(completions, dp_size * cp_size, max_tokens, microbatch_multiple)
 
 
@@ -191,33 +199,42 @@ _Piece = tuple[int, list[int]]  # (tokens, completions)
 
 
 class _Trees:
-    """The tokens that completions have in common, and that a micro-batch has once."""
+    """The tokens that completions have in common, and that a micro-batch has once.
 
-    def __init__(self, prefixes: Prefixes, attention_coefficient: float, cp_size: int):
+    ``cp_sizes``: the context-parallel ranks that hold a micro-batch of each degree.
+    """
+
+    def __init__(self, prefixes: Prefixes, attention_coefficient: float, cp_sizes: Mapping[int, int]):
         self.order = prefixes.order.tolist()
-        # With the one before, in this order.
-        self.shared: list[int] = spared_tokens(prefixes.common, cp_size).tolist()
+        # By degree: with the one before, in this order.
+        shared = {degree: spared_tokens(prefixes.common, cp_size) for degree, cp_size in cp_sizes.items()}
+        self.shared: dict[int, list[int]] = {degree: tokens.tolist() for degree, tokens in shared.items()}
         self.place = {completion: place for place, completion in enumerate(self.order)}
         self._attention_coefficient = attention_coefficient
-        self._smallest = [np.array(self.shared)]  # of 1, 2, 4, ... of them from each place on
-        while len(self._smallest[-1]) > (half := 2 ** (len(self._smallest) - 1)):
-            last = self._smallest[-1]
-            self._smallest.append(np.minimum(last[:-half], last[half:]))
+        self._smallest = {degree: _running_minima(tokens) for degree, tokens in shared.items()}
 
-    def spared(self, pack: list[int]) -> list[int]:
+    def spared(self, pack: list[int], degree: int) -> list[int]:
         """Return the tokens that each completion of a pack but the first shares with one before it."""
         places = sorted(map(self.place.__getitem__, pack))
-        return [self._between(a, b) for a, b in itertools.pairwise(places)]
+        return [self._between(a, b, degree) for a, b in itertools.pairwise(places)]
 
-    def _between(self, first: int, last: int) -> int:
+    def _between(self, first: int, last: int, degree: int) -> int:
         """Return the tokens that the completions at two places have in common."""
         power = (last - first).bit_length() - 1
-        of_power = self._smallest[power]
-        return int(min(of_power[first + 1], of_power[last + 1 - 2**power]))
+        of_power = self._smallest[degree][power]
+        return min(of_power[first + 1], of_power[last + 1 - 2**power])
 
     def work_of(self, spared: list[int]) -> float:
         """Return the work of ``spared`` tokens."""
         return sum(tokens + self._attention_coefficient * tokens**2 for tokens in spared)
+
+
+def _running_minima(values: npt.NDArray[np.int64]) -> list[list[int]]:
+    """Return the minima of 1, 2, 4, ... of the values from each place on."""
+    found = [values]
+    while len(found[-1]) > (half := 2 ** (len(found) - 1)):
+        found.append(np.minimum(found[-1][:-half], found[-1][half:]))
+    return [minima.tolist() for minima in found]
 
 
 @dataclass(frozen=True)
@@ -234,12 +251,12 @@ class _Completions:
 
     def size_of(self, pack: list[int], degree: int) -> int:
         """Return the tokens of a pack."""
-        return sum(self.sizes[degree][i] for i in pack) - sum(self.trees.spared(pack) if self.trees else ())
+        return sum(self.sizes[degree][i] for i in pack) - sum(self.trees.spared(pack, degree) if self.trees else ())
 
     def work_of(self, pack: list[int]) -> float:
         """Return the work of a pack."""
         work = sum(self.work[i] for i in pack)
-        return work if self.trees is None else work - self.trees.work_of(self.trees.spared(pack))
+        return work if self.trees is None else work - self.trees.work_of(self.trees.spared(pack, 1))
 
 
 def _budget_schedule(
@@ -287,18 +304,35 @@ def _divisions(completions: _Completions, ranks: int, max_tokens: int, multiple:
             return [found]
         few = sum(degree for degree, _ in found) // ranks * 5 // 4
         return [_packs_of_pieces(completions, max(Counter(groups).values()), ranks, max_tokens, multiple, few) or found]
-    divisions, members = [found], max(map(len, _parts_of_trees(completions, max_tokens, n)))
-    while members > 1:  # large pieces share more, small ones divide evenly
-        divisions.append(_packs_of_pieces(completions, members, ranks, max_tokens, multiple) or found)
-        members //= 2
+    divisions, tried = [found], 1
+    for degree in sizes:
+        most_members = members = max(map(len, _parts_of_trees(completions, max_tokens, n, degree)))
+        while members > tried:  # large pieces share more, small ones divide evenly
+            divisions.append(
+                _packs_of_pieces(completions, members, ranks, max_tokens, multiple, degree=degree) or found
+            )
+            members //= 2
+        tried = max(tried, most_members)  # fewer fit into packs of a smaller degree
     return divisions
 
 
 def _packs_of_pieces(
-    completions: _Completions, members: int, ranks: int, max_tokens: int, multiple: int, most: int | None = None
+    completions: _Completions,
+    members: int,
+    ranks: int,
+    max_tokens: int,
+    multiple: int,
+    most: int | None = None,
+    degree: int = 1,
 ) -> Packs | None:
-    """Return packs of pieces of the groups or trees, each of at most ``members`` completions; None as in `_fewest`."""
-    pieces = (_first_fit if completions.trees is None else _parts_of_trees)(completions, max_tokens, members)
+    """Return packs of pieces of the groups or trees, each of at most ``members`` completions; None as in `_fewest`.
+
+    A piece of a tree has room in a pack of ``degree``.
+    """
+    if completions.trees is None:
+        pieces = _first_fit(completions, max_tokens, members)
+    else:
+        pieces = _parts_of_trees(completions, max_tokens, members, degree)
     sizes = {degree: [completions.size_of(piece, degree) for piece in pieces] for degree in completions.sizes}
     packs = _fewest(sizes, list(map(completions.work_of, pieces)), ranks, max_tokens, multiple, most)
     return packs and [(degree, [i for piece in pack for i in pieces[piece]]) for degree, pack in packs]
@@ -382,19 +416,20 @@ def _first_fit(completions: _Completions, room: int, members: int) -> list[list[
     return [piece for own in pieces.values() for piece in own]
 
 
-def _parts_of_trees(completions: _Completions, room: int, members: int) -> list[list[int]]:
-    """Divide each tree into pieces of at most ``room`` tokens and so many members.
+def _parts_of_trees(completions: _Completions, max_tokens: int, members: int, degree: int) -> list[list[int]]:
+    """Divide each tree into pieces for packs of ``degree``, with so many members at most; a long one is alone.
 
     From the leaves to the roots: the pieces of a node's branches join where they fit. They have its tokens in common.
     """
     trees = completions.trees
     assert trees is not None
+    shared, room = trees.shared[degree], degree * max_tokens
     stack: list[tuple[int, list[_Piece]]] = [(0, [])]  # (depth of a node, its pieces)
     for place, item in enumerate(trees.order):
-        after = trees.shared[place + 1] if place + 1 < len(trees.order) else 0
+        after = shared[place + 1] if place + 1 < len(trees.order) else 0
         if after > stack[-1][0]:
             stack.append((after, []))
-        stack[-1][1].append((completions.sizes[1][item], [item]))
+        stack[-1][1].append((completions.sizes[degree][item], [item]))
         while stack[-1][0] > after:
             depth, pieces = stack.pop()
             joined = _joined(sorted(pieces, key=lambda piece: (-piece[0], piece[1])), depth, room, members)

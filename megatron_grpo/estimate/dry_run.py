@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from megatron_grpo.data.prefix_tree import shareable_tokens
 from megatron_grpo.estimate.memory import GIB, MARGIN, Chunk, Plan, engine_share, gpu_bytes
 from megatron_grpo.estimate.savings import fitting, in_words
-from megatron_grpo.models.config import params_dtype
+from megatron_grpo.estimate.throughput import ModelFlops
+from megatron_grpo.models.config import params_dtype, trains_mtp
 from megatron_grpo.parallel.arguments import generating_width, recompute_note
 from megatron_grpo.parallel.roles import role_of
+from megatron_grpo.parallel.zigzag import sequence_multiple
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import has_colocated_vllm, has_servers
@@ -82,6 +86,7 @@ def dry_run_report(args: Namespace, world_size: int) -> str:
     sections = [
         "batch arithmetic",
         *batch_arithmetic(args, world_size).lines(),
+        *_shared_lines(args),
         "",
         f"pipeline stages of a model of {plan.whole_model():,} parameters",
         *_stage_lines(plan),
@@ -126,6 +131,28 @@ def holds(chunk: Chunk, vision: bool) -> str:
     if chunk.head:
         parts.append("final norm, output layer")
     return ", ".join(parts) or "nothing"
+
+
+def _shared_lines(args: Namespace) -> list[str]:
+    """Return the line about what --share-prompts spares of a group with the longest prompt and completions."""
+    if not args.share_prompts:
+        return []
+    size, prompt, completion = args.num_generations, args.max_prompt_length, args.max_completion_length
+    multiple = sequence_multiple(args.context_parallel_size)
+    common = prompt - (args.mtp_num_layers if trains_mtp(args) else 0)
+    shared = int(shareable_tokens(np.array([common]), args.context_parallel_size)[0])
+    budget = args.max_tokens_per_microbatch * (args.context_parallel_size if args.hybrid_context_parallel else 1)
+    rest = -(-(prompt + completion - shared) // multiple) * multiple  # of a completion, padded
+    packs = -(-size // max((budget - shared) // rest, 1))  # micro-batches with a part of the group
+    flops, none = ModelFlops(args), np.zeros(1, np.int64)
+    whole = flops.update(np.full(size, prompt + completion), np.full(size, completion))
+    less = (size - packs) * flops.update(none + shared, none)
+    tokens = size * (prompt + completion)
+    return [
+        f"shared prompts: a group of {size} with a prompt of {prompt} and completions of {completion} tokens computes "
+        f"{tokens - (size - packs) * shared:,} of {tokens:,} tokens and {1 - less / whole:.0%} of the FLOPs; memory is "
+        "that of micro-batches with as many tokens that share nothing"
+    ]
 
 
 def _stage_lines(plan: Plan) -> list[str]:

@@ -191,6 +191,7 @@ _UNRECORDED: Excluded = (
     ("lora_dropout", "a graph would repeat the same random numbers: leave one of them out"),
     ("cpu_offloading", "a graph has the addresses of the activations: leave one of them out"),
     ("fine_grained_activation_offloading", "a graph has the addresses of the activations: leave one of them out"),
+    ("share_prompts", "packs with shared prompts have not been recorded yet: leave one of them out"),
 )
 
 
@@ -209,21 +210,6 @@ def check_cuda_graphs(args: Namespace) -> None:
     _check_excluded(args, "cuda_graphs", _UNRECORDED)
 
 
-_OF_TOKENS = "it counts tokens, of which a shared prompt has fewer: leave one of them out"
-# What --share-prompts excludes.
-_UNSHARED_MODELS: Excluded = (
-    ("multi_latent_attention", "latent attention knows the positions of whole sequences only: leave the flag out"),
-    ("mtp_num_layers", "multi-token prediction needs whole sequences: leave the flag out"),
-    ("attn_logit_softcapping", "the mask of soft-capped attention knows whole sequences only: leave the flag out"),
-    ("moe_router_enable_expert_bias", _OF_TOKENS),
-)
-_UNSHARED: Excluded = (
-    ("cuda_graphs", "packs with shared prompts have not been recorded yet: leave one of them out"),
-    ("moe_aux_loss_coeff", _OF_TOKENS),
-    ("moe_z_loss_coeff", _OF_TOKENS),
-)
-
-
 def check_share_prompts(args: Namespace) -> None:
     """Refuse --share-prompts where a pack needs whole sequences."""
     if not args.share_prompts:
@@ -232,14 +218,6 @@ def check_share_prompts(args: Namespace) -> None:
         raise GrpoError("--share-prompts needs --transformer-impl local, whose attention has keys of other sequences")
     if not args.max_tokens_per_microbatch:
         raise GrpoError("--share-prompts needs --max-tokens-per-microbatch, which puts a group into one micro-batch")
-    if args.hybrid_context_parallel:
-        raise GrpoError(
-            "--share-prompts with --hybrid-context-parallel: its schedule divides single completions: leave one of "
-            "them out"
-        )
-    if args.router_replay_mode != "disabled":
-        raise GrpoError("--share-prompts with --router-replay-mode: experts are replayed for whole sequences only")
-    _check_excluded(args, "share_prompts", _UNSHARED)
 
 
 def check_float32_parameters(args: Namespace) -> None:
@@ -258,9 +236,8 @@ def needs_one_dtype(args: Namespace, what: str) -> None:
 
 
 def check_excluded_models(args: Namespace) -> None:
-    """Refuse --cuda-graphs and --share-prompts with a model that they do not support."""
+    """Refuse --cuda-graphs with a model that it does not support."""
     _check_excluded(args, "cuda_graphs", _UNRECORDED_MODELS)
-    _check_excluded(args, "share_prompts", _UNSHARED_MODELS)
 
 
 def _check_excluded(args: Namespace, given: str, excluded: Excluded) -> None:

@@ -114,7 +114,8 @@ class PackedAttention(MegatronModule):
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         if self.softcap is not None:
             offsets = tuple(host_offsets(packed_seq_params).tolist())
-            mask_mod = visible_keys(offsets, cp_size, cp_rank, self.left, query.device)
+            shared = packed_seq_params.shared if isinstance(packed_seq_params, SharedPack) else None
+            mask_mod = visible_keys(offsets, cp_size, cp_rank, self.left, query.device, shared)
             return soft_capped_attention(query, key, value, mask_mod, scale, self.softcap).flatten(1)
         kernel = self._kernel(packed_seq_params, cp_size, cp_rank, query.device, scale)
         return attend(query, key, value, self.sinks(query), kernel).flatten(1)
@@ -245,15 +246,33 @@ def segments(
 
 
 @lru_cache(maxsize=8)
-def visible_keys(cu_seqlens: tuple[int, ...], cp_size: int, cp_rank: int, left: int, device: torch.device) -> MaskMod:
-    """Build the mask of soft-capped attention for a rank's queries and the gathered keys; ``left`` as in `Varlen`."""
+def visible_keys(
+    cu_seqlens: tuple[int, ...],
+    cp_size: int,
+    cp_rank: int,
+    left: int,
+    device: torch.device,
+    shared: SharedPrompts | None = None,
+) -> MaskMod:
+    """Build the mask of soft-capped attention for a rank's queries and the gathered keys; ``left`` as in `Varlen`.
+
+    A query sees the keys of its own sequence and, with ``shared``, those of its ancestors: a sequence and its
+    descendants have numbers in a row. Of these keys it sees those at its own position or before.
+    """
     cu = np.array(cu_seqlens)
-    last = zigzag(cu, cp_size, cp_rank)
-    start = cu[np.searchsorted(cu, last, side="right") - 1]  # begin of the query's sequence
-    arrays = np.maximum(start, last - left) if left >= 0 else start, last, _gathered_positions(cu, cp_size)
-    lowest, highest, positions = (to_device(torch.from_numpy(x), device) for x in arrays)
+    sequence = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
+    last, position = np.arange(len(cu) - 1), np.arange(cu[-1]) - cu[sequence]  # last: descendant
+    if shared is not None:
+        of_leaves, nodes = shared.paths()
+        np.maximum.at(last, nodes, shared.leaves[of_leaves])
+        position = shared.position_ids
+    queries, keys = zigzag(cu, cp_size, cp_rank), _gathered_positions(cu, cp_size)
+    arrays = sequence[queries], position[queries], sequence[keys], last[sequence[keys]], position[keys]
+    own, place, first, after, before = (to_device(torch.from_numpy(x), device) for x in arrays)
 
     def mask_mod(batch, head, query, key):
-        return (lowest[query] <= positions[key]) & (positions[key] <= highest[query])
+        is_ancestor = (first[key] <= own[query]) & (own[query] <= after[key])
+        seen = is_ancestor & (before[key] <= place[query])
+        return seen if left < 0 else seen & (place[query] - left <= before[key])
 
     return mask_mod

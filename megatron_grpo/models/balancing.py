@@ -147,7 +147,7 @@ def _of_all_ranks(counts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 def _size(packs: Sequence[Pack], mtp_layers: int) -> UpdateSize:
     """Return the tokens and sequences of all ranks' packs. Collective."""
-    whole = [pack.real_lengths for pack in packs if pack.cp_rank == 0]
+    whole = [pack.sequence_lengths for pack in packs if pack.cp_rank == 0]
     lengths = np.concatenate([np.zeros(0, np.int64), *whole])
     rest = np.maximum(lengths - np.arange(1 + mtp_layers)[:, None], 0)
     sums = torch.from_numpy(np.stack([rest.sum(1), (rest > 0).sum(1)])).to(device())
@@ -168,4 +168,6 @@ def _without_labels(pack: Pack) -> Pack:
         token_index=none,
         completion=none,
         of_labels={},
+        further_labels=None if pack.further_labels is None else pack.further_labels[:, :0],
+        further_in_loss=None if pack.further_in_loss is None else pack.further_in_loss[:, :0],
     )

@@ -308,12 +308,10 @@ def _levels(cu_seqlens: tuple[int, ...], shared: SharedPrompts, device: torch.de
     """Return the levels of the tree, the roots first."""
     cu, cu_keys = np.array(cu_seqlens), shared.cu_keys.astype(np.int64)
     lengths = np.diff(cu)
-    before = np.diff(cu_keys) - lengths  # tokens of the ancestors, of each sequence
-    child = np.flatnonzero(before)
-    parent = np.full(len(lengths), -1)
-    parent[child] = np.searchsorted(cu, shared.keys[cu_keys[child] + before[child] - 1], side="right") - 1
+    before, parent = np.diff(cu_keys) - lengths, shared.parent  # tokens of the ancestors, of each sequence
+    child = np.flatnonzero(parent >= 0)
     lengths[parent[child]] = before[child] - before[parent[child]]
-    levels, numbers = [], np.flatnonzero(before == 0)
+    levels, numbers = [], np.flatnonzero(parent < 0)
     place = np.zeros(len(lengths), np.int64)  # of each sequence in its level
     while len(numbers):
         own, ends = lengths[numbers], np.cumsum(lengths[numbers])

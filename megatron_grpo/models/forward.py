@@ -18,18 +18,16 @@ from megatron_grpo.data.pack import Pack, pack_completions
 from megatron_grpo.data.prefix_tree import (
     Prefixes,
     hashed_prefixes,
-    shareable_tokens,
     spared_by_samples,
-    spared_tokens,
     with_prefixes,
 )
 from megatron_grpo.data.schedule import Schedule, attention_coefficient, hybrid_schedule, schedule
 from megatron_grpo.data.share import spread
 from megatron_grpo.models import balancing, router_replay
-from megatron_grpo.models.config import linear_layers
+from megatron_grpo.models.config import linear_layers, trains_mtp
 from megatron_grpo.models.fp8_training import check_fp8_device, token_multiple
 from megatron_grpo.parallel.arguments import query_groups
-from megatron_grpo.parallel.initialize import await_ranks
+from megatron_grpo.parallel.initialize import await_ranks, host_group
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.device import device
@@ -96,7 +94,12 @@ def assignment(
     }
     ranks: Schedule
     if args.hybrid_context_parallel and max_tokens:
-        degrees, ranks = hybrid_schedule(lengths, dp_size, cp_size, samples=samples, **how)
+        repeated = None
+        if share_prompts:
+            how["prefixes"] = _prefixes(args, batch, completions)
+            degrees = [2**power for power in range(cp_size.bit_length())]
+            repeated = {degree: _repeated(args, batch, completions, degree) for degree in degrees}
+        degrees, ranks = hybrid_schedule(lengths, dp_size, cp_size, samples=samples, repeated=repeated, **how)
     else:
         # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal
         # in every parallel configuration.
@@ -146,25 +149,34 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
     degrees, ranks = assignment(args, batch, completions, max_tokens)
     share_prompts = _shares_prompts(args, max_tokens or args.max_tokens_per_microbatch)
     pad_multiple = token_multiple(args) * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    of_rank = None  # tokens of a rank
-    if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # needs equally many tokens on each rank
-        unit = pad_multiple * sequence_multiple(max(degrees)) // max(degrees)
-        of_rank = unit * max(
-            -(-(_padded(batch, pack, degree) - share_prompts * _saved(args, batch, pack, degree)) // (degree * unit))
-            for rank in ranks
-            for degree, pack in zip(degrees, rank, strict=True)
-        )
     cp_rank = parallel_state.get_context_parallel_rank()
 
-    def total_length(degree: int, pack: np.ndarray) -> int | None:
-        if args.fp8_format and not of_rank and not len(pack):  # a product of no tokens has no kernel in FP8
-            return pad_multiple * sequence_multiple(degree)
-        return of_rank and of_rank * degree
+    def packs(of_rank: int | None) -> list[Pack]:
+        """Return the packs, each with ``of_rank`` tokens on a rank."""
 
-    return [
-        pack_completions(batch, pack, pad_multiple, total_length(degree, pack), degree, cp_rank % degree, share_prompts)
-        for degree, pack in zip(degrees, ranks[_own_place()], strict=True)
-    ]
+        def total_length(degree: int, pack: np.ndarray) -> int | None:
+            if args.fp8_format and not of_rank and not len(pack):  # a product of no tokens has no kernel in FP8
+                return pad_multiple * sequence_multiple(degree)
+            return of_rank and of_rank * degree
+
+        further = _further_tokens(args)
+        return [
+            pack_completions(
+                batch, pack, pad_multiple, total_length(degree, pack), degree, cp_rank % degree, share_prompts, further
+            )
+            for degree, pack in zip(degrees, ranks[_own_place()], strict=True)
+        ]
+
+    if not args.num_experts or args.moe_token_dispatcher_type != "allgather":
+        return packs(None)
+    # The dispatcher needs equally many tokens on each rank.
+    unit = pad_multiple * sequence_multiple(max(degrees)) // max(degrees)
+    if share_prompts:  # packs find more common tokens than the schedule knows
+        longest = torch.tensor(max(len(pack.tokens) for pack in packs(None)))
+        torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=host_group())
+        return packs(-(-int(longest) // unit) * unit)
+    numbered = [(degree, pack) for rank in ranks for degree, pack in zip(degrees, rank, strict=True)]
+    return packs(unit * max(-(-_padded(batch, pack, degree) // (degree * unit)) for degree, pack in numbered))
 
 
 def _padded(batch: RolloutBatch, pack: np.ndarray, degree: int) -> int:
@@ -180,7 +192,13 @@ def _prefixes(args, batch: RolloutBatch, completions: np.ndarray) -> Prefixes:
     hashes = with_prefixes(batch).prefix_hashes
     assert hashes is not None
     apart = batch.image_keys[completions] if args.vision_config else None
-    return hashed_prefixes(hashes[completions], batch.prompt_lengths[completions], apart)
+    found = hashed_prefixes(hashes[completions], batch.prompt_lengths[completions], apart)
+    return found._replace(common=np.maximum(found.common - _further_tokens(args), 0))
+
+
+def _further_tokens(args) -> int:
+    """Return the number of multi-token-prediction layers that are trained, which read and predict further tokens."""
+    return args.mtp_num_layers if trains_mtp(args) else 0
 
 
 def _repeated(args, batch: RolloutBatch, completions: np.ndarray, degree: int) -> np.ndarray:
@@ -189,29 +207,9 @@ def _repeated(args, batch: RolloutBatch, completions: np.ndarray, degree: int) -
         return np.zeros(len(completions), np.int64)
     repeated = with_prefixes(batch).repeated_tokens
     assert repeated is not None
-    return spared_by_samples(repeated[completions], batch.samples[completions], degree)
-
-
-def _saved(args, batch: RolloutBatch, pack: np.ndarray, degree: int) -> int:
-    between = spared_tokens(_prefixes(args, batch, pack).common, degree)
-    return int(between.sum() + _repeated(args, batch, pack, degree).sum())
-
-
-def shared_tokens(args, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:
-    """Return the tokens of each prefix that an update with these completions computes once less; equal on all ranks.
-
-    At least those: the packs find more where completions differ beyond their prompts.
-    """
-    degrees, ranks = assignment(args, batch, completions)
-    found = [np.zeros(0, np.int64)]
-    for rank in ranks[:: parallel_state.get_context_parallel_world_size()]:
-        for degree, pack in zip(degrees, rank, strict=True):
-            found.append(shareable_tokens(_prefixes(args, batch, pack).common, degree))
-            of_samples = _repeated(args, batch, pack, degree)
-            if batch.samples is not None:
-                further = np.maximum(batch.samples[pack] - 1, 1)
-                found.append(np.repeat(of_samples // further, further))
-    return np.concatenate(found)
+    samples = batch.samples[completions]
+    least = np.maximum(repeated[completions] - (samples - 1) * _further_tokens(args), 0)
+    return spared_by_samples(least, samples, degree)
 
 
 def _attention_coefficient(args) -> float:
@@ -229,14 +227,41 @@ def scores(args, model: Model, forward_step: Callable, batch: RolloutBatch, comp
     """Return log-probability and entropy of these completions' tokens under the model's present weights, ``[2,
     total]``; nan elsewhere. Collective.
     """
-    packs = micro_batches(args, batch, completions, args.logprobs_max_tokens_per_microbatch)
+    packs = micro_batches(args, batch, completions, budget_of_scores(args))
     step = partial(forward_step, args=args, num_microbatches=len(packs))
     return forward_scores(step, packs, model, batch)
 
 
-def log_probs(args, model: Model, forward_step: Callable, batch: RolloutBatch) -> np.ndarray:
-    """Return the log-probabilities of a rollout's tokens under the model's present weights, ``[total]``. Collective."""
-    return scores(args, model, forward_step, batch, np.arange(batch.num_completions))[0]
+def log_probs(
+    args, model: Model, forward_step: Callable, batch: RolloutBatch, updates: Sequence[np.ndarray] = ()
+) -> np.ndarray:
+    """Return the log-probabilities of a rollout's tokens under the model's present weights, ``[total]``. Collective.
+
+    ``updates`` are the completions of each update that follows, for `parts_of_old_policy`.
+    """
+    found = np.full(len(batch.tokens), np.nan, np.float32)
+    for completions in parts_of_old_policy(args, batch.num_completions, updates):
+        values = scores(args, model, forward_step, batch, completions)[0]
+        found = np.where(np.isnan(values), found, values)
+    return found
+
+
+def budget_of_scores(args) -> int | None:
+    """Return the token budget of the policy's passes without gradients; None: that of updates."""
+    return None if _replays_shared_tokens(args) else args.logprobs_max_tokens_per_microbatch
+
+
+def parts_of_old_policy(args, num_completions: int, updates: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
+    """Return the completions of each forward pass for the old policy's log-probabilities: one pass, or one an update.
+
+    The experts that such a pass records are those of an update. In the same packs, tokens that the pass computes once
+    have one choice of experts, so that the update computes them once, too.
+    """
+    return updates if len(updates) and _replays_shared_tokens(args) else [np.arange(num_completions)]
+
+
+def _replays_shared_tokens(args) -> bool:
+    return args.router_replay_mode == "R2" and args.share_prompts
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.multi_token_prediction import roll_tensor
 
 from megatron_grpo.data.pack import IGNORED_LABEL, SharedPrompts
 from megatron_grpo.models.balancing import counting
@@ -20,7 +19,6 @@ from megatron_grpo.models.shared_prompts import SharedPack, angles_of_tokens
 from megatron_grpo.models.softcap import soft_cap
 from megatron_grpo.models.two_ropes import TwoRopes
 from megatron_grpo.models.weight_gradients import AddingEmbedding
-from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.sequence_parallel import own_tokens
 from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.device import device, to_device
@@ -44,17 +42,20 @@ class PolicyModel(GPTModel):
         kept_token_ids: torch.Tensor | None = None,
         rope_positions: torch.Tensor | None = None,
         images: PackImages | None = None,
+        further_tokens: torch.Tensor | None = None,
+        further_labels: torch.Tensor | None = None,
         entropy_gradient: bool = True,
         **kwargs,
     ):
         """Extend megatron-core's method by ``label_positions`` ``[l]``, ``kept_token_ids`` ``[l, k]`` of the labels and
         ``entropy_gradient`` (`vocab_parallel_log_probs`), ``rope_positions`` ``[3, t]`` of all tokens of the pack
-        (`MRope`), and its ``images``.
+        (`MRope`), its ``images``, and ``further_tokens`` ``[n, t]`` and ``further_labels`` ``[n, l]`` of `Pack`.
 
         Without ``label_positions`` the head finds them in the labels, and the host waits for the device.
         """
         self._label_positions = label_positions
         self._kept_token_ids, self._images, self._entropy_gradient = kept_token_ids, images, entropy_gradient
+        self._further = further_tokens, further_labels
         if self.config.mrope_section:
             self.rotary_pos_emb.positions = rope_positions
         return super().forward(*args, **kwargs)
@@ -66,8 +67,9 @@ class PolicyModel(GPTModel):
         """
         hidden_states, *out = super()._preprocess(input_ids, position_ids, *args, padding_mask=None, **kwargs)
         pack = kwargs.get("packed_seq_params")
-        if isinstance(pack, SharedPack) and getattr(self.rotary_pos_emb, "positions", None) is None:
-            out[0] = angles_of_tokens(out[0], pack.position_ids)  # M-RoPE's angles are those of the tokens already
+        of_tokens = out[0] is None or getattr(self.rotary_pos_emb, "positions", None) is not None  # latent, M-RoPE
+        if isinstance(pack, SharedPack) and not of_tokens:
+            out[0] = angles_of_tokens(out[0], pack.position_ids)
         if self.embedding_scale is not None and self.pre_process:
             # A tensor in the weights' dtype, because transformers and the engine round the factor to it.
             hidden_states = hidden_states * hidden_states.new_full((), self.embedding_scale)
@@ -95,11 +97,11 @@ class PolicyModel(GPTModel):
         if kept is None:
             kept = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
         log_probs, entropy = self._head(
-            hidden_states, weight, labels, kept, self._kept_token_ids, self._entropy_gradient
+            hidden_states, weight, labels[0].index_select(0, kept), kept, self._kept_token_ids, self._entropy_gradient
         )
         rows = [log_probs, entropy]
         if trains_mtp(self.config) and (torch.is_grad_enabled() or counting(self)):
-            rows += self._mtp_log_probs(hidden_states, weight.detach(), input_ids, position_ids, labels, kept, kwargs)
+            rows += self._mtp_log_probs(hidden_states, weight.detach(), position_ids, kept, kwargs)
         return torch.stack(rows)
 
     def _output_weight(self) -> torch.Tensor:
@@ -127,7 +129,7 @@ class PolicyModel(GPTModel):
         return soft_cap(logits[:, : self.vocab_size_without_padding], self.final_logit_softcapping)
 
     def _head(self, hidden_states, weight, labels, kept, kept_token_ids=None, entropy_gradient=False):
-        """Return (log_probs [l], entropies [l]) of the labels at the positions ``kept`` [l]."""
+        """Return (log_probs [l], entropies [l]) of ``labels`` [l] at the positions ``kept`` [l]."""
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
         else:
@@ -135,7 +137,7 @@ class PolicyModel(GPTModel):
         return vocab_parallel_log_probs(
             hidden[:, 0].index_select(0, kept),
             weight,
-            labels[0].index_select(0, kept),
+            labels,
             self.temperature,
             self.vocab_size_without_padding,
             parallel_state.get_tensor_model_parallel_group(),
@@ -145,37 +147,30 @@ class PolicyModel(GPTModel):
             accumulate=self.config.gradient_accumulation_fusion,
         )
 
-    def _mtp_log_probs(self, hidden_states, weight, input_ids, position_ids, labels, kept, inputs) -> list:
+    def _mtp_log_probs(self, hidden_states, weight, position_ids, kept, inputs) -> list:
         """Return the log-probabilities [l] of each multi-token-prediction layer for the tokens 1, 2, ... further on.
 
-        The values are over the whole vocabulary, and 0 after the end of a sequence. The gradient stops at these layers
-        (`mtp_detach_heads` in models/config.py).
+        The values are over the whole vocabulary, and 0 where that token is not in the loss. The gradient stops at these
+        layers (`mtp_detach_heads` in models/config.py).
         """
-        packed = inputs["packed_seq_params"]
-        degree, _ = place_in_pack(labels.shape[1], packed.cu_seqlens_q_padded, self.cp_group)
-        cp_group = sharing_ranks(degree)
-        for layer in self.mtp.layers:  # the first token of a rank's neighbour is the next one of its last token
-            layer.cp_group = cp_group
+        further_tokens, further_labels = self._further
+        assert further_labels is not None, "packs have them where the layers are trained"
         outputs = self.mtp(
-            input_ids=input_ids,
+            input_ids=further_tokens,
             position_ids=position_ids,
             hidden_states=hidden_states,
             embedding=self.embedding,
-            packed_seq_params=packed,
+            packed_seq_params=inputs["packed_seq_params"],
             **{
                 name: inputs[name]
                 for name in ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "inference_params")
             },
         ).chunk(1 + self.config.mtp_num_layers)
         rows = []
-        for output in outputs[1:]:
-            valid, _ = roll_tensor((labels != IGNORED_LABEL).long(), cp_group=cp_group, packed_seq_params=packed)
-            labels, _ = roll_tensor(labels, cp_group=cp_group, packed_seq_params=packed)
-            labels = labels.where(valid.bool(), IGNORED_LABEL)
-            further = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
-            log_probs, _ = self._head(output, weight, labels, further)
-            row = log_probs.new_zeros(labels.shape[1]).index_copy(0, further, log_probs)
-            rows.append(row.index_select(0, kept))
+        for output, labels in zip(outputs[1:], further_labels, strict=True):
+            known = (labels != IGNORED_LABEL).nonzero()[:, 0]
+            log_probs, _ = self._head(output, weight, labels.index_select(0, known), kept.index_select(0, known))
+            rows.append(log_probs.new_zeros(len(labels)).index_copy(0, known, log_probs))
         return rows
 
 

@@ -25,10 +25,12 @@ from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.models.config import linear_layers
 from megatron_grpo.models.delta_net import delta_net_spec
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
+from megatron_grpo.models.mtp import FurtherTokensLayer
 from megatron_grpo.models.norm import AllHeadsNorm, BranchNorm, RMSNorm, take_residual, with_post_layernorm
 from megatron_grpo.models.rope import rotate_pack
 from megatron_grpo.models.router import Router
 from megatron_grpo.models.self_attention import PackedSelfAttention
+from megatron_grpo.models.shared_prompts import RopeOfPack
 from megatron_grpo.models.two_ropes import with_two_ropes
 from megatron_grpo.parallel.arguments import has_packed_attention, query_groups, uses_flash_attention_4
 from megatron_grpo.patches import megatron_core as core
@@ -74,6 +76,12 @@ class LatentAttention(MLASelfAttention):
     vector (``q_lora_rank`` None), which DeepSeek-V2-Lite does not have, and fails without Transformer Engine.
     """
 
+    rotary_pos_emb: Any
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.rotary_pos_emb = RopeOfPack(self.rotary_pos_emb)
+
     def _resolve_qk_norm_config(self, submodules):
         return vars(submodules)
 
@@ -118,8 +126,9 @@ def mtp_spec(config: TransformerConfig, args: Namespace, vp_stage: int | None):
         return None
     last = _layers(config, args)[-1]
     spec = get_gpt_mtp_block_spec(config, last, args.transformer_impl == "transformer_engine", vp_stage=vp_stage)
-    if spec is not None and args.transformer_impl == "local":
-        for layer in spec.layer_specs:
+    for layer in () if spec is None else spec.layer_specs:
+        layer.module = FurtherTokensLayer
+        if args.transformer_impl == "local":
             layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = RMSNorm
     return spec
 

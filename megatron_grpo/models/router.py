@@ -29,7 +29,7 @@ from megatron_grpo.data.pack import Pack
 from megatron_grpo.models.router_replay import Replay, recomputing
 from megatron_grpo.parallel.context_parallel import sharing_ranks
 from megatron_grpo.parallel.sequence_parallel import own_tokens
-from megatron_grpo.parallel.zigzag import zigzag
+from megatron_grpo.parallel.zigzag import Int64, zigzag
 from megatron_grpo.utils.device import device, to_device
 
 
@@ -41,6 +41,10 @@ class PackTokens:
     further: torch.Tensor  # [t], how many tokens of its sequence follow each token; -1 for padding
     num_sequences: int
     degree: int  # context-parallel ranks that hold the pack
+    # With shared prompts a token counts once for each sequence of the model that has it, [t] times; and pairs [p] of a
+    # sequence of the model, and a sequence of the pack that is a part of it.
+    times: torch.Tensor | None = None
+    paths: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(cls, config: TransformerConfig, pack: Pack) -> "PackTokens":
@@ -48,9 +52,35 @@ class PackTokens:
         offsets = pack.cu_seqlens.astype(np.int64)
         places = own_tokens(config, zigzag(offsets, pack.cp_size, pack.cp_rank))
         sequences = np.searchsorted(offsets, places, "right") - 1
-        further = np.maximum(pack.real_lengths[sequences] - 1 - (places - offsets[sequences]), -1)
-        of_tokens, behind = (to_device(torch.from_numpy(values), device()) for values in (sequences, further))
-        return cls(of_tokens, behind, len(offsets) - 1, pack.cp_size)
+        lengths, position_ids, shared = pack.real_lengths, places - offsets[sequences], pack.shared_prompts
+        counts: tuple[Int64, ...] = ()
+        if shared is not None:
+            lengths, position_ids = shared.path_lengths, shared.position_ids[places]
+            of_leaves, nodes = shared.paths()
+            counts = np.bincount(nodes, minlength=len(shared.parent))[sequences], of_leaves, nodes
+        further = np.maximum(lengths[sequences] - 1 - position_ids, -1)
+        arrays = [to_device(torch.from_numpy(values), device()) for values in (sequences, further, *counts)]
+        of_tokens, behind, *of_paths = arrays
+        times, paths = (of_paths[0], (of_paths[1], of_paths[2])) if of_paths else (None, None)
+        return cls(of_tokens, behind, len(offsets) - 1, pack.cp_size, times, paths)
+
+    def counted(self, values: torch.Tensor) -> torch.Tensor:
+        """Return ``values`` ``[t, ...]`` times the number of sequences of the model that have each token."""
+        return values if self.times is None else values * self.times.view(-1, *[1] * (values.dim() - 1))
+
+    def of_sequences(self, counts: torch.Tensor) -> torch.Tensor:
+        """Return ``counts`` ``[s, E]`` of the pack's sequences as sums ``[n, E]`` over the model's sequences."""
+        if self.paths is None:
+            return counts
+        of_leaves, nodes = self.paths
+        return counts.new_zeros(self.num_sequences, counts.shape[1]).index_add(0, of_leaves, counts[nodes])
+
+    def of_pack(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return ``weights`` ``[n, E]`` of the model's sequences, added up ``[s, E]`` in the sequences of the pack."""
+        if self.paths is None:
+            return weights
+        of_leaves, nodes = self.paths
+        return weights.new_zeros(self.num_sequences, weights.shape[1]).index_add(0, nodes, weights[of_leaves])
 
 
 @dataclass(frozen=True)
@@ -139,7 +169,7 @@ class Router(TopKRouter):
             chosen, _ = compute_routing_scores_for_aux_loss(
                 flat, self.topk, self.score_function, self.config.moe_router_fusion, padding_mask
             )
-            self.counted += chosen.sum(0)
+            self.counted += self._times(chosen).sum(0)
         return super().routing(logits, padding_mask)
 
     def _apply_expert_bias(self, routing_map, padding_mask=None):
@@ -149,17 +179,20 @@ class Router(TopKRouter):
         """
         if self.enable_expert_bias and torch.is_grad_enabled():
             chosen = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
-            self.local_tokens_per_expert += chosen.sum(0)
+            self.local_tokens_per_expert += self._times(chosen).sum(0)
+
+    def _times(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.pack is None else self.pack.counted(values)
 
     def _apply_aux_loss(self, probs, scores_for_aux_loss, routing_map, with_padding_mask=False):
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient == 0:
             return probs
-        counts = routing_map.sum(0)
+        counts = self._times(routing_map).sum(0)
         dist.all_reduce(counts, group=self.tp_cp_group)
         tokens = counts.sum().clamp(min=1) / self.topk  # not 0 in a pack of padding
         weights = counts * (self.config.num_moe_experts / self.topk) / tokens.square()
-        return self._attach(probs, coefficient, (scores_for_aux_loss.sum(0) * weights).sum())
+        return self._attach(probs, coefficient, (self._times(scores_for_aux_loss).sum(0) * weights).sum())
 
     def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask=False):
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
@@ -171,8 +204,9 @@ class Router(TopKRouter):
         for group in self.tp_group, sharing_ranks(self.pack.degree):
             if group is not None and group.size() > 1:
                 dist.all_reduce(counts, group=group)
+        counts = self.pack.of_sequences(counts)
         tokens = counts.sum(1, keepdim=True).clamp(min=1) / self.topk
-        weights = counts * (self.config.num_moe_experts / self.topk) / tokens.square()
+        weights = self.pack.of_pack(counts * (self.config.num_moe_experts / self.topk) / tokens.square())
         total = (scores_for_aux_loss * weights.index_select(0, self.pack.sequences)).sum()
         scaled = total * (self.update.scale / max(self.update.sequences[self.depth], 1))
         return self._attach(probs, coefficient, scaled)
@@ -181,8 +215,8 @@ class Router(TopKRouter):
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if coefficient == 0:
             return probs
-        assert self.update is not None
-        total = self.config.num_moe_experts * (scores_for_aux_loss.sum(0) * self.frequencies).sum()
+        assert self.update is not None and self.frequencies is not None
+        total = self.config.num_moe_experts * (self._times(scores_for_aux_loss).sum(0) * self.frequencies).sum()
         scaled = total * (self.update.scale / max(self.update.tokens[self.depth], 1))
         return self._attach(probs, coefficient, scaled)
 
@@ -199,7 +233,7 @@ class Router(TopKRouter):
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
         assert self.update is not None and padding_mask is not None
-        squares = torch.logsumexp(logits.float(), -1).square()
+        squares = self._times(torch.logsumexp(logits.float(), -1).square())
         total = squares.masked_fill(padding_mask, 0.0).sum()
         scaled = total * (coefficient * self.update.scale / max(self.update.tokens[self.depth], 1))
         return MoEAuxLossAutoScaler.apply(logits, scaled)

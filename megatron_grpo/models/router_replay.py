@@ -42,7 +42,8 @@ class Replay(RouterReplay):
 
     def clear_indices(self) -> None:
         super().clear_indices()
-        self.source: Int64 = np.empty(0, np.int64)  # token positions in the batch, of the recorded micro-batch
+        # Of the recorded micro-batch: tokens of completions, where in the pack, and where in the batch.
+        self.rows = self.source = np.empty(0, np.int64)
         self.recorded: list[tuple[Int64, np.ndarray]] = []  # (source [tokens], experts [tokens, topk]) per micro-batch
 
     def set_target_indices(self, topk_indices: torch.Tensor) -> None:
@@ -55,7 +56,7 @@ class Replay(RouterReplay):
         """Return (values, experts), both ``[tokens, topk]``, for scores ``[tokens, experts]``."""
         values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.router_replay_action is RouterReplayAction.RECORD:
-            self.recorded.append((self.source, chosen.to("cpu", torch.int16).numpy()))
+            self.recorded.append((self.source, chosen.to("cpu", torch.int16).numpy()[self.rows]))
         if self.router_replay_action is not RouterReplayAction.REPLAY_FORWARD:
             return values, chosen
         known = self.replay_backward_list.pop(0) if recomputing() else self.target_topk_idx
@@ -82,7 +83,17 @@ def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.T
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
             replay.set_target_indices(own_tokens(config, routed_experts)[:, layer])
         elif replay.router_replay_action is RouterReplayAction.RECORD:
-            replay.source = own_tokens(config, pack.source)
+            replay.rows, replay.source = _own_computed(config, pack)
+
+
+def _own_computed(config: TransformerConfig, pack: Pack) -> tuple[Int64, Int64]:
+    """Return `Pack.computed` of this rank's slice of the tokens under sequence parallelism."""
+    place = np.full(len(pack.tokens), -1)
+    own = own_tokens(config, np.arange(len(pack.tokens)))
+    place[own] = np.arange(len(own))
+    rows, flat = pack.computed()
+    mine = place[rows] >= 0
+    return place[rows][mine], flat[mine]
 
 
 def end_of_pass(model: Sequence[torch.nn.Module]) -> None:
@@ -126,9 +137,8 @@ def _with_experts(
     is_recorded = np.zeros(len(batch.tokens), bool)
     for layer, of_layer in recorded:
         for source, chosen in of_layer:
-            real = source >= 0
-            experts[source[real], layer] = chosen[real] + 1
-            is_recorded[source[real]] = True
+            experts[source, layer] = chosen + 1
+            is_recorded[source] = True
     # Which completions this data-parallel rank has computed: its ranks together, of which each one has recorded some.
     computed = np.zeros(batch.num_completions, np.uint8)
     computed[batch.completion_of_tokens[is_recorded]] = 1

@@ -80,7 +80,7 @@ METRICS = {
     "eval/pass_at_<k>": "fraction of held-out prompts with a correct completion among k samples, k = 1, 2, 4 ...",
     "eval/<file>/<metric>": "eval/<metric> over the prompts of one file; only if --valid-data-path has several files",
     "tokens/update": "prompt and completion tokens that this update trained on",
-    "tokens/shared": "tokens that --share-prompts spared this update, by the schedule's count: a lower bound",
+    "tokens/shared": "tokens/update that --share-prompts spared: what micro-batches have in common counts once",
     "tokens/rollout": "sampled tokens of the rollout, in the row of its first update",
     "flops/update": "TFLOP of the model's forward and backward passes in this update, all devices, no recomputation; "
     "without tokens/shared",

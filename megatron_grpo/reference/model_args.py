@@ -78,7 +78,7 @@ def teacher_args(args: Namespace) -> Namespace:
     directory = args.teacher_load_hf
     # Its log-probabilities are targets: quantization would only add noise. A reference quantizes as the policy does,
     # so that the KL of equal weights is 0.
-    plain = {"load_hf": directory, "fp8_format": None, "share_prompts": False, "sync_ref_model": False}
+    plain = {"load_hf": directory, "fp8_format": None, "sync_ref_model": False}
     own = replaced(args, **_WITHOUT_TRAINING | plain | default_architecture())
     own = replaced(own, **architecture_of(own, directory, args.model_family))  # of a text policy, read as text
     if own.vocab_size != args.vocab_size:

@@ -6,7 +6,7 @@ They are found between the backward pass and the optimizer, so the parameters ar
 import json
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words
+from megatron_grpo.checkpointing.checkpoint_directory import LATEST, newest_in_words
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.share import first_holders
 from megatron_grpo.patches import megatron_core as core
@@ -45,6 +45,7 @@ class BadUpdates:
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.problem: str | None = None  # of the newest update
         self.further_norm = 0.0  # of the newest update
+        self.spoiled = ""  # a parameter that was not finite before the newest update, if that is bad
         self.in_a_row = 0  # without those that only follow a bad update until the restore
         self.restore_due = False  # at the end of the rollout; its other updates are skipped, too
 
@@ -125,6 +126,16 @@ class BadUpdates:
         dist.all_reduce(bad, dist.ReduceOp.MAX)
         return problem or ("another rank has found a bad value" if bad else None)
 
+    def look_at(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """After a bad update, find a parameter of any rank with a value that is not finite. Collective."""
+        self.spoiled = ""
+        if self.problem is None:
+            return
+        mine = next((name for name, value in parameters if value.numel() and not _is_finite(value.detach())), "")
+        found: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        self.spoiled = next(filter(None, found), "")
+
     def react(self, iteration: int, batch: RolloutBatch, completions: np.ndarray, metrics: dict[str, float]) -> None:
         """Write the batch of a bad update ``iteration`` and print a line; GrpoError with --on-bad-update stop."""
         if self.problem is None:
@@ -133,6 +144,12 @@ class BadUpdates:
         what = f"update {iteration} is bad: {self.problem}{where}"
         if self.action == "stop" or self.in_a_row >= IN_A_ROW:
             many = f" It is the {self.in_a_row}th in a row." if self.in_a_row >= IN_A_ROW > 1 else ""
+            if self.spoiled:
+                raise GrpoError(
+                    f"{what}.{many} The parameters before it are not finite already ({self.spoiled}): lower --lr, or "
+                    f"set --clip-grad. {newest_in_words(self.save)}; if that ends here again, it has these values: "
+                    f"write the number of an earlier checkpoint into {LATEST}"
+                )
             raise GrpoError(
                 f"{what}.{many} The parameters are those before it. {newest_in_words(self.save)}; "
                 "--on-bad-update skip or restore goes on without it, and tools/replay_update.py finds the completion"
@@ -162,6 +179,11 @@ class BadUpdates:
         except OSError as error:
             return f" (its batch cannot be written to {directory}: {error})"
         return f" (its batch: {directory})"
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    least, largest = value.aminmax()  # NaN if one value is
+    return bool(least.isfinite() and largest.isfinite())
 
 
 def _smallest_loss_scale(optimizer) -> bool:

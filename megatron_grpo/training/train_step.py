@@ -143,6 +143,7 @@ def train_step(
     progress.step("optimizer")
     norm_of_mtp = partial(_norm_of_mtp, optimizer) if trains_mtp(get_model_config(model[0])) else None
     updated, grad_norm = bad_updates.step(optimizer, metrics["loss"], norm_of_mtp)
+    bad_updates.look_at(named for chunk in model for named in chunk.named_parameters())
     progress.step("metrics")
     learning_rate = max(group["lr"] for group in optimizer.param_groups if group["lr_mult"] == 1.0)
     if updated:

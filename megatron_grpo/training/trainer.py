@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.arguments import may_need_scores, needs_old_log_probs
 from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words, room_in_words
-from megatron_grpo.data.batch import Bool, RolloutBatch
+from megatron_grpo.data.batch import Bool, Int64, RolloutBatch
 from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.data.tokenizer import Tokenizer
 from megatron_grpo.models import forward
@@ -135,11 +135,12 @@ class Trainer:
         """
         computes = np.zeros(batch.num_completions, bool)
         args, updates = self.args, divide(batch.num_completions)
-        passes = [(completions, None) for completions in updates]
+        passes: list[tuple[Int64, int | None]] = [(completions, None) for completions in updates]
         if may_need_scores(args):
-            passes += [(np.sort(completions), args.logprobs_max_tokens_per_microbatch) for completions in updates]
+            passes += [(np.sort(completions), forward.budget_of_scores(args)) for completions in updates]
         if needs_old_log_probs(args):
-            passes.append((np.arange(batch.num_completions), args.logprobs_max_tokens_per_microbatch))
+            parts = forward.parts_of_old_policy(args, batch.num_completions, updates)
+            passes += [(completions, forward.budget_of_scores(args)) for completions in parts]
         for completions, max_tokens in passes:
             computes[forward.own_completions(args, batch, completions, max_tokens)] = True
         for model in (self.reference, self.teacher):

@@ -1,26 +1,42 @@
-"""FLOPs of an update, with those of the images that its completions show."""
+"""Tokens and FLOPs that an update computes, with the images that its completions show."""
 
+import math
 from argparse import Namespace
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_grpo.data.batch import Int64, RolloutBatch
+from megatron_grpo.data.pack import Pack
 from megatron_grpo.data.share import of_completions
 from megatron_grpo.estimate.throughput import ModelFlops, TowerFlops
-from megatron_grpo.models import forward
+from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.vision.images import ImageStore
 
 
-def text_flops(args: Namespace, flops: ModelFlops, batch: RolloutBatch, completions: Int64) -> float:
-    """Return the TFLOP of an update with these completions, images apart; --share-prompts computes prefixes once."""
-    found = flops.update(batch.lengths[completions], batch.response_lengths[completions])
-    if args.share_prompts:
-        shared = forward.shared_tokens(args, batch, completions)
-        found -= flops.update(shared, np.zeros_like(shared))
-    return found
+def computed(flops: ModelFlops, packs: Iterable[Pack]) -> tuple[int, float]:
+    """Return the tokens of micro-batches, without padding, and the TFLOP of an update with them, images apart.
+
+    What a micro-batch shares counts once: such tokens, their pairs with the keys before them, and their labels in the
+    head. Those of all context-parallel ranks that hold a micro-batch.
+    """
+    tokens, tflop = 0, []
+    for pack in packs:
+        before = np.zeros_like(pack.real_lengths)  # tokens of the ancestors of each sequence
+        labels = pack.num_labels
+        if pack.shared_prompts is not None and pack.first_labels is not None:
+            before = np.diff(pack.shared_prompts.cu_keys.astype(np.int64)) - np.diff(pack.cu_seqlens)
+            labels = len(np.unique(pack.first_labels))
+        none = np.zeros(1, np.int64)
+        tflop.append(flops.update(before + pack.real_lengths, none + labels) - flops.update(before, none))
+        tokens += int(pack.real_lengths.sum())
+    return tokens, math.fsum(tflop)
 
 
 class UpdateFlops:
@@ -42,9 +58,17 @@ class UpdateFlops:
             own[i] = flops.update(self.images.of(int(batch.image_keys[i])).grids)
         self._of_episodes = of_completions(batch, own)
 
-    def of_update(self, batch: RolloutBatch, completions: Int64) -> float:
-        """Return the TFLOP of an update with these completions; images that several share are encoded once."""
-        found = text_flops(self.args, self._model, batch, completions)
+    def of_update(self, packs: Sequence[Pack], batch: RolloutBatch, completions: Int64) -> dict[str, float]:
+        """Return tokens and TFLOP of an update with these completions, as metrics. Collective.
+
+        ``packs`` are the micro-batches of this rank. Images that several completions share are encoded once.
+        """
+        others = parallel_state.get_tensor_model_parallel_rank() + parallel_state.get_pipeline_model_parallel_rank()
+        own = [pack for pack in packs if others == pack.cp_rank == 0]  # several ranks hold a pack; the first counts it
+        counts = torch.tensor(computed(self._model, own), dtype=torch.float64)
+        dist.all_reduce(counts, group=host_group())
+        tokens, found = counts.tolist()
+        whole = int(batch.lengths[completions].sum())
         if batch.visual_index is not None:
             keys = np.unique(batch.image_keys[completions])
             assert self.images is not None
@@ -53,4 +77,5 @@ class UpdateFlops:
             if batch.image_sizes is not None:
                 assert self._of_episodes is not None
                 found += self._of_episodes[completions].sum()
-        return found
+        shared = {"tokens/shared": whole - int(tokens)} if self.args.share_prompts else {}
+        return {"tokens/update": whole, "flops/update": found, **shared}

@@ -41,6 +41,7 @@ from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import optimizer_tensors
 from megatron_grpo.training.resolve import resolve_args
 from megatron_grpo.training.saves import Position, Saves
+from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
@@ -398,7 +399,8 @@ def resume_elsewhere(root, changes):
             args = replaced(args, **dict.fromkeys(("save", "load"), str(root / f"{zlib.crc32(flags.encode())}")))
             fill(model, args, "weight")
             parts = dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True))
-            trainer = SimpleNamespace(**parts, bad_updates=BadUpdates("stop", None, None), iteration=0)
+            parts |= {"bad_updates": BadUpdates("stop", None, None), "flops": UpdateFlops(args, None)}
+            trainer = SimpleNamespace(**parts, iteration=0)
             first, second = np.split(np.arange(8), 2)
             if place == layout:
                 batch = rollout(args)

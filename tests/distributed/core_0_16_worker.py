@@ -37,6 +37,7 @@ from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.resolve import resolve_args
+from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights.stream import stream_hf
 
@@ -73,7 +74,8 @@ def enter(flags, layout, root, fresh=False):
     if fresh:
         fill(model, args, "weight")
     parts = dict(zip(("model", "optimizer", "scheduler"), train_step.setup_optimizer(args, model), strict=True))
-    return args, SimpleNamespace(**parts, bad_updates=BadUpdates("stop", None, None), iteration=0)
+    parts |= {"bad_updates": BadUpdates("stop", None, None), "flops": UpdateFlops(args, None)}
+    return args, SimpleNamespace(**parts, iteration=0)
 
 
 def parts_of(trainer):

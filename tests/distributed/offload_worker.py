@@ -29,6 +29,7 @@ from megatron_grpo.parallel.initialize import (
 )
 from megatron_grpo.training import offload, train_step
 from megatron_grpo.training.bad_updates import BadUpdates
+from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils.device import device
 from megatron_grpo.weights import hf
 
@@ -60,9 +61,8 @@ def build(name: str, hf_dir: str, save: Path):
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     batch = made_up.rollout(args)
     bad_updates = BadUpdates("stop", None, None)
-    trainer = SimpleNamespace(
-        model=model, optimizer=optimizer, scheduler=scheduler, bad_updates=bad_updates, iteration=0
-    )
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "flops": UpdateFlops(args, None)}
+    trainer = SimpleNamespace(**parts, bad_updates=bad_updates, iteration=0)
     batch = made_up.off_policy(args, trainer, batch)
     return args, trainer, batch
 

@@ -28,6 +28,7 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.saves import Saves
 from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils.arguments import replaced
 
 
@@ -59,6 +60,7 @@ def readers(flags: str, layout: str, save: Path) -> dict[str, dict[str, torch.Te
         source=RolloutSource(args=args, dataset=None, sampler=SimpleNamespace(state_dict=dict), timers=None),
         early_exit=None,
         bad_updates=BadUpdates("stop", None, None),
+        flops=UpdateFlops(args, None),
     )
     offloader = SimpleNamespace(complete=lambda: None)
     trainer.lifecycle = EngineLifecycle(args, trainer.model, None, Engine(), offloader, None, trainer.timers, None)

@@ -23,6 +23,7 @@ from megatron_grpo.reference.reference_model import ReferenceModel, SwappedRefer
 from megatron_grpo.training import setup, train_step
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.entry_point import run
+from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
@@ -40,7 +41,7 @@ class Trainer:
     def __init__(self, args, model):
         self.iteration = 0
         self.model, self.optimizer, self.scheduler = train_step.setup_optimizer(args, model)
-        self.bad_updates = BadUpdates("stop", None, None)
+        self.bad_updates, self.flops = BadUpdates("stop", None, None), UpdateFlops(args, None)
 
 
 def weights(separate, policy) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@
 Rank 0 writes OUT_DIR/NAME.json, the metrics of the updates, and OUT_DIR/NAME.npy, the experts that were replayed.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -50,11 +51,18 @@ def move_routers(trainer) -> None:
         router.weight.data += 0.1 * torch.randn(router.weight.shape, generator=generator)
 
 
-def made_up_experts(total: int) -> np.ndarray:
-    """[total, layers, topk], as if from an engine: random, and unknown for a fifth of the tokens."""
-    rng = np.random.default_rng(5)
-    experts = rng.random((total, MOE_LAYERS, EXPERTS)).argsort(-1)[..., :TOPK].astype(np.int16)
-    experts[rng.random(total) < 0.2] = -1
+def made_up_experts(batch) -> np.ndarray:
+    """[total, layers, topk], as if from an engine: random, and unknown for a fifth of the tokens.
+
+    Tokens after equal beginnings have equal experts; every fifth completion has others from its third token on.
+    """
+    experts, seeds = np.empty((len(batch.tokens), MOE_LAYERS, TOPK), np.int16), {}
+    for number, (begin, end) in enumerate(itertools.pairwise(batch.cu_seqlens)):
+        for token in range(begin, end):
+            own = number if number % 5 == 4 and token - begin >= 2 else -1
+            rng = np.random.default_rng(seeds.setdefault((own, *batch.tokens[begin : token + 1].tolist()), len(seeds)))
+            experts[token] = rng.random((MOE_LAYERS, EXPERTS)).argsort(-1)[:, :TOPK]
+            experts[token] = experts[token] if rng.random() > 0.2 else -1
     return experts
 
 
@@ -62,14 +70,14 @@ def prepare(args, trainer):
     """A rollout with the old policy's log-probabilities, whose experts are to be replayed by routers that moved."""
     batch = made_up.rollout(args)
     if args.router_replay_mode == "R3":
-        batch.routed_experts = made_up_experts(len(batch.tokens))
+        batch.routed_experts = made_up_experts(batch)
     with router_replay.recording(args, trainer.model) as with_experts:
         prepared = made_up.off_policy(args, trainer, batch)
     batch = with_experts(batch)
     if args.router_replay_mode == "R2":  # as in a run, where a rank holds the tokens that it computes
         share = replace(made_up.share(args, batch, halves(batch)), routed_experts=None)
         with router_replay.recording(args, trainer.model) as with_experts:
-            forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, share)
+            forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, share, halves(batch))
         share = with_experts(share)
         tokens = batch.token_positions(np.flatnonzero(share.held))
         np.testing.assert_array_equal(share.routed_experts, batch.routed_experts[tokens])

@@ -69,6 +69,10 @@ ADAPTED = f"{LATENT.replace('--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1', 
 # A base in 8 bits: shards that end within a block of the whole matrix.
 FP8_BASE = f"""{ADAPTED} --lora-base-dtype fp8 --hidden-size 160 --ffn-hidden-size 272 --moe-ffn-hidden-size 144
  --moe-shared-expert-intermediate-size 144"""
+SOFT_CAPS = f"""{ATTENTION} --no-qk-layernorm --model-family gemma2 --group-query-attention --num-query-groups 2
+ --kv-channels 32 --no-swiglu --geglu --apply-layernorm-1p --sandwich-norm --scale-embeddings
+ --attn-logit-softcapping 5 --final-logit-softcapping 3 --softmax-scale 0.2 --window-size 7,0 --window-attn-skip-freq 2
+ --no-untie-embeddings-and-output-weights"""
 OVERLAP = check_parallel.OVERLAP
 FUSED = "--gradient-accumulation-fusion"
 LAYOUTS = {
@@ -115,6 +119,11 @@ LAYOUTS = {
         f"CP4 LOSSES: {SHARED}",
         f"TP2 SP CP2: {SHARED}",
         f"PP2 CP2: {SHARED} --recompute-granularity full",
+        f"CP2 LOSSES: {HYBRID[2]} --share-prompts",
+        f"CP4: {HYBRID[4]} --share-prompts",
+        f"TP2 SP CP2: {HYBRID[2]} --share-prompts",
+        f"CP2 DP2: {HYBRID[2]} --share-prompts",
+        f"PP2 VPP2 CP2: {HYBRID[2]} --share-prompts",
     ],
     "moe": [
         "TP1: --micro-batch-size 1",
@@ -138,6 +147,10 @@ LAYOUTS = {
         f"CP4 EP2: {HYBRID[4]} --moe-grouped-gemm",
         f"TP2 SP EP2: {SHARED} --moe-token-dispatcher-type allgather",
         f"CP2 EP2: {SHARED} --moe-token-dispatcher-type allgather",
+        f"TP2 SP EP2 ETP1: {SHARED} --moe-grouped-gemm",
+        f"TP2 SP CP2 EP2 ETP2: {SHARED}",
+        f"PP2 VPP2 EP2: {SHARED} --moe-layer-recompute",
+        f"CP4 EP2: {HYBRID[4]} --share-prompts --moe-token-dispatcher-type allgather",
     ],
     "balanced": ["TP1", "TP2 SP", "CP2 EP2", "PP2 VPP2", "EP2: --moe-token-dispatcher-type allgather"],
     # The first is a loop over single sequences.
@@ -155,6 +168,11 @@ LAYOUTS = {
         f"CP2 EP2: {HYBRID[2]}",
         f"CP4 EP2: {HYBRID[4]}",
         f"PP2 CP2 EP2: {HYBRID[2]} --moe-layer-recompute",
+        f"TP1: {SHARED}",
+        f"TP2 SP EP2: {SHARED} --moe-layer-recompute",
+        f"CP2 EP2: {SHARED}",
+        f"PP2 VPP2 EP2: {SHARED} --recompute-granularity full",
+        f"CP4 EP2: {HYBRID[4]} --share-prompts",
     ],
     "latent": [
         "TP1: --micro-batch-size 1",
@@ -166,6 +184,21 @@ LAYOUTS = {
         f"CP4 EP2: {HYBRID[4]}",
         f"PP2: {BUDGET} --overlap-grad-reduce",
         f"PP2 VPP2: {BUDGET} {OVERLAP}",
+        f"TP1: {SHARED}",
+        f"TP2 SP EP2: {SHARED}",
+        f"CP2 EP2: {SHARED}",
+        f"PP2 VPP2: {SHARED}",
+        f"TP2 SP CP2 EP2 ETP2: {SHARED} --use-distributed-optimizer",
+        f"CP4 EP2: {HYBRID[4]} --share-prompts",
+    ],
+    "soft_caps": [
+        "TP1: --micro-batch-size 1",
+        f"TP1: {SHARED}",
+        f"CP2: {BUDGET}",
+        f"TP2 SP: {SHARED}",
+        f"CP2: {SHARED}",
+        f"PP2 VPP2: {SHARED}",
+        f"CP4: {HYBRID[4]} --share-prompts",
     ],
     "across_heads": [
         f"TP1: {BUDGET}",
@@ -230,7 +263,7 @@ LAYOUTS["delta"] = [
     f"PP2 EP2: {BUDGET} --pipeline-model-parallel-layout auto --moe-grouped-gemm",
     f"TP2 SP PP2: {BUDGET} --recompute-granularity full",
 ]
-LAYOUTS["delta_mtp"] = LAYOUTS["delta"][:6]
+LAYOUTS["delta_mtp"] = [*LAYOUTS["delta"][:6], f"CP2: {SHARED}", f"TP2 SP EP2: {SHARED}"]
 # By default each dimension of the dense model alone, over two ranks, and experts on two ranks.
 FEW_LAYOUTS = {
     "dense": [
@@ -243,7 +276,8 @@ FEW_LAYOUTS = {
     "moe": [LAYOUTS["moe"][0], f"EP2: {BUDGET} --moe-grouped-gemm {OVERLAP}"],
     "balanced": ["TP1", "CP2 EP2", "PP2 VPP2"],
     "balanced_packs": [LAYOUTS["balanced_packs"][number] for number in (0, 5, 9, 11)],
-    "latent": [LAYOUTS["latent"][number] for number in (0, 5)],
+    "latent": [LAYOUTS["latent"][number] for number in (0, 5, 11)],
+    "soft_caps": [LAYOUTS["soft_caps"][number] for number in (0, 4)],
     "across_heads": LAYOUTS["across_heads"][:2],
     "adapters": LAYOUTS["adapters"][:2],
     "dora": LAYOUTS["dora"][:2],
@@ -324,12 +358,13 @@ def test_the_other_dense_layouts_agree(tmp_path, tiny_models):
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("model", slow_except(FEW, [name for name in LAYOUTS if name != "dense"]))
 def test_layouts_of_experts_agree(model, share, tmp_path):
-    """Mixture of experts; with the load-balancing loss, on equal micro-batches, and with those that are equal for all
-    packs; latent attention with shared experts, balanced by a bias and by losses, and multi-token prediction; adapters
-    of all its layers, on a base in 8 bits, too; biases, windows and sinks; norms of all heads together;
-    gated delta nets.
+    """Mixture of experts; soft caps; with the load-balancing loss, on equal micro-batches, and with those that are
+    equal for all packs; latent attention with shared experts, balanced by a bias and by losses, and multi-token
+    prediction; adapters of all its layers, on a base in 8 bits, too; biases, windows and sinks; norms of all heads
+    together; gated delta nets.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": f"{LATENT} {BALANCING}", "gpt_oss": GPT_OSS}
+    flags["soft_caps"] = SOFT_CAPS
     flags |= {"across_heads": ACROSS_HEADS, "delta": DELTA, "delta_mtp": DELTA_MTP}
     flags["balanced_packs"] = f"{MOE} {BALANCING}"
     flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora", "fp8_base": FP8_BASE}

@@ -8,8 +8,9 @@ import pytest
 from ranks import run_torchrun
 from router_replay_worker import FULL, MOE
 
+SHARED = "--share-prompts --max-tokens-per-microbatch"
 LAYOUTS = {
-    1: {"TP1": "", "recomputed MoE": MOE, "recomputed": FULL},
+    1: {"TP1": "", "recomputed MoE": MOE, "recomputed": FULL, "shared prompts": f"{SHARED} 70"},
     2: {
         "DP2": "--use-distributed-optimizer",
         "TP2 SP": f"--tensor-model-parallel-size 2 --sequence-parallel {MOE}",
@@ -19,12 +20,19 @@ LAYOUTS = {
         "EP2": f"--expert-model-parallel-size 2 {MOE}",
         "CP2 EP2": f"--context-parallel-size 2 --expert-model-parallel-size 2 {MOE}",
         "CP2, hybrid": f"--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 17 {MOE}",
+        "DP2, shared prompts": f"{SHARED} 50 --moe-token-dispatcher-type allgather",
+        "TP2 SP, shared prompts": f"{SHARED} 70 --tensor-model-parallel-size 2 --sequence-parallel",
+        "PP2 VPP2, shared prompts": (
+            f"{SHARED} 50 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {MOE}"
+        ),
+        "CP2 EP2, shared prompts": f"{SHARED} 70 --context-parallel-size 2 --expert-model-parallel-size 2",
+        "CP2, hybrid, shared prompts": f"{SHARED} 30 --context-parallel-size 2 --hybrid-context-parallel",
     },
 }
 
 
 CASES = [(name, mode) for flags in LAYOUTS.values() for name in flags if name != "TP1" for mode in ("R2", "R3")]
-FEW = [("PP2 VPP2", "R2"), ("CP2 EP2", "R3")]
+FEW = [("PP2 VPP2", "R2"), ("CP2 EP2", "R3"), ("CP2 EP2, shared prompts", "R2")]
 
 
 @pytest.fixture(scope="module")

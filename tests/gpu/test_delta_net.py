@@ -73,7 +73,8 @@ def test_sequences_go_on_from_others(paths):
     cu = (0, *np.cumsum(lengths).tolist())
     keys = [np.concatenate([np.arange(cu[n], cu[n + 1]) for n in path]) for path in paths]
     ends = np.append(0, np.cumsum([len(key) for key in keys])).astype(np.int32)
-    shared = SharedPrompts(np.concatenate(keys), ends, np.zeros(cu[-1], np.int64))
+    parent = np.array([path[-2] if len(path) > 1 else -1 for path in paths])
+    shared = SharedPrompts(np.concatenate(keys), ends, np.zeros(cu[-1], np.int64), parent, np.diff(ends))
 
     def of_pack(*tensors):
         return [delta_net_of_pack(*tensors[:4], KEY, cu, shared)]

@@ -18,6 +18,9 @@ MODEL = """--model-family qwen3 --num-layers 4 --hidden-size 512 --ffn-hidden-si
 BALANCING = """--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.2
     --moe-router-dtype fp32""".split()
 EXPERTS = "--model-family qwen3_moe --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256".split()
+SOFT_CAPS = """--model-family gemma2 --no-qk-layernorm --no-swiglu --geglu --apply-layernorm-1p --sandwich-norm
+    --scale-embeddings --attn-logit-softcapping 5 --final-logit-softcapping 3 --softmax-scale 0.125 --window-size 31,0
+    --window-attn-skip-freq 2""".split()
 WITH_TE = "--transformer-impl transformer_engine"
 
 
@@ -31,6 +34,11 @@ def test_one_gpu():
     more = "TP1: --use-distributed-optimizer --max-tokens-per-microbatch 1024"
     recompute = "TP1: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     check("TP1", more, recompute, "TP1: --max-tokens-per-microbatch 1024 --share-prompts")
+
+
+def test_soft_caps_share_prompts():
+    packs = "TP1: --max-tokens-per-microbatch 1024"
+    check("TP1", packs, f"{packs} --share-prompts", flags=SOFT_CAPS)
 
 
 @FLASH_4

@@ -11,8 +11,8 @@ completions of a group have a prompt of so many tokens, which --share-prompts co
 tools/check_parallel.py) are measured one after the other in the same launch. The first update of --updates is left out
 of the median. With --kernels N one more update is profiled: the N kinds of kernels with the largest time are listed,
 after the time of transfers between ranks and that in which the ranks wait for each other in them.
-Prints a Markdown table of rank 0; TFLOP/s are those of the model's matrix products on each rank (`text_flops`), without
-padding.
+Prints a Markdown table of rank 0; TFLOP/s are those of the model's matrix products on each rank (`flops/update`),
+without padding.
 """
 
 import argparse
@@ -29,11 +29,9 @@ import torch.distributed as dist
 from check_parallel import flags_of
 
 import pretrain_grpo
-from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.entry_point import run
-from megatron_grpo.training.update_flops import text_flops
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.log import print_rank_0
 
@@ -58,12 +56,11 @@ def measured(flags: list[str], lengths: int | list[int], options: argparse.Names
             print_rank_0(f"update {number + 1}: {seconds[-1]:.3f} s")
     peak, middle = torch.tensor(made_up.peak_memory() / 1024, device=device()), median(seconds[1:])
     dist.all_reduce(peak, dist.ReduceOp.MAX)
-    flops = text_flops(args, ModelFlops(args), batch, chosen)
     degrees = Counter(forward.assignment(args, batch, chosen)[0])
     packs = ", ".join(f"{number} of CP{degree}" for degree, number in sorted(degrees.items()))
     made_up.release(trainer)
     cells = f"{middle:.3f} | {seconds[0]:.2f} | {rows[1]['tokens/update'] / middle:,.0f} | "
-    cells += f"{flops / middle / dist.get_world_size():.0f} | {peak.item():.1f} | {packs} | "
+    cells += f"{rows[1]['flops/update'] / middle / dist.get_world_size():.0f} | {peak.item():.1f} | {packs} | "
     return cells + f"{rows[1]['loss']:.5f} | {rows[1]['grad_norm']:.4f}"
 
 

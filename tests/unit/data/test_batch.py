@@ -103,6 +103,8 @@ def test_pack_by_hand():
     assert pack.position_ids.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1, 2]
     assert pack.labels.tolist() == [-100, -100, 33, -100, -100, -100, 12, 13, -100, -100, -100, -100]
     assert pack.label_positions.tolist() == pack.device_arrays()["label_positions"].tolist() == [2, 6, 7]
+    assert pack.completion.tolist() == [0, 2, 2]
+    assert pack.device_arrays()["completion"].tolist() == [0, 1, 1]  # of those with labels: fewer than labels
     assert pack.padding.tolist() == [False] * 9 + [True] * 3
     assert pack.cu_seqlens.tolist() == [0, 4, 5, 9, 12]
     assert pack.cu_seqlens.dtype == np.int32

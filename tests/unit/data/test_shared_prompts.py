@@ -5,13 +5,15 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_grpo.algorithm.losses import completion_mean
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.data.prefix_tree import Prefixes, hashed_prefixes, spared_by_samples, spared_tokens, with_prefixes
-from megatron_grpo.data.schedule import schedule
+from megatron_grpo.data.schedule import hybrid_schedule, schedule
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.zigzag import padded_lengths, zigzag
 
@@ -188,6 +190,37 @@ def test_micro_batches_keep_the_budget_that_shared_prompts_fill(batch, dp_size, 
 
 
 @settings(deadline=None)
+@given(batch=batches(), cp_size=st.sampled_from([2, 4]), dp_size=st.integers(1, 2), more=st.integers(0, 20))
+def test_hybrid_micro_batches_keep_the_budget_of_a_rank(batch, cp_size, dp_size, more):
+    """A pack of degree c, which c neighbours have, has at most c times the budget."""
+    n = batch.num_completions
+    if n % dp_size:
+        return
+    budget = -(-int(padded_lengths(batch.lengths, cp_size).max()) // cp_size) + more
+    prefixes = hashed_prefixes(with_prefixes(batch).prefix_hashes, batch.prompt_lengths)
+    degrees, ranks = hybrid_schedule(batch.lengths, dp_size, cp_size, budget, prefixes=prefixes)
+    assert degrees == sorted(degrees, reverse=True)
+    assert {len(rank) for rank in ranks} == {len(degrees)}
+    for number, degree in enumerate(degrees):
+        packs = [rank[number] for rank in ranks]
+        for first in range(0, len(ranks), degree):
+            assert packs[first : first + degree] == [packs[first]] * degree
+            packed = pack_completions(batch, packs[first], cp_size=degree, share_prompts=True)
+            assert 0 < packed.cu_seqlens[-1] <= degree * budget
+    found = [i for place, rank in enumerate(ranks) for d, pack in zip(degrees, rank) if place % d == 0 for i in pack]
+    assert sorted(found) == list(range(n))
+
+
+def test_hybrid_packs_have_trees():
+    """Two groups of four, a prompt of 80 tokens and completions of 10: 120 tokens, on one rank or on both."""
+    lengths, groups = np.full(8, 90), np.arange(8) // 4
+    prefixes = of_groups(groups, 81)
+    assert hybrid_schedule(lengths, 1, 2, 130, prefixes=prefixes) == ([1], [[[0, 1, 2, 3]], [[4, 5, 6, 7]]])
+    degrees, ranks = hybrid_schedule(lengths, 1, 2, 70, prefixes=prefixes)
+    assert degrees == [2, 2] and sorted(ranks[0]) == [[0, 1, 2, 3], [4, 5, 6, 7]] and ranks[1] == ranks[0]
+
+
+@settings(deadline=None)
 @given(batch=batches(), cp_size=st.sampled_from([2, 4]))
 def test_context_ranks_hold_the_pack_of_one_rank(batch, cp_size):
     """The keys of each sequence are its tokens in turn, padding only at their end; all labels are there once."""
@@ -233,8 +266,34 @@ def test_prompts_with_images_of_their_own_are_apart():
     sources = pack.source[pack.images.places] // 24
     assert pack.images.keys == [-2, -1, 0] and sorted(sources) == [0, 0, 1, 1, 2, 2]
     assert len(pack.tokens) == 19 + 2 * 5 + 4 + 2 * 1  # common text; the first two; the rest of the others' prompt
-    known = forward._prefixes(Namespace(vision_config={"depth": 1}), batch, np.arange(4))
+    known = forward._prefixes(Namespace(vision_config={"depth": 1}, mtp_num_layers=None), batch, np.arange(4))
     assert known.common.tolist() == [0, 0, 0, 23]  # the prompt of the last two
+
+
+def test_samples_of_an_episode_share_its_pictures():
+    """The second sample repeats the prompt with its picture, and the picture that an environment has shown, after other
+    words: what comes before these is computed once. In another episode the second picture is another one.
+    """
+    picture, shown = [9, 9, 9], [8, 8]
+    first = [10, *picture, 11, 12, *shown, 13]
+    second = [10, *picture, 11, 12, *shown, 14, 15]
+    batch = batch_of([first[:5]] * 2, [first[5:] + second] * 2, [0, 0])
+    starts = np.zeros(2 * 19, np.uint8)
+    starts[[9, 28]] = 1
+    index = [-1, 0, 1, 2, -1, -1, 3, 4, -1]
+    batch = replace(
+        batch,
+        sample_starts=starts,
+        samples=np.array([2, 2], np.int32),
+        response_mask=np.zeros_like(batch.response_mask),
+        visual_index=np.tile([*index, *index, -1], 2).astype(np.int32),
+        image_sizes=np.array([2, 2]),
+        image_bytes=np.arange(4, dtype=np.uint8),
+    )
+    pack = pack_completions(batch, [0, 1], share_prompts=True)
+    assert len(pack.tokens) == 2 * (7 + 2 + 3) and (pack.source >= 0).all()
+    assert pack.images.keys == [-2, -1]
+    assert sorted(pack.images.sources.tolist()) == [0, 1, 2, 3, 4, 4, 5, 6, 7, 8, 9, 9]
 
 
 def test_a_group_fills_one_micro_batch():
@@ -273,3 +332,14 @@ def test_groups_with_one_system_prompt():
     assert sorted(packs) == np.arange(16).reshape(4, 4).tolist()
     packs = schedule(lengths, 1, max_tokens=of_two, prefixes=prefixes)[0]
     assert sorted(packs) == np.arange(16).reshape(2, 8).tolist()
+
+
+def test_completions_without_a_token_in_the_loss_need_no_slot():
+    """The third of three completions has the only label: sums over completions have as many slots as labels."""
+    batch = batch_of([[1], [2], [3]], [[4], [5], [6]], [0, 1, 2])
+    batch.response_mask[[1, 3]] = 0
+    for share in (False, True):
+        pack = pack_completions(batch, [0, 1, 2], share_prompts=share)
+        assert pack.indices[pack.completion].tolist() == [2]
+        completion = torch.from_numpy(pack.device_arrays()["completion"])
+        assert completion_mean(torch.tensor([2.5]), completion).tolist() == [2.5]

@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from bad_input_runs import launch
 from dry_run_worker import COMMON, EP, EXPERTS, FAMILIES, PP, TINY, TP, UNTIED, arguments
@@ -20,8 +21,12 @@ from megatron.core import parallel_state
 from megatron.core.parallel_state import RankGenerator
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.pack import pack_completions
 from megatron_grpo.estimate.dry_run import GIB, dry_run_report, ranks
 from megatron_grpo.estimate.memory import Plan
+from megatron_grpo.estimate.throughput import ModelFlops
+from megatron_grpo.training.update_flops import computed
 
 REPO = Path(__file__).resolve().parents[3]
 SHAPE = {
@@ -506,3 +511,27 @@ def test_offloads_move_what_does_not_fit_beside_a_colocated_engine():
 def test_defaults_of_recomputation_are_named(flags, line):
     report = dry_run_report(arguments(QWEN3_0_6B + flags, 1), 1)
     assert (line in report) if line else "--recompute-granularity" not in report
+
+
+def test_shared_prompts_of_a_group():
+    """Eight completions of 10 tokens after a prompt of 40: in pairs in packs of 70, its last token twice in each."""
+    sizes = "--max-prompt-length 40 --max-completion-length 10 --num-generations 8 --max-tokens-per-microbatch 70"
+    sizes = f"{sizes} --model-family llama"
+    args = arguments(f"{FLAGS} {sizes} --share-prompts", 1)
+    rng = np.random.default_rng(0)
+    batch = RolloutBatch.from_completions(
+        [rng.integers(3, 1000, 40).tolist()] * 8,
+        [rng.permutation(1000)[:10].tolist() for _ in range(8)],
+        log_probs=[None] * 8,
+        weight_version=0,
+        group_ids=[0] * 8,
+        row_ids=[0] * 8,
+        sample_ids=list(range(8)),
+        finish_reasons=[FinishReason.STOP] * 8,
+    )
+    packs = [pack_completions(batch, [first, first + 1], share_prompts=True) for first in range(0, 8, 2)]
+    tokens, tflop = computed(ModelFlops(args), packs)
+    assert tokens == 4 * 39 + 8 * 11
+    _, whole = computed(ModelFlops(args), [pack_completions(batch, range(8))])
+    assert f"computes 244 of 400 tokens and {tflop / whole:.0%} of the FLOPs" in dry_run_report(args, 1)
+    assert "shared prompts" not in dry_run_report(arguments(f"{FLAGS} {sizes} --no-share-prompts", 1), 1)

@@ -315,7 +315,7 @@ def test_shared_prompts(flash_on_cpu, cp_size, chunks, shape):
     parent = np.array([choice % (number + 1) - 1 for number, (choice, _) in enumerate(chunks)])
     nothing = np.zeros(0, np.int64)
     keys, cu_keys = _keys_of_nodes(cu, PrefixTree(parent, nothing, lengths, nothing, nothing))
-    shared = SharedPrompts(keys, cu_keys.astype(np.int32), np.arange(cu[-1]))
+    shared = SharedPrompts(keys, cu_keys.astype(np.int32), np.arange(cu[-1]), parent, np.diff(cu_keys))
     paths = []
     for number, before in enumerate(parent.tolist()):
         paths.append((paths[before] if before >= 0 else []) + list(range(*cu[number : number + 2])))

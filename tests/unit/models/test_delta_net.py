@@ -166,7 +166,8 @@ def test_completions_go_on_from_a_shared_prompt():
     keys += [np.concatenate((prompt_tokens, np.arange(cu[n], cu[n + 1]))) for n in (1, 2)]
     keys.append(np.arange(cu[3], cu[4]))
     cu_keys = np.append(0, np.cumsum([len(key) for key in keys])).astype(np.int32)
-    shared = SharedPrompts(np.concatenate(keys), cu_keys, np.zeros(cu[-1], np.int64))
+    parent, path_lengths = np.array([-1, 0, 0, -1]), np.diff(cu_keys)
+    shared = SharedPrompts(np.concatenate(keys), cu_keys, np.zeros(cu[-1], np.int64), parent, path_lengths)
     qkv = torch.randn(cu[-1], KEY_HEADS, channels, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(KEY_HEADS, channels, width, dtype=torch.float64, requires_grad=True)
     log_decay = (-torch.rand(cu[-1], KEY_HEADS, VALUES, dtype=torch.float64)).requires_grad_()
@@ -196,7 +197,8 @@ def test_sequences_go_on_from_each_level_of_a_tree():
     cu, channels = (0, *np.cumsum(lengths).tolist()), 2 * KEY + VALUES * VALUE
     keys = [np.concatenate([np.arange(cu[n], cu[n + 1]) for n in path]) for path in paths]
     cu_keys = np.append(0, np.cumsum([len(key) for key in keys])).astype(np.int32)
-    shared = SharedPrompts(np.concatenate(keys), cu_keys, np.zeros(cu[-1], np.int64))
+    parent = np.array([path[-2] if len(path) > 1 else -1 for path in paths])
+    shared = SharedPrompts(np.concatenate(keys), cu_keys, np.zeros(cu[-1], np.int64), parent, np.diff(cu_keys))
     qkv = torch.randn(cu[-1], KEY_HEADS, channels, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(KEY_HEADS, channels, 4, dtype=torch.float64, requires_grad=True)
     log_decay = (-torch.rand(cu[-1], KEY_HEADS, VALUES, dtype=torch.float64)).requires_grad_()

@@ -1,12 +1,13 @@
 """A pack with shared prefixes gives the log-probabilities, the loss and the gradients of its sequences one by one."""
 
 from dataclasses import replace
-from itertools import chain
+from functools import partial
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from megatron.core.utils import unwrap_model
 from slow import slow_except
@@ -14,6 +15,12 @@ from slow import slow_except
 import pretrain_grpo
 from megatron_grpo.data.batch import FinishReason, RolloutBatch, offsets
 from megatron_grpo.data.pack import pack_completions
+from megatron_grpo.estimate.throughput import ModelFlops
+from megatron_grpo.models import balancing, forward, router_replay
+from megatron_grpo.parallel import initialize
+from megatron_grpo.reference.model_args import reference_args
+from megatron_grpo.training.update_flops import computed
+from megatron_grpo.utils.arguments import replaced
 from tools import made_up
 
 COMMON = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --normalization RMSNorm
@@ -23,6 +30,9 @@ COMMON = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention
 DENSE = f"{COMMON} --model-family qwen3 --qk-layernorm --group-query-attention --num-query-groups 2 --kv-channels 16"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-router-dtype fp32"
 YARN = '{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":128,"beta_fast":32,"beta_slow":1}'
+LATENT = """--model-family deepseek_v3 --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16
+    --qk-pos-emb-head-dim 8 --v-head-dim 12 --qk-layernorm
+    --rotary-scaling-factor 4 --original-max-position-embeddings 64"""
 MODELS = {
     "dense": DENSE,
     "adapters": f"{DENSE} --lora-rank 4 --lora-alpha 4 --lora-target-modules all-linear",
@@ -36,6 +46,13 @@ MODELS = {
         --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --linear-attention-freq 2
         --experimental-attention-variant gated_delta_net --linear-num-key-heads 2 --linear-num-value-heads 4
         --linear-key-head-dim 8 --linear-value-head-dim 8 --norm-epsilon 1e-6""",
+    "latent attention": f"""{COMMON} {LATENT} {EXPERTS} --moe-layer-freq [0,1] --moe-router-score-function sigmoid
+        --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 16 --mtp-num-layers 2
+        --mtp-loss-scaling-factor 0.3""",
+    "soft caps": f"""{COMMON} --model-family gemma2 --group-query-attention --num-query-groups 2 --kv-channels 16
+        --no-swiglu --geglu --apply-layernorm-1p --sandwich-norm --scale-embeddings --attn-logit-softcapping 5
+        --final-logit-softcapping 3 --window-size 4,0 --window-attn-skip-freq 2 --softmax-scale 0.25
+        --no-untie-embeddings-and-output-weights""",
 }
 
 
@@ -49,10 +66,16 @@ def rollouts(draw) -> RolloutBatch:
         more = draw(st.lists(st.integers(3, 30), max_size=6))
         sequences.append([*begin, *more] or [7])
     ends = sorted({*draw(st.lists(st.integers(1, len(sequences)))), len(sequences)})  # of the completions
+    lengths = [draw(st.integers(1, len(sequences[begin]))) for begin in (0, *ends[:-1])]
+    return rollout_of(sequences, ends, lengths, draw(st.integers(0, 9)))
+
+
+def rollout_of(sequences: list[list[int]], ends: list[int], prompt_lengths: list[int], seed: int) -> RolloutBatch:
+    """Return completions of which each has the sequences up to one of ``ends``, with prompts of so many tokens."""
     samples = [sequences[a:b] for a, b in zip([0, *ends], ends, strict=False)]
-    prompts = [own[0][: draw(st.integers(1, len(own[0])))] for own in samples]
+    prompts = [own[0][:length] for own, length in zip(samples, prompt_lengths, strict=True)]
     whole = [list(chain.from_iterable(own)) for own in samples]
-    rng = np.random.default_rng(draw(st.integers(0, 9)))
+    rng = np.random.default_rng(seed)
     completions = [all_[len(prompt) :] for all_, prompt in zip(whole, prompts, strict=True)]
     starts = [(offsets(np.array([len(s) for s in own]))[1:-1] - len(p)).tolist() for own, p in zip(samples, prompts)]
     masks = [(rng.random(len(completion)) < 0.8).astype(int) for completion in completions]
@@ -88,7 +111,7 @@ def results(args, chunk, batch: RolloutBatch, packs) -> tuple[np.ndarray, float,
     flat, total = np.zeros((2, len(batch.tokens))), 0.0
     for pack in packs:
         output, loss_func = pretrain_grpo.forward_step(iter([pack]), chunk, args, 1)
-        flat[:, pack.token_index] = loss_func(output, non_loss_data=True).detach().numpy()
+        flat[:, pack.token_index] = loss_func(output, non_loss_data=True)[:2].detach().numpy()
         loss, _ = loss_func(output)
         total += float(loss.detach())
         loss.backward()
@@ -105,21 +128,49 @@ def model(request, world):
 
 
 def check(args, chunk, batch: RolloutBatch) -> None:
-    everything = np.arange(batch.num_completions)
-    forest = pack_completions(batch, everything, share_prompts=True)
+    everything, layers = np.arange(batch.num_completions), forward._further_tokens(args)
+    forest = pack_completions(batch, everything, share_prompts=True, mtp_layers=layers)
     got = results(args, chunk, batch, [forest])
-    want = results(args, chunk, batch, [pack_completions(batch, [i]) for i in everything])
+    want = results(args, chunk, batch, [pack_completions(batch, [i], mtp_layers=layers) for i in everything])
     np.testing.assert_allclose(got[0], want[0], atol=1e-5)
-    assert got[1] == pytest.approx(want[1], abs=1e-5)
+    assert got[1] == pytest.approx(want[1], rel=1e-6, abs=1e-5)
     size = torch.stack([gradient.norm() for gradient in want[2].values()]).norm()
     for name, gradient in want[2].items():
         assert (got[2][name] - gradient).norm() <= 1e-5 * max(float(size), 0.1), name
 
 
+def deep_forest() -> RolloutBatch:
+    """Six levels, eight branches at the last, an end at each branch point, whole duplicates, and one token alone."""
+    path = [[3 + 5 * level + k for k in range(1 + level % 3)] for level in range(6)]
+    spine = [list(chain.from_iterable(path[:level])) for level in range(1, 7)]
+    branches = [[*spine[-1], branch, branch + 1, 2] for branch in range(20, 28)]
+    sides = [[*begin, 30, 31] for begin in spine]
+    sequences = [*spine, *branches, *sides, *branches[:2], [9]]
+    ends = [*range(1, len(sequences), 2), len(sequences)]
+    return rollout_of(sequences, ends, [1] * len(ends), 3)
+
+
 @settings(deadline=None, max_examples=25)
+@example(batch=deep_forest())
 @given(batch=rollouts())
 def test_a_forest_is_its_sequences(model, batch):
     check(*model, batch)
+
+
+@settings(deadline=None)
+@given(batch=rollouts(), cp_size=st.sampled_from([1, 2]))
+def test_tokens_and_flops_of_a_forest(batch, cp_size):
+    """Each token of a pack once, with as many pairs as its path has tokens; each label that the head computes."""
+    flops = ModelFlops(made_up.parse([*MODELS["dense"].split(), "--rotary-base", "10000"], 1))
+    everything = np.arange(batch.num_completions)
+    parts = [pack_completions(batch, everything, 1, None, cp_size, r, share_prompts=True) for r in range(cp_size)]
+    tokens, tflop = computed(flops, parts[:1])
+    real = sum(int((~pack.padding).sum()) for pack in parts)
+    pairs = sum(int((pack.position_ids + 1)[~pack.padding].sum()) for pack in parts)
+    labels = sum(len(pack.own_labels) for pack in parts)
+    assert tokens == real
+    forward_ = flops.per_token * real + flops.per_label * labels + flops.per_pair * 2 * pairs  # two layers
+    assert tflop == pytest.approx(3 * forward_ / 1e12)
 
 
 def test_kept_tokens_that_differ_are_predictions_of_their_own(world):
@@ -148,6 +199,89 @@ def test_kept_tokens_that_differ_are_predictions_of_their_own(world):
     check(args, trainer.model[0], batch)
 
 
+BALANCED = f"""{MODELS["latent attention"]} --moe-router-bias-update-rate 1e-3
+    --moe-router-load-balancing-type aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.5 0.7 0.9
+    --moe-z-loss-coeff 0.3"""
+
+
+@pytest.fixture(scope="module")
+def balanced(world):
+    args = made_up.parse(BALANCED.split(), 1)
+    return args, made_up.trainer(args).model
+
+
+def balance(args, model, batch: RolloutBatch, packs) -> tuple[dict[str, torch.Tensor], float, list[list[int]]]:
+    """Return the gradients of one micro-batch, its balancing losses, and the tokens of each expert."""
+    for router in balancing.routers(*model):
+        router.local_tokens_per_expert.zero_()
+    step = partial(pretrain_grpo.forward_step, args=args, num_microbatches=1)
+    balancing.begin_update(packs, model, lambda counted: forward.run_schedule(step, counted, model, forward_only=True))
+    _, _, gradients = results(args, model[0], batch, packs)
+    balancing.end_of_pass(model)
+    routers = balancing.routers(*model)
+    return gradients, balancing.mean_loss(model, 1), [router.local_tokens_per_expert.tolist() for router in routers]
+
+
+@settings(deadline=None, max_examples=8)
+@given(batch=rollouts())
+def test_tokens_of_several_sequences_count_for_each_of_them(balanced, batch):
+    """Losses that balance experts, and the counts that move their biases, are those of a pack of whole sequences."""
+    args, model = balanced
+    packs = (
+        [pack_completions(batch, np.arange(batch.num_completions), share_prompts=share, mtp_layers=2)]
+        for share in (True, False)
+    )
+    got, want = (balance(args, model, batch, pack) for pack in packs)
+    assert got[1] == pytest.approx(want[1], abs=1e-6) and got[2] == want[2]
+    size = torch.stack([gradient.norm() for gradient in want[0].values()]).norm()
+    for name, gradient in want[0].items():
+        assert (got[0][name] - gradient).norm() <= 1e-5 * max(float(size), 0.1), name
+
+
+MOE = f"""{COMMON} --model-family qwen3_moe --qk-layernorm --group-query-attention --num-query-groups 2 --kv-channels 16
+    {EXPERTS}"""
+
+
+@pytest.fixture(scope="module", params=["R2", "R3"])
+def replaying(request, world):
+    args = made_up.parse([*MOE.split(), "--router-replay-mode", request.param], 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initialize, "_model_group", initialize.host_group())  # of a run with R2
+        yield args, made_up.trainer(args).model
+
+
+@settings(deadline=None, max_examples=15)
+@given(batch=rollouts(), data=st.data())
+def test_tokens_are_shared_up_to_the_first_other_route(replaying, batch, data):
+    """R2 records the experts of each completion in a pass over a forest, R3 brings those of the engine: some of them
+    are unknown, and of some completions they differ in the middle of what the tokens share.
+    """
+    args, model = replaying
+    total, everything = len(batch.tokens), np.arange(batch.num_completions)
+    if args.router_replay_mode == "R2":
+        forest = pack_completions(batch, everything, share_prompts=True)
+        step = partial(pretrain_grpo.forward_step, args=args, num_microbatches=1)
+        recorded = []
+        for packs in [forest], [pack_completions(batch, [i]) for i in everything]:
+            with router_replay.recording(args, model) as with_experts:
+                forward.forward_scores(step, packs, model, batch)
+            recorded.append(with_experts(batch).routed_experts)
+        np.testing.assert_array_equal(recorded[0], recorded[1])
+        again = pack_completions(replace(batch, routed_experts=recorded[0]), everything, share_prompts=True)
+        assert again.tokens.tolist() == forest.tokens.tolist()
+    # Equal tokens after equal beginnings have equal experts, but for what is drawn.
+    seeds, experts = {}, np.empty((total, 2, 2), np.int16)
+    lengths, _ = batch.sequences(everything)
+    for a, b in pairwise(offsets(lengths).tolist()):
+        for end in range(a + 1, b + 1):
+            rng = np.random.default_rng(seeds.setdefault(tuple(batch.tokens[a:end]), len(seeds)))
+            experts[end - 1] = rng.permuted(np.tile(np.arange(4), (2, 1)), axis=1)[:, :2]
+    for token in data.draw(st.lists(st.integers(0, total - 1), max_size=4)):
+        experts[token] = data.draw(st.sampled_from([-1, 0])) + np.array([0, 1]) * (experts[token] >= 0)
+    experts[experts.min((1, 2)) < 0] = -1
+    check(args, model[0], replace(batch, routed_experts=experts))
+
+
 TURNS = "--environment calculator --max-turns 4 --max-environment-tokens 24 --on-rewritten-history split"
 
 
@@ -158,3 +292,17 @@ def test_the_rollouts_of_parity_tests_have_trees(more, world):
     batch = made_up.rollout(args)
     pack = pack_completions(batch, np.arange(16), share_prompts=True)
     assert len(pack.own_labels) < pack.num_labels
+
+
+def test_passes_without_gradients_are_those_of_whole_sequences(world):
+    """Log-probabilities and entropies under the old policy and the reference, of episodes that repeat their past."""
+    args = made_up.parse([*MODELS["dense"].split(), *TURNS.split(), "--max-tokens-per-microbatch", "90"], 1)
+    alone = replaced(args, share_prompts=False, max_tokens_per_microbatch=None, micro_batch_size=1)
+    trainer, batch, everything = made_up.trainer(args), made_up.rollout(args), np.arange(32)
+    assert batch.sample_starts.any()
+    want = forward.scores(alone, trainer.model, pretrain_grpo.forward_step, batch, everything)
+    for own in args, reference_args(args):
+        packs = forward.micro_batches(own, batch, everything)
+        assert sum(pack.real_lengths.sum() for pack in packs) < batch.lengths.sum() - 50
+        got = forward.scores(own, trainer.model, pretrain_grpo.forward_step, batch, everything)
+        np.testing.assert_allclose(got, want, atol=1e-5)

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from slow import slow_except
 
 from megatron_grpo.patches import cpu_backend
@@ -94,6 +95,22 @@ def test_the_batch_is_written_and_the_run_ends(tmp_path):
     assert RolloutBatch.load(written).tokens.tolist() == [1, 2, 3, 4]
     record = json.loads(written.with_suffix(".json").read_text())
     assert record["completions"] == [0] and record["metrics"] == {"loss": 0.5, "grad_norm": "nan"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_parameters_that_are_not_finite_already_are_named(value, tmp_path):
+    """No replay and no restore of the newest checkpoint helps then: the message says so."""
+    bad, weight = BadUpdates("stop", None, tmp_path), torch.ones(2, 3)
+    named = [("empty", torch.ones(0)), ("norm.weight", torch.ones(3)), ("output.weight", weight)]
+    run(bad, Optimizer(True), [(math.nan, 1.0)])
+    bad.look_at(named)
+    with pytest.raises(GrpoError, match="The parameters are those before it"):
+        bad.react(7, batch(), np.array([0]), {})
+    weight[1, 2] = value
+    bad.look_at(named)
+    named_file = r"number of an earlier checkpoint into latest_checkpointed_iteration\.txt"
+    with pytest.raises(GrpoError, match=rf"not finite already \(output\.weight\).*{named_file}"):
+        bad.react(7, batch(), np.array([0]), {})
 
 
 def test_a_full_disk_ends_no_run_that_skips(tmp_path, capsys):
