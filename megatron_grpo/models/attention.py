@@ -28,8 +28,6 @@ from megatron_grpo.models.attention_kernels import (
     Blocks,
     FlashAttention4,
     Kernel,
-    Level,
-    Levels,
     SharedKeys,
     Varlen,
 )
@@ -54,7 +52,6 @@ class PackedAttention(MegatronModule):
     """
 
     gpu_kernel: type[Varlen] = Varlen
-    by_levels = False  # shared keys by `Levels`, else by copies
 
     def __init__(
         self,
@@ -133,11 +130,6 @@ class PackedAttention(MegatronModule):
         if where.type == "cpu":
             own = blocks(cu_seqlens, cp_size, cp_rank, self.left, scale, shared)
             return own if shared is None else SharedKeys(own, shared_keys(cu_seqlens, cp_size, shared))
-        if shared is not None and cp_size == 1 and self.left < 0 and self.by_levels:
-            cu, longest, scaled = pack.cu_seqlens_q, pack.max_seqlen_q, (self.left, scale)
-            found = levels(cu_seqlens, shared, where)
-            of_levels = tuple(Level(self.gpu_kernel(*own[0], *scaled, causal=False), *own[1:]) for own in found)
-            return Levels(self.gpu_kernel(cu, cu, longest, longest, *scaled), of_levels)
         segmented, copies = segments(cu_seqlens, cp_size, cp_rank, where, self.left, shared)
         return SharedKeys(self.gpu_kernel(*segmented, self.left, scale), copies)
 
@@ -251,49 +243,6 @@ def segments(
     arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
     of_queries, of_keys, rows = (to_device(torch.from_numpy(x), device) for x in arrays)
     return (of_queries, of_keys, int(chunk.max()), int(key_counts.max())), RowCopies(rows, int(cu[-1]))
-
-
-@lru_cache(maxsize=8)
-def levels(
-    cu_seqlens: tuple[int, ...], shared: SharedPrompts, device: torch.device
-) -> list[tuple[tuple[torch.Tensor, torch.Tensor, int, int], slice, slice, torch.Tensor, torch.Tensor]]:
-    """Return for each depth with shared nodes the segments of `Varlen` and what else `Level` has, root nodes first.
-
-    The queries of a node are the tokens of its descendants, which stand after it side by side. Between two nodes there
-    are queries without keys and keys without queries, as segments of their own.
-    """
-    cu, parents = np.array(cu_seqlens), shared.parent.tolist()
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-    ends = cu[1:].copy()  # of the node and its descendants
-    for node in reversed(range(len(parents))):
-        if parents[node] >= 0:
-            ends[parents[node]] = max(ends[parents[node]], ends[node])
-    found = []
-    for depth in range(max(depths, default=0)):
-        nodes = np.array([node for node in range(len(depths)) if depths[node] == depth and ends[node] > cu[node + 1]])
-        keys, queries = np.stack([cu[nodes], cu[nodes + 1]], 1), np.stack([cu[nodes + 1], ends[nodes]], 1)
-        of_keys, of_queries = slice(int(keys[0, 0]), int(keys[-1, 1])), slice(int(queries[0, 0]), int(queries[-1, 1]))
-        # Ends of: a node's segment, then up to the next node the queries without keys, and the keys without queries.
-        cu_queries = np.stack([queries[:, 1], *[np.append(queries[1:, 0], queries[-1, 1])] * 2], 1).ravel()[:-2]
-        cu_of_keys = np.stack([keys[:, 1], keys[:, 1], np.append(keys[1:, 0], keys[-1, 1])], 1).ravel()[:-2]
-        arrays = (
-            np.append(0, cu_queries - of_queries.start).astype(np.int32),
-            np.append(0, cu_of_keys - of_keys.start).astype(np.int32),
-            _ranges(queries) - of_queries.start,
-            _ranges(keys) - of_keys.start,
-        )
-        starts, starts_of_keys, query_rows, key_rows = (to_device(torch.from_numpy(x), device) for x in arrays)
-        longest = int(np.diff(arrays[0]).max()), int(np.diff(arrays[1]).max())
-        found.append(((starts, starts_of_keys, *longest), of_queries, of_keys, query_rows, key_rows))
-    return found
-
-
-def _ranges(bounds: np.ndarray) -> np.ndarray:
-    """Return the numbers of the ranges [begin, end) ``[n, 2]``, one range after the other."""
-    counts = bounds[:, 1] - bounds[:, 0]
-    return np.arange(counts.sum()) + np.repeat(bounds[:, 0] - (np.cumsum(counts) - counts), counts)
 
 
 @lru_cache(maxsize=8)

@@ -17,11 +17,11 @@ import importlib
 import warnings
 from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-from megatron_grpo.models.row_copies import RowCopies, add_rows, merge_rows
+from megatron_grpo.models.row_copies import RowCopies
 
 
 class Kernel(Protocol):
@@ -76,13 +76,11 @@ class Varlen:
     longest_keys: int
     left: int  # size of the sliding window: earlier tokens that a token sees besides itself; -1: all
     scale: float
-    causal: bool = True  # False, without a window: each query sees all keys of its segment
 
     def _arguments(self) -> tuple[tuple, dict]:
         lengths = self.cu_queries, self.cu_keys, self.longest_queries, self.longest_keys
-        right = 0 if self.causal else -1
-        window = {"scale": self.scale, "window_size_left": self.left, "window_size_right": right}
-        return (*lengths, 0.0, self.causal and self.left < 0), window  # no dropout
+        window = {"scale": self.scale, "window_size_left": self.left, "window_size_right": 0}
+        return (*lengths, 0.0, self.left < 0), window  # no dropout; causal
 
     def forward(self, q, k, v):
         positional, named = self._arguments()
@@ -120,7 +118,7 @@ class FlashAttention4(Varlen):
         left, right = (None, None) if self.left < 0 else (self.left, 0)
         return {
             "softmax_scale": self.scale,
-            "causal": self.causal and self.left < 0,
+            "causal": self.left < 0,
             "window_size_left": left,
             "window_size_right": right,
             "cu_seqlens_q": self.cu_queries,
@@ -155,53 +153,6 @@ class SharedKeys:
     def backward(self, grad, q, k, v, out, lse):
         grad_q, *of_copies = self.kernel.backward(grad, q, self.copies.copy(k), self.copies.copy(v), out, lse)
         return grad_q, *map(self.copies.sum, of_copies)
-
-
-class Level(NamedTuple):
-    """The nodes of one depth of a forest: ``kernel`` lets the tokens of their descendants see their keys.
-
-    It gets the tokens of the two slices of the pack. Rows, int64, are places in their slice: those of other tokens have
-    no meaning in the results of the kernel.
-    """
-
-    kernel: Kernel
-    queries: slice
-    keys: slice
-    query_rows: torch.Tensor  # [r], of the descendants
-    key_rows: torch.Tensor  # [m], of the nodes
-
-
-@dataclass(frozen=True)
-class Levels:
-    """`Kernel` for a forest of sequences without copies of keys; a node's descendants stand after it, side by side.
-
-    ``own`` is attention within each node. The levels add the keys of the ancestors (see the module): a key of a shared
-    node has its gradient from two calls, each of which sums it over its queries in float32.
-    """
-
-    own: Kernel
-    levels: tuple[Level, ...]
-
-    def forward(self, q, k, v):
-        out, lse = self.own.forward(q, k, v)
-        for level in self.levels:
-            queries, keys = level.queries, level.keys
-            more = level.kernel.forward(q[queries], k[keys], v[keys])
-            merge_rows(out[queries], lse[:, queries], *more, level.query_rows)
-        return out, lse
-
-    def backward(self, grad, q, k, v, out, lse):
-        grad_q, grad_k, grad_v = self.own.backward(grad, q, k, v, out, lse)
-        if len(self.levels) > 1:  # tokens add up those of all their ancestors
-            grad_q = grad_q.to(torch.promote_types(grad_q.dtype, torch.float32))
-        for level in self.levels:
-            queries, keys = level.queries, level.keys
-            given = grad[queries], q[queries], k[keys], v[keys], out[queries], lse[:, queries].contiguous()
-            more = level.kernel.backward(*given)
-            add_rows(grad_q[queries], more[0], level.query_rows)
-            add_rows(grad_k[keys], more[1], level.key_rows)
-            add_rows(grad_v[keys], more[2], level.key_rows)
-        return grad_q.to(q.dtype), grad_k, grad_v
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Triton kernels of the ``local`` layers, where what torch compiles reads and writes the same memory several times.
 
 All of them are limited by memory bandwidth, and read each input and write each output once: `HeadsOfPack` (norms and
-rotations of queries and keys), the gradient of `RootMeanSquareNorm`, `swiglu_gradient`, `sum_rows`, `add_rows` and
-`merge_rows`. Sums are in float32.
+rotations of queries and keys), the gradient of `RootMeanSquareNorm`, `swiglu_gradient`, and `sum_rows`. Sums are in
+float32.
 """
 
 import math
@@ -274,49 +274,3 @@ def _sum_rows(x, order, begins, out, size, block: tl.constexpr):
     for number in range(tl.load(begins + row), tl.load(begins + row + 1)):
         total += tl.load(x + tl.load(order + number) * size + column, inside, 0.0).to(tl.float32)
     tl.store(out + row * size + column, total, inside)
-
-
-def add_rows(x: torch.Tensor, more: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add rows as `row_copies.add_rows` does; both tensors are contiguous."""
-    size = math.prod(x.shape[1:])
-    if len(rows):
-        _add_rows[(len(rows), triton.cdiv(size, 1024))](x, more, rows, size, 1024)
-
-
-@triton.jit
-def _add_rows(x, more, rows, size, block: tl.constexpr):
-    column = tl.program_id(1) * block + tl.arange(0, block)
-    inside = column < size
-    at = tl.load(rows + tl.program_id(0)) * size + column
-    total = tl.load(x + at, inside, 0.0).to(tl.float32) + tl.load(more + at, inside, 0.0).to(tl.float32)
-    tl.store(x + at, total, inside)
-
-
-def merge_rows(
-    out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, lse_more: torch.Tensor, rows: torch.Tensor
-) -> None:
-    """Combine attention as `row_copies.merge_rows` does; a head's lse of neighbouring tokens are side by side."""
-    _, heads, size = out.shape
-    if len(rows):
-        _merge_rows[(len(rows),)](
-            out, lse, more, lse_more, rows, lse.stride(0), lse_more.stride(0), heads, size,
-            triton.next_power_of_2(heads), triton.next_power_of_2(size),
-        )  # fmt: skip
-
-
-@triton.jit
-def _merge_rows(
-    out, lse, more, lse_more, rows, stride, stride_more, heads, size, all_heads: tl.constexpr, width: tl.constexpr
-):
-    row = tl.load(rows + tl.program_id(0))
-    head, column = tl.arange(0, all_heads), tl.arange(0, width)[None, :]
-    first = tl.load(lse + head * stride + row, head < heads, 0.0)
-    second = tl.load(lse_more + head * stride_more + row, head < heads, 0.0)
-    largest = tl.maximum(first, second)
-    both = largest + tl.log(tl.exp(first - largest) + tl.exp(second - largest))
-    at = (row * heads + head[:, None]) * size + column
-    inside = (head[:, None] < heads) & (column < size)
-    merged = tl.load(out + at, inside, 0.0).to(tl.float32) * tl.exp(first - both)[:, None]
-    merged += tl.load(more + at, inside, 0.0).to(tl.float32) * tl.exp(second - both)[:, None]
-    tl.store(out + at, merged, inside)
-    tl.store(lse + head * stride + row, both, head < heads)

@@ -36,32 +36,3 @@ class RowCopies:
         """The copies sorted by their row, int64 ``[k]``, and where those of each row begin, ``[t + 1]``."""
         rows, order = self.rows.sort(stable=True)
         return order, torch.searchsorted(rows, torch.arange(self.count + 1, device=rows.device))
-
-
-def add_rows(x: torch.Tensor, more: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add the ``rows`` ``[r]`` of ``more`` ``[t, ...]`` to those of ``x`` ``[t, ...]``, in place; no row is twice."""
-    if x.is_cuda:
-        from megatron_grpo.models import gpu_kernels
-
-        gpu_kernels.add_rows(x, more, rows)
-    else:
-        x.index_add_(0, rows, more.index_select(0, rows).to(x.dtype))
-
-
-def merge_rows(out, lse, more: torch.Tensor, lse_more: torch.Tensor, rows: torch.Tensor) -> None:
-    """Combine attention over two sets of keys for the queries ``rows`` ``[r]``, in place; no row is twice.
-
-    ``out`` and ``more`` are ``[t, heads, d]``, ``lse`` and ``lse_more`` ``[heads, t]``: the formula is that of
-    `attention_kernels`.
-    """
-    if out.is_cuda:
-        from megatron_grpo.models import gpu_kernels
-
-        gpu_kernels.merge_rows(out, lse, more, lse_more, rows)
-        return
-    first, second = lse.index_select(1, rows), lse_more.index_select(1, rows)
-    both = torch.logaddexp(first, second)
-    terms = ((out, first), (more, second))
-    merged = sum(x.index_select(0, rows) * (own - both).exp().T[..., None] for x, own in terms)
-    out.index_copy_(0, rows, merged.to(out.dtype))
-    lse.index_copy_(1, rows, both)

@@ -17,7 +17,6 @@ from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -27,10 +26,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.checkpointing import checkpoint
-from megatron_grpo.data.pack import SharedPrompts, _keys_of_nodes
-from megatron_grpo.data.prefix_tree import PrefixTree
-from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention, levels, segments
-from megatron_grpo.models.attention_kernels import Level, Levels, SharedKeys, Varlen
+from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.parallel import initialize
 from megatron_grpo.parallel.zigzag import zigzag
 
@@ -111,53 +107,6 @@ def plain(case: Case, q, k, v, sink) -> torch.Tensor:
         weights = scores.softmax(-1)[:, :, -len(one_q) :]
         outputs.append(torch.einsum("hst,thd->shd", weights, one_v).flatten(1))
     return torch.cat(outputs)
-
-
-@dataclass(frozen=True)
-class Forest:
-    """Nodes in depth-first order: each has a number for a place among the last one's path, its parent, and a length."""
-
-    nodes: tuple[tuple[int, int], ...]
-
-    @property
-    def cu(self) -> np.ndarray:
-        """Where the tokens of each node begin."""
-        return np.append(0, np.cumsum([length for _, length in self.nodes]))
-
-    @property
-    def shared(self) -> SharedPrompts:
-        parents: list[int] = []
-        path: list[int] = []
-        for number, (choice, _) in enumerate(self.nodes):
-            path = path[: choice % (len(path) + 1)]
-            parents.append(path[-1] if path else -1)
-            path = [*path, number]
-        nothing, lengths = np.zeros(0, np.int64), np.diff(self.cu)
-        tree = PrefixTree(np.array(parents), nothing, lengths, nothing, nothing)
-        keys, cu_keys = _keys_of_nodes(self.cu, tree)
-        return SharedPrompts(keys, cu_keys.astype(np.int32), np.arange(self.cu[-1]), tree.parent, np.diff(cu_keys))
-
-    def levels(self, kind: type[Varlen], scale: float, device: torch.device) -> Levels:
-        """The kernel without copies of keys."""
-        cu, longest = torch.from_numpy(self.cu).int().to(device), int(np.diff(self.cu).max())
-        found = levels(tuple(self.cu.tolist()), self.shared, device)
-        of_levels = tuple(Level(kind(*call, -1, scale, causal=False), *places) for call, *places in found)
-        return Levels(kind(cu, cu, longest, longest, -1, scale), of_levels)
-
-    def copies(self, kind: type[Varlen], scale: float, device: torch.device) -> SharedKeys:
-        """The kernel with copies of keys."""
-        segmented, copies = segments(tuple(self.cu.tolist()), 1, 0, device, -1, self.shared)
-        return SharedKeys(kind(*segmented, -1, scale), copies)
-
-    def plain(self, case: Case, q, k, v, sink) -> torch.Tensor:
-        """Every path by itself: ``[t, heads * value size]``."""
-        shared, parts = self.shared, []
-        for number, (_, length) in enumerate(self.nodes):
-            path = shared.keys[shared.cu_keys[number] : shared.cu_keys[number + 1]]
-            before, own = len(path) - length, slice(self.cu[number], self.cu[number + 1])
-            queries = torch.cat([q.new_zeros(before, *q.shape[1:]), q[own]])
-            parts.append(plain(replace(case, lengths=(len(path),)), queries, k[path], v[path], sink)[before:])
-        return torch.cat(parts)
 
 
 def results(case: Case, attend, tensors, upstream) -> list[torch.Tensor]:

@@ -220,9 +220,9 @@ def test_drafts_of_a_hybrid(tmp_path, family):
         wrong.append(drafts_of(found.model, lambda text: found.draft([*text[:-1], text[-1] ^ 1]), prompt, ids))
     assert [drafts for drafts, _, _ in given] == [count - 1 for count in steps]
     assert sum(steps) < len(PROMPTS) * GREEDY.max_tokens  # a token a step, else
-    # Near ties move a draft or two; drafts after another token are others.
+    # Near ties move a draft or two, and drafts that are never right would differ by more; those after another token do.
     differences = [abs(got[2] - want[1]) for got, want in zip(given, expected, strict=True)]
-    assert sum(differences) <= 2 and sum(accepted for _, accepted in expected) > 5, (given, expected)
+    assert sum(differences) <= 2 < sum(accepted for _, accepted in expected), (given, expected)
     assert sum(abs(got[2] - want[1]) for got, want in zip(given, wrong, strict=True)) > 2, (given, wrong)
 
 

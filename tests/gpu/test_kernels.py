@@ -1,6 +1,5 @@
 """What computes on a GPU with kernels of its own, against plain float32 or float64."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,14 +9,11 @@ if not torch.cuda.is_available():  # the modules below prepare a machine without
     pytest.skip("needs a GPU", allow_module_level=True)
 
 import numpy as np
-from attention_worker import GPU_CASES, NAMES, Alone, Case, Forest, module_results, reference, results
+from attention_worker import GPU_CASES, NAMES, Alone, module_results, reference
 from launch import FLASH_4, torchrun
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_grpo.models import row_copies
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention, visible_keys
-from megatron_grpo.models.attention import attend as attend_by
-from megatron_grpo.models.attention_kernels import FlashAttention4, Varlen
 from megatron_grpo.models.gpu_kernels import HeadsOfPack, RootMeanSquareNorm, swiglu_gradient
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.layer_specs import bias_dropout_add
@@ -56,53 +52,6 @@ def test_attention(name, kind):
     want = reference(case, torch.bfloat16, "cuda", torch.float32)
     errors = {label: relative(a, b) for label, a, b in zip(NAMES, got, want, strict=False)}
     assert max(errors.values()) < 2e-2, errors
-
-
-FORESTS = {
-    "a group": ((0, 1350), *[(1, 512)] * 8),
-    "groups of one token and more": ((0, 300), *[(1, 70)] * 3, (0, 1), (1, 40), (0, 129), (1, 1), (1, 2)),
-    "no trees": ((0, 200), (0, 70), (0, 1)),
-    "a chain with leaves": tuple((number // 2 + 1, 120 if number % 2 else 200) for number in range(14)),
-    "branches": ((0, 600), (1, 90), (2, 64), (3, 33), (3, 128), (2, 250), (1, 1), (2, 300), (3, 5), (3, 9), (4, 700)),
-}
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("kind", [Varlen, pytest.param(FlashAttention4, marks=FLASH_4)])
-@pytest.mark.parametrize("name", FORESTS)
-def test_attention_of_a_forest(name, kind, sinks):
-    """Without and with copies of shared keys, in bf16: output and gradients against each path by itself in float32."""
-    forest = Forest(FORESTS[name])
-    softmax = "learnable" if sinks else "vanilla"
-    case = Case((int(forest.cu[-1]),), heads=8, groups=2, size=128, value_size=128, softmax=softmax)
-    tensors, upstream = case.tensors("cuda", torch.bfloat16)
-    exact = [x.detach().float().requires_grad_() for x in tensors]
-    want = results(case, partial(forest.plain, case), exact, upstream.float())
-    for make in (forest.levels, forest.copies):
-        kernel = make(kind, case.size**-0.5, upstream.device)
-
-        def together(q, k, v, sink, kernel=kernel):
-            return attend_by(q, k, v, sink if sinks else None, kernel).flatten(1)
-
-        got = results(case, together, tensors, upstream)
-        errors = {label: relative(a, b) for label, a, b in zip(NAMES, got, want, strict=False)}
-        assert max(errors.values()) < 2e-2, (make.__name__, errors)
-
-
-def test_rows_that_are_added_and_merged():
-    """Both kernels against plain torch, for heads and sizes that are no powers of two; other rows stay as they are."""
-    rows = torch.randperm(500)[:300]
-    x, more = torch.randn(2, 500, 6, 40, device="cuda", dtype=torch.bfloat16)
-    lse, lse_more = torch.randn(2, 6, 520, device="cuda") * 4
-    want, want_lse = x.cpu().double(), lse.cpu().double()
-    got, got_lse, added = x.clone(), lse.clone(), x.float()
-    row_copies.merge_rows(want, want_lse[:, 20:], more.cpu().double(), lse_more.cpu().double()[:, 20:], rows)
-    row_copies.merge_rows(got, got_lse[:, 20:], more, lse_more[:, 20:], rows.cuda())
-    assert relative(got.cpu(), want) < 4e-3 and relative(got_lse.cpu(), want_lse) < 1e-6
-    row_copies.add_rows(added, more, rows.cuda())
-    want = x.float()
-    want[rows.cuda()] += more[rows.cuda()].float()
-    assert torch.equal(added, want)
 
 
 @pytest.mark.gpus(2)

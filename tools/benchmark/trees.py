@@ -16,8 +16,7 @@ The models have the shapes of Qwen3 with random weights. FLAGS are further flags
 Each update is that of a run, with the optimizer's step and all other costs that sharing does not lower. The learning
 rate is too small to change a weight, so that all updates have the same loss and gradient. For each case the last column
 is (seconds saved / seconds) / (TFLOP saved / TFLOP) against separate sequences. TFLOP are those that the packs compute,
-by `computed`, without padding. Seconds are the median of --updates after one that is left out; ``copies`` and
-``levels`` are the two kernels of attention with shared keys (on GPUs: a CPU has copies only). With --profile one more
+by `computed`, without padding. Seconds are the median of --updates after one that is left out. With --profile one more
 update is profiled: its seconds by kind of kernel, and the ``idle`` seconds in which no kernel runs; without a GPU those
 of the operators.
 """
@@ -39,7 +38,6 @@ import pretrain_grpo
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models import forward
-from megatron_grpo.models.attention import PackedAttention
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.update_flops import computed
@@ -150,7 +148,7 @@ def agents(text: Text, count: int) -> Sequences:
 
 CASES = {"groups": groups, "episodes": episodes, "agents": agents}
 PROMPTS = {"groups": 1350, "episodes": 400, "agents": 1500}
-WAYS = ("separate", "copies", "levels")
+WAYS = ("separate", "shared")
 
 
 def rollout(name: str, text: Text, count: int) -> RolloutBatch:
@@ -236,7 +234,6 @@ def print_profile(what: str, call) -> None:
 def measured(args, trainer, batch: RolloutBatch, way: str, options: argparse.Namespace, title: str) -> list[float]:
     """Run updates; return seconds, peak GiB, tokens computed, their TFLOP, loss and gradient norm."""
     args = replaced(args, share_prompts=way != "separate")
-    PackedAttention.by_levels = way == "levels"
     chosen, rows, seconds = np.arange(batch.num_completions), [], []
 
     def update() -> None:
@@ -261,7 +258,6 @@ def main() -> None:
     )
     parser.add_argument("--sizes", nargs="+", default=["0.6b", "4b"], choices=SIZES, help="models [0.6b 4b]")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="[all]")
-    parser.add_argument("--ways", nargs="+", default=WAYS[1:], choices=WAYS[1:], help="kernels for shared keys [both]")
     parser.add_argument("--updates", type=int, default=3, metavar="N", help="measured updates of each [3]")
     parser.add_argument("--profile", action="store_true", help="seconds of one more update by kind of kernel")
     options, flags = parser.parse_known_args()
@@ -277,12 +273,12 @@ def main() -> None:
         for case in options.cases:
             batch = rollout(case, Text(args.vocab_size), counts[list(CASES).index(case)])
             whole: list[float] = []
-            for way in ("separate", *options.ways):
+            for way in WAYS:
                 found = measured(args, trainer, batch, way, options, f"{size} {case} {way}")
                 whole = whole or found
                 seconds, peak, tokens, flops, loss, norm = found
                 quotient = "" if way == "separate" else f"{(1 - seconds / whole[0]) / (1 - flops / whole[3]):.2f}"
-                cells = f"{seconds:.3f} | {peak:.1f} | {tokens:,} | {flops:.4g} | {flops / seconds:.4g}"
+                cells = f"{seconds:.3f} | {peak:.1f} | {tokens:,} | {flops:.1f} | {flops / seconds:.0f}"
                 lines.append(f"| {size} | {case} | {way} | {cells} | {loss:.5f} | {norm:.4f} | {quotient} |")
         made_up.release(trainer)
     print_rank_0("\n" + "\n".join(lines))

@@ -1,12 +1,11 @@
 """Packed attention against a plain masked softmax in float64: values and gradients of q, k, v and sinks."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from attention_worker import NAMES, Alone, Case, Forest, module_results, plain, reference, results
+from attention_worker import NAMES, Alone, Case, module_results, plain, reference, results
 
 # attention_worker installs the CPU layer, which comes before megatron.core.
 from hypothesis import given, settings
@@ -222,56 +221,40 @@ def test_flash_operations_take_these_arguments(left):
     assert [x.grad.shape for x in (q, k, sink)] == [q.shape, k.shape, sink.shape]
 
 
-def _seen(queries, keys, left, right):
-    """Which pairs see each other, by the definition of flash-attn 2.1: queries and keys of a segment end together."""
-    at = torch.arange(queries)[:, None] + keys - queries
-    key = torch.arange(keys)
-    return ((left < 0) | (key >= at - left)) & ((right < 0) | (key <= at + right))
-
-
-def _stand_in(q, k, v, cu_q, cu_k, scale, left, right):
-    """(out, lse); NaN for queries without keys."""
+def _stand_in(q, k, v, cu_q, cu_k, scale, left):
+    """(out, lse) by the definition of flash-attn 2.1: queries and keys of a segment end together."""
     outputs, lses = [], []
     heads = q.shape[1] // k.shape[1]
     for i in range(len(cu_q) - 1):
         a = q[cu_q[i] : cu_q[i + 1]]
         b, c = (x[cu_k[i] : cu_k[i + 1]].repeat_interleave(heads, dim=1) for x in (k, v))
-        if not len(b):
-            lses.append(q.new_full((q.shape[1], len(a)), math.nan))
-            outputs.append(torch.full_like(a, math.nan))
-            continue
-        scores = torch.einsum("shd,thd->hst", a, b).mul(scale)
-        scores = scores.masked_fill(~_seen(len(a), len(b), left, right), -math.inf)
+        at = torch.arange(len(a))[:, None] + len(b) - len(a)
+        seen = (torch.arange(len(b)) <= at) & ((left < 0) | (torch.arange(len(b)) >= at - left))
+        scores = torch.einsum("shd,thd->hst", a, b).mul(scale).masked_fill(~seen, -math.inf)
         lses.append(scores.logsumexp(-1))
         outputs.append(torch.einsum("hst,thd->shd", scores.softmax(-1), c))
     return torch.cat(outputs), torch.cat(lses, dim=1)
 
 
 def _forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right):
-    assert max_q == cu_q.diff().max() and max_k == cu_k.diff().max()
-    assert cu_q[-1] == len(q) and cu_k[-1] == len(k) and cu_q.dtype == cu_k.dtype == torch.int32
-    assert (dropout, debug) == (0.0, False) and causal == (window_size_left < 0 <= window_size_right)
-    return *_stand_in(q, k, v, cu_q, cu_k, scale, window_size_left, window_size_right), None, None, None
+    assert max_q == cu_q.diff().max() and max_k == cu_k.diff().max() and causal == (window_size_left < 0)
+    assert (dropout, debug, window_size_right) == (0.0, False, 0) and cu_q.dtype == cu_k.dtype == torch.int32
+    return *_stand_in(q, k, v, cu_q, cu_k, scale, window_size_left), None, None, None
 
 
 def _backward(
     grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, *,
     scale, window_size_left, window_size_right,
 ):  # fmt: skip
-    """Algorithm 2 of FlashAttention-2 without its tiles: p from the scores and ``lse``, the sum from ``out``.
-
-    NaN for queries without keys and keys without queries.
-    """
-    assert causal == (window_size_left < 0 <= window_size_right) and grad.shape == out.shape == q.shape
-    assert lse.shape == q.shape[1::-1] and lse.is_contiguous()
+    """Algorithm 2 of FlashAttention-2 without its tiles: p from the scores and ``lse``, the sum from ``out``."""
+    assert causal == (window_size_left < 0) and window_size_right == 0
     heads = q.shape[1] // k.shape[1]
-    grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
     for i in range(len(cu_q) - 1):
         one, two = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-        if one.start == one.stop or two.start == two.stop:
-            continue
         a, b, c = q[one], k[two].repeat_interleave(heads, 1), v[two].repeat_interleave(heads, 1)
-        seen = _seen(len(a), len(b), window_size_left, window_size_right)
+        at = torch.arange(len(a))[:, None] + len(b) - len(a)
+        seen = (torch.arange(len(b)) <= at) & ((window_size_left < 0) | (torch.arange(len(b)) >= at - window_size_left))
         p = torch.exp(torch.einsum("shd,thd->hst", a, b) * scale - lse[:, one, None]) * seen
         dp = torch.einsum("shd,thd->hst", grad[one], c) - (grad[one] * out[one]).sum(-1).T[..., None]
         ds = p * dp * scale
@@ -372,31 +355,6 @@ def test_shared_prompts(flash_on_cpu, cp_size, chunks, shape):
     want = results(case, reference_attention, *case.tensors())
     for kernel_of in (on_gpu, on_cpu):
         compare(results(case, attention(kernel_of), *case.tensors()), want)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    nodes=st.lists(st.tuples(st.integers(0, 8), st.integers(1, 5)), min_size=1, max_size=14),
-    shape=st.fixed_dictionaries(shapes | {"left": st.none()}),
-    dtype=st.sampled_from([torch.float64, torch.float32]),
-)
-def test_levels(flash_on_cpu, nodes, shape, dtype):
-    """Attention along the paths of a forest without copies of keys, against each path by itself."""
-    forest = Forest(tuple(nodes))
-    case = Case((int(forest.cu[-1]),), **shape)
-    kernel = forest.levels(Varlen, case.size**-0.5, torch.device("cpu"))
-
-    def together(q, k, v, sink):
-        sink = {"vanilla": None, "off-by-one": torch.zeros_like(sink), "learnable": sink}[case.softmax]
-        return attend(q, k, v, sink, kernel).flatten(1)
-
-    tensors = case.tensors(dtype=dtype)
-    double = [x.detach().double().requires_grad_() for x in tensors[0]], tensors[1].double()
-    compare(
-        results(case, together, *tensors),
-        results(case, partial(forest.plain, case), *double),
-        1e-12 if dtype == torch.float64 else 1e-5,
-    )
 
 
 @pytest.mark.parametrize("name", ["mixed", "sinks", "all"])

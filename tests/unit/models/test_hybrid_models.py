@@ -100,10 +100,14 @@ def test_multi_token_prediction_of_a_pack(world, tmp_path, family):
     factors = torch.randn(len(expected), generator=generator)
     (expected * factors).sum().backward()
 
+    next_tokens = torch.cat([torch.cat([part[1:], torch.tensor([0])]) for part in ids.split(LENGTHS)])
+    after_labels = torch.cat([torch.cat([part[2:], torch.tensor([IGNORED_LABEL])]) for part in ids.split(LENGTHS)])
     _, _, found = model(
         ids[None],
         torch.cat([torch.arange(length) for length in LENGTHS])[None],
         attention_mask=None,
+        further_tokens=next_tokens[None],
+        further_labels=after_labels[None],
         labels=torch.cat(labels)[None],
         packed_seq_params=packed_seq_params(torch.from_numpy(cu), max(LENGTHS), "local"),
     )

@@ -383,6 +383,19 @@ def test_groups_of_an_evaluation_are_not_those_of_training():
     assert not made._scorer.groups and len(made._scorer.samples) == 4
 
 
+def test_a_continued_completion_has_a_seed_for_the_tokens_that_it_has():
+    """Completion 1 of the second group of batch 2 (from 0): request 5 of a colocated engine in rollout 3."""
+    args = replaced(good_args.validated(FLAGS, world_size=1), end_token_ids=())
+    begun = Completion(0, [1, 2, 3], None, "abort", [0] * 3)
+    made = Producer.__new__(Producer)
+    made._args, made._size, made._num_groups = args, SIZE, 4
+    made._groups = {9: Group(Rows()[0], 0, (None, begun, None, None))}
+    requests = [made._request(9 * SIZE + place) for place in (0, 1)]
+    assert [request.begun for request in requests] == [None, begun]
+    rollout = rollout_seed(args.seed, 3)
+    assert [request.seed for request in requests] == [request_seed(rollout, SIZE), request_seed(rollout, SIZE + 1, 3)]
+
+
 def test_a_probe_is_not_scored(launch):
     run = launch("--max-staleness 1 --weight-update keep")
     run.publish(0)

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet
 import pytest
 from run_files import json_lines
 
+from megatron_grpo.environments.builtin.calculator import calculate
 from megatron_grpo.utils.errors import GrpoError
 from tools.data.common import write_rows
 
@@ -83,3 +85,32 @@ def test_write_rows_in_one_piece(tmp_path):
         write_rows([], path)
     assert pyarrow.parquet.read_table(path).num_rows == 2
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_examples_stand_before_each_question(tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    examples = TOOL.parents[2] / "examples" / "grpo" / "calculator_examples.json"
+    run = tool("--input", "in.jsonl", "--output", "o.jsonl", "--examples", examples, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    given = json.loads(examples.read_text())
+    assert [row["prompt"][:-1] for row in json_lines(tmp_path / "o.jsonl")] == [given] * 3
+    for call, answer in pairwise(given):  # the examples call the tool right
+        if answer["role"] == "tool":
+            (made,) = call["tool_calls"]
+            assert calculate(made["function"]["arguments"]["expression"]) == answer["content"]
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "said"),
+    [
+        ("{}", (), "must be a list of messages"),
+        ("[", (), "examples.json: "),
+        ('[{"role": "user", "content": "1"}]', ("--prompt-style", "plain"), "leave one of them out"),
+        ('[{"role": "user", "content": "1"}]', ("--output", "o.parquet"), "give --output as .jsonl"),
+    ],
+)
+def test_examples_that_do_not_fit_are_refused(tmp_path, content, more, said):
+    (tmp_path / "in.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    (tmp_path / "examples.json").write_text(content)
+    run = tool("--input", "in.jsonl", "--output", "o.jsonl", "--examples", "examples.json", *more, cwd=tmp_path)
+    assert run.returncode != 0 and said in run.stderr.splitlines()[-1] and not (tmp_path / "o.jsonl").exists()
