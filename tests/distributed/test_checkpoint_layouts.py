@@ -23,7 +23,7 @@ def test_a_resume_restores_position_and_random_states(tmp_path, torchrun):
     ("ranks", "cases", "done"),
     [
         (2, "few_chains", {"all tensors equal": 2}),
-        (2, "few_lora_chains", {"all tensors equal": 2}),
+        pytest.param(2, "few_lora_chains", {"all tensors equal": 2}, marks=pytest.mark.slow),
         pytest.param(2, "resumed", {"resumed in": 1}, marks=pytest.mark.slow),
         pytest.param(4, "random_states", {"random states restored": 2}, marks=pytest.mark.slow),
         pytest.param(

@@ -83,7 +83,10 @@ def used(reference, policy) -> dict[str, torch.Tensor]:
 AVERAGES = [(0.6, ["--bf16"]), (0.1, ["--bf16", *EXPERTS]), (0.01, ["--bf16"]), (0.01, ["--fp16"])]
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["the policy's modules", "a second model"])
+@pytest.mark.parametrize(
+    "separate",
+    [pytest.param(False, id="the policy's modules"), pytest.param(True, id="a second model", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(("share", "flags"), slow_except([AVERAGES[1]], AVERAGES))
 def test_the_average_is_that_of_the_formula(share, flags, separate):
     args, model, reference = policy_and_reference(*flags, *EMA, separate=separate)

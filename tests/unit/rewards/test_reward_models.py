@@ -243,6 +243,7 @@ def test_a_server_that_stays_away_costs_its_samples_and_then_no_time(double, poo
         rewards.score(samples(10))
 
 
+@pytest.mark.slow
 def test_the_process_that_asks_may_die(double, pool):
     one = double("classifier", seconds=0.05)
     rewards = pool(f"--reward-funcs cls --reward-model cls={one.url} --reward-model-concurrency 4", retries=1)
@@ -266,6 +267,7 @@ def test_a_key_is_read_from_the_environment_for_its_model_alone(double, pool, te
     assert "first" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_of_several_models_is_named(double, pool, template):
     two = double("judge", models=["small", "large"])
     flags = f"--reward-funcs say --reward-model-template say={template} --reward-model say={two.url}"

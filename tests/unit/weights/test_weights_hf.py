@@ -124,7 +124,7 @@ def test_multi_token_prediction_equals_transformers(world, tmp_path, family):
     expected = extra.shared_head(layer(embedded, hidden[None, :39], rotary, causal, positions, None))[0]
 
     out, *_ = model.mtp.layers[0](
-        ids[None],
+        ids.roll(-1)[None],
         torch.arange(40)[None],
         hidden[:, None],
         attention_mask=None,
