@@ -178,14 +178,14 @@ def train(args, trainer: Trainer) -> None:
         with trainer.engine_for_rollout():  # awake, with the newest weights
             rollout = trainer.next_rollout(divide)
         batch = rollout.batch  # all completions; tokens of those that this rank computes
+        parts = divide(batch.num_completions)  # the completions of each update
         if args.rollout_only:
             trainer.log_rollout(rollout, combine_rewards(batch.rewards, args.reward_weights))
             continue
         with trainer.timers("logprobs"):
             if needs_old_log_probs(args):
                 with router_replay.recording(args, trainer.model) as with_experts:  # R2: the old policy's
-                    updates = divide(batch.num_completions)
-                    old_log_probs = forward.log_probs(args, trainer.model, forward_step, batch, updates)
+                    old_log_probs = forward.log_probs(args, trainer.model, forward_step, batch, parts)
                 batch = with_experts(replace(batch, old_log_probs=old_log_probs))
             if trainer.reference is not None:
                 ref_log_probs = trainer.reference.log_probs(batch, trainer.model, forward_step)
@@ -201,7 +201,7 @@ def train(args, trainer: Trainer) -> None:
         if args.overlong_filter:
             batch = drop_overlong(batch)
         trainer.log_completions(batch)
-        updates = args.num_iterations * divide(batch.num_completions)
+        updates = args.num_iterations * parts
         for number, completions in enumerate(updates, start=1):
             with trainer.timers("update"):
                 row = metrics | update(args, trainer, batch, completions)

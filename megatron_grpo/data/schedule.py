@@ -121,6 +121,11 @@ def schedule(
     return [[sorted(packs[pack]) for pack in rank] for rank in ranks]
 
 
+def degrees_of(cp_size: int) -> list[int]:
+    """Return the numbers of context-parallel ranks that can hold a micro-batch of `hybrid_schedule`, ascending."""
+    return [2**power for power in range(cp_size.bit_length())]
+
+
 def hybrid_schedule(
     lengths: npt.ArrayLike,
     dp_size: int,
@@ -168,7 +173,7 @@ def hybrid_schedule(
     """
     length = np.asarray(lengths, dtype=np.int64)
     work = (length + attention_coefficient * length**2).tolist()
-    degrees = [2**power for power in range(cp_size.bit_length())]
+    degrees = degrees_of(cp_size)
     sizes = {degree: padded_lengths(length, degree, samples) for degree in degrees}
     if repeated is not None:
         sizes = {degree: size - repeated[degree] for degree, size in sizes.items()}

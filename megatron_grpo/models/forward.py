@@ -21,7 +21,7 @@ from megatron_grpo.data.prefix_tree import (
     spared_by_samples,
     with_prefixes,
 )
-from megatron_grpo.data.schedule import Schedule, attention_coefficient, hybrid_schedule, schedule
+from megatron_grpo.data.schedule import Schedule, attention_coefficient, degrees_of, hybrid_schedule, schedule
 from megatron_grpo.data.share import spread
 from megatron_grpo.models import balancing, router_replay
 from megatron_grpo.models.config import linear_layers, trains_mtp
@@ -97,8 +97,7 @@ def assignment(
         repeated = None
         if share_prompts:
             how["prefixes"] = _prefixes(args, batch, completions)
-            degrees = [2**power for power in range(cp_size.bit_length())]
-            repeated = {degree: _repeated(args, batch, completions, degree) for degree in degrees}
+            repeated = {degree: _repeated(args, batch, completions, degree) for degree in degrees_of(cp_size)}
         degrees, ranks = hybrid_schedule(lengths, dp_size, cp_size, samples=samples, repeated=repeated, **how)
     else:
         # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal

@@ -16,9 +16,9 @@ The models have the shapes of Qwen3 with random weights. FLAGS are further flags
 Each update is that of a run, with the optimizer's step and all other costs that sharing does not lower. The learning
 rate is too small to change a weight, so that all updates have the same loss and gradient. For each case the last column
 is (seconds saved / seconds) / (TFLOP saved / TFLOP) against separate sequences. TFLOP are those that the packs compute,
-by `computed`, without padding. Seconds are the median of --updates after one that is left out. With --profile one more
-update is profiled: its seconds by kind of kernel, and the ``idle`` seconds in which no kernel runs; without a GPU those
-of the operators.
+by `flops/update`, without padding. Seconds are the median of --updates after one that is left out. With --profile one
+more update is profiled: its seconds by kind of kernel, and the ``idle`` seconds in which no kernel runs; without a GPU
+those of the operators.
 """
 
 import argparse
@@ -36,11 +36,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import pretrain_grpo
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.entry_point import run
-from megatron_grpo.training.update_flops import computed
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.log import print_rank_0
 
@@ -245,10 +243,10 @@ def measured(args, trainer, batch: RolloutBatch, way: str, options: argparse.Nam
     peak = made_up.peak_memory() / 1024
     if options.profile:
         print_profile(title, update)
-    packs = forward.micro_batches(args, batch, chosen)
-    tokens, flops = computed(ModelFlops(args), packs)
-    print_rank_0(f"{title}: {', '.join(f'{spent:.3f}' for spent in seconds)} s; {len(packs)} micro-batches")
-    return [median(seconds[1:]), peak, tokens, flops, rows[-1]["loss"], rows[-1]["grad_norm"]]
+    packs, row = len(forward.assignment(args, batch, chosen)[0]), rows[-1]
+    print_rank_0(f"{title}: {', '.join(f'{spent:.3f}' for spent in seconds)} s; {packs} micro-batches")
+    tokens = row["tokens/update"] - row["tokens/shared"]
+    return [median(seconds[1:]), peak, tokens, row["flops/update"], row["loss"], row["grad_norm"]]
 
 
 def main() -> None:

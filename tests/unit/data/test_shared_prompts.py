@@ -346,7 +346,7 @@ def test_completions_without_a_token_in_the_loss_need_no_slot():
 
 
 def test_prompts_are_shared_up_to_the_first_token_with_other_experts():
-    """That token is the last one in common, of which each sequence has its own copy; the schedule knows 16 tokens."""
+    """Each sequence has its own copy of the last token in common. The schedule knows 16 tokens."""
     plain = batch_of([list(range(40))] * 2, [[50], [51]], [0, 0])
     begin, pair = plain.cu_seqlens[1], np.arange(2)
     experts = np.zeros((len(plain.tokens), 3, 1), np.int16)

@@ -71,7 +71,7 @@ def rollouts(draw) -> RolloutBatch:
 
 
 def rollout_of(sequences: list[list[int]], ends: list[int], prompt_lengths: list[int], seed: int) -> RolloutBatch:
-    """Return completions of which each has the sequences up to one of ``ends``, with prompts of so many tokens."""
+    """Return completions. Each ends with a sequence of ``ends``; ``prompt_lengths`` are the tokens of their prompts."""
     samples = [sequences[a:b] for a, b in zip([0, *ends], ends, strict=False)]
     prompts = [own[0][:length] for own, length in zip(samples, prompt_lengths, strict=True)]
     whole = [list(chain.from_iterable(own)) for own in samples]

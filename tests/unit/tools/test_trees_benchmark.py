@@ -6,11 +6,11 @@ import pytest
 from megatron_grpo.data.pack import pack_completions
 from tools.benchmark import trees
 
-# Of a group, a group and a tree: completions, tokens of all, of a pack that shares, and in the loss. Each node lacks
-# its last token, of which every sequence after it has a copy.
+# Of a group, a group and a tree: completions, tokens of all, of a pack that shares, and in the loss. A node lacks
+# its last token: every sequence after it has a copy.
 OF_CASES = {
     "groups": (8, 8 * 1862, 1350 - 1 + 8 * 513, 8 * 512),
-    # The prompt; of each episode seven turns without thinking, and eight with it, of which the call is not shared.
+    # The prompt; of each episode seven turns without thinking, and eight turns of thinking and call, which are apart.
     "episodes": (8, 8 * 8160, 400 - 1 + 8 * (7 * 120 + 8 * 201), 8 * 8 * 200),
     # Prompt and plan; the main agent; three agents with their reports; two that each of these calls.
     "agents": (
