@@ -28,6 +28,7 @@ from megatron_grpo.models.config import (
 from megatron_grpo.models.delta_net import CHUNK as DELTA_NET_CHUNK
 from megatron_grpo.models.fp8_training import fp8_layers
 from megatron_grpo.models.fp8_weight import BLOCK
+from megatron_grpo.models.gemma4 import PER_LAYER_INPUTS, key_source, with_layer
 from megatron_grpo.models.head import CHUNK, KEPT
 from megatron_grpo.parallel.arguments import has_packed_attention, query_groups
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
@@ -169,23 +170,29 @@ class Plan:
     def drafts_share_of_cache(self) -> float:
         """Return the share of the engine's key-value cache that the drafts' layers take."""
         args, own = self.args, draft_args(self.args)
-        policys = _cache_per_token(args, linear_layers(args).count(False))
-        drafts = _cache_per_token(args, args.mtp_num_layers or 0) if method_of(args) == "mtp" else 0
+        of_last = [args.num_layers - 1] * (args.mtp_num_layers or 0)
+        drafts = _cache_per_token(args, of_last) if method_of(args) == "mtp" else 0
         if own is not None:
-            drafts = _cache_per_token(own, own.num_layers)
+            drafts = _cache_per_token(own, range(own.num_layers))
+        policys = _cache_per_token(args, [n for n, linear in enumerate(linear_layers(args)) if not linear])
         return drafts / (policys + drafts)
 
     def cache(self, stage: int) -> int:
         """Return the bytes of the key-value cache on a rank of a pipeline stage (--rollout-engine megatron)."""
         args, tp = self.args, self.args.tensor_model_parallel_size
-        heads, channels = max(query_groups(args) // tp, 1), args.kv_channels
-        if args.multi_latent_attention:
-            heads = args.num_attention_heads // tp
-            channels = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
+        layers = {key_source(args, layer): layer for chunk in self.stages[stage] for layer in chunk.layers}.values()
+
+        def per_token(args: Namespace) -> int:
+            if args.multi_latent_attention:
+                channels = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
+                return args.num_attention_heads // tp * channels
+            return max(query_groups(args) // tp, 1) * args.kv_channels
+
         tokens = args.inference_max_requests * longest_sequence(args)
-        kinds = [linear_layers(args)[layer] for chunk in self.stages[stage] for layer in chunk.layers]
-        of_attention = 2 * kinds.count(False) * tokens * heads * channels * params_dtype(args).itemsize
-        return of_attention + kinds.count(True) * args.inference_max_requests * delta_net_state_bytes(args) // tp
+        linear = [linear_layers(args)[layer] for layer in layers]
+        elements = sum(per_token(with_layer(args, n)) for n, net in zip(layers, linear, strict=True) if not net)
+        of_attention = 2 * elements * tokens * params_dtype(args).itemsize
+        return of_attention + linear.count(True) * args.inference_max_requests * delta_net_state_bytes(args) // tp
 
     def memory(self, stage: int) -> Memory:
         """Return the bytes on a rank of a pipeline stage, without the engine's."""
@@ -310,6 +317,8 @@ class Plan:
             yield EMBEDDING
         if chunk.embedding and self.args.vision_config:
             yield TOWER
+        if chunk.embedding:
+            yield from (key for key in self.weights if str(key).startswith(PER_LAYER_INPUTS))
         yield from chunk.layers
         if chunk.mtp:
             yield MTP
@@ -396,12 +405,12 @@ class Plan:
             layers = self._layers(chunk)
             numbers = [layer if isinstance(layer, int) else -1 for layer in layers]
             kinds = [
-                (sparse[number], linear[number], self._saved_share(layer))
+                (with_layer(args, number), sparse[number], linear[number], self._saved_share(layer))
                 for number, layer in zip(numbers, layers, strict=True)
             ]
             if any(linear[number] for number in numbers):
                 at_once = max(at_once, tokens * _delta_net_chunks(args))
-            whole = [tokens * _layer(args, *kind) for kind in kinds]
+            whole = [tokens * _layer(*kind) for kind in kinds]
             if args.disable_parameter_transpose_cache:  # the backward pass needs both 8-bit copies, 2 bytes
                 whole = [size + self._quantized(layer) for size, layer in zip(whole, layers, strict=True)]
             if args.recompute_granularity == "full":
@@ -413,10 +422,14 @@ class Plan:
                     kept += inputs * ceil(len(whole) / every)
                     at_once = max(at_once, *(sum(whole[i : i + every]) for i in range(0, len(whole), every)), 0)
             else:
-                dropped = [tokens * _recomputed(args, *kind) for kind in kinds]
+                dropped = [tokens * _recomputed(*kind) for kind in kinds]
                 kept += sum(whole) - sum(dropped)
                 at_once = max(at_once, *dropped, 0)
-        tower = self._tower_activations() if self.stages[stage][0].embedding and args.vision_config else 0
+        first = self.stages[stage][0].embedding
+        tower = self._tower_activations() if first and args.vision_config else 0
+        if first and args.gemma4_config:  # projected and normed, then added to the tokens' embeddings
+            size = args.num_layers * args.gemma4_config["hidden_size_per_layer_input"]
+            kept += 2 * tokens * size / _sequence_split(args)
         return self.in_flight(stage) * kept + at_once + tower
 
     def _saved_share(self, layer: int | str) -> float:
@@ -487,11 +500,13 @@ def gpu_bytes(plan: Plan) -> float:
     return max(most, beside / (1 - share) if share < 1 else inf, engine / share)
 
 
-def _cache_per_token(args: Namespace, layers: int) -> int:
-    """Return the elements of a token in the cache of one rank of the engine, for so many layers."""
+def _cache_per_token(args: Namespace, layers: Sequence[int]) -> int:
+    """Return the elements of a token in the cache of one rank of the engine, for these layers."""
     if args.multi_latent_attention:  # every rank has the latents of all heads
-        return layers * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
-    return layers * 2 * max(query_groups(args) // args.vllm_tensor_parallel_size, 1) * args.kv_channels
+        return len(layers) * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
+    layers = layers if not args.gemma4_config else {key_source(args, layer) for layer in layers}
+    sizes = [with_layer(args, layer) for layer in layers]
+    return sum(2 * max(query_groups(one) // args.vllm_tensor_parallel_size, 1) * one.kv_channels for one in sizes)
 
 
 def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
@@ -652,6 +667,9 @@ def _layer(args: Namespace, sparse: bool, linear: bool, share: float) -> float:
     """
     mlp = sum(_experts(args, share)) + _shared_experts(args, share) if sparse else _dense_mlp(args, share)
     inputs = (4 if args.sandwich_norm else 2) * args.hidden_size / _sequence_split(args)
+    if args.gemma4_config:  # two more norms' inputs; gate, its activation, product
+        size = args.gemma4_config["hidden_size_per_layer_input"]
+        inputs += (2 * args.hidden_size * (size > 0) + 3 * size) / _sequence_split(args)
     attention = _delta_net(args) if linear else sum(_attention(args, share)) + _output_gate(args)
     return inputs + _norm_outputs(args, sparse, share) + attention + mlp
 

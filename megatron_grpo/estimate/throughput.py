@@ -12,6 +12,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.models.config import linear_layers
+from megatron_grpo.models.gemma4 import PER_LAYER_INPUTS, with_layer
 from megatron_grpo.vision.kinds import Grid, is_trained, kind_of, merged, tower_shapes
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -58,20 +59,25 @@ class ModelFlops:
         self.args = args
         extra = args.mtp_num_layers if args.mtp_num_layers and args.mtp_loss_scaling_factor else 0
         self.per_token = 2 * sum(_multiplications(args, weight) for weight in _matrices(args, bool(extra)))
+        self.per_token += 2 * sum(
+            prod(weight.shard_shape(1))
+            for weight in model_weights.table(args)
+            if weight.name == f"{PER_LAYER_INPUTS}.projection.weight"
+        )
         self.per_label = 2 * args.hidden_size * args.vocab_size * (1 + extra)
         adapters = [weight for weight in adapter_table(args) if not weight.expert] if args.lora_rank else []
         self.per_token_of_adapters = 2 * sum(_multiplications(args, weight) for weight in adapters)
-        heads, key, value = args.num_attention_heads, args.kv_channels, args.kv_channels
-        if args.multi_latent_attention:
-            key, value = args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
-        self.per_pair = 2 * heads * (key + value)
+        self.per_pair = _flops_per_pair(args)
         self.linear = linear_layers(args)
         self.per_token_of_linear = (
             6 * args.linear_num_value_heads * args.linear_key_head_dim * args.linear_value_head_dim
         )
         full = [number for number, linear in enumerate(self.linear, start=1) if not linear]
         numbers = [*full, *[args.num_layers] * extra]
-        self.windows = Counter(_window_size(args, number) for number in numbers)
+        # (window, FLOPs of a pair) -> layers
+        self.attention = Counter(
+            (_window_size(args, number), _flops_per_pair(with_layer(args, number - 1))) for number in numbers
+        )
 
     def forward(self, lengths: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> float:
         """Return the FLOPs of a forward pass over sequences with ``lengths [n]`` and numbers of ``labels [n]``."""
@@ -84,10 +90,13 @@ class ModelFlops:
 
     def _parts(self, lengths: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> tuple[float, float]:
         """Return the FLOPs of a forward pass with the model's matrices, and with adapters and in attention."""
-        pairs = sum(layers * _attention_pairs(lengths, window) for window, layers in self.windows.items())
+        in_attention = sum(
+            layers * per_pair * _attention_pairs(lengths, window)
+            for (window, per_pair), layers in self.attention.items()
+        )
         of_weights = self.per_token * lengths.sum() + self.per_label * labels.sum()
         per_token = self.per_token_of_adapters + sum(self.linear) * self.per_token_of_linear
-        return float(of_weights), float(per_token * lengths.sum() + self.per_pair * pairs)
+        return float(of_weights), float(per_token * lengths.sum() + in_attention)
 
 
 class TowerFlops:
@@ -161,13 +170,21 @@ def stage_costs(args: Namespace) -> tuple[list[float], float]:
         if flops.linear[number - 1]:
             return flops.per_token_of_linear
         pairs = _attention_pairs(np.array([longest]), _window_size(args, number))
-        return flops.per_pair * pairs / longest
+        return _flops_per_pair(with_layer(args, number - 1)) * pairs / longest
 
     layers = [passes * matrices[layer] + attention_passes * attention(layer + 1) for layer in range(args.num_layers)]
     products = backward + 1 + bool(args.entropy_coef)  # models/head.py
     head = 2 * products * args.hidden_size * args.vocab_size * args.max_completion_length / longest
     trained = args.mtp_num_layers if args.mtp_num_layers and args.mtp_loss_scaling_factor else 0
     return layers, head + trained * (layers[-1] + head)
+
+
+def _flops_per_pair(args: Namespace) -> int:
+    """Return the FLOPs of a pair of query and key in a layer."""
+    key, value = args.kv_channels, args.kv_channels
+    if args.multi_latent_attention:
+        key, value = args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
+    return 2 * args.num_attention_heads * (key + value)
 
 
 def _matrices(args: Namespace, mtp: bool) -> list[Weight]:

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, POSITIVE, POSITIVE_SHARE, FlagRow, count_to
 from megatron_grpo.utils.rules import divides, flag, needs
@@ -28,6 +29,7 @@ MODEL: tuple[FlagRow, ...] = (
         None,
         "base of the rotary frequencies in sliding-window layers, without scaling [--rotary-base]",
     ),
+    ("--gemma4-config", dict, None, "decoder of Gemma 4: the keys of config.json that only this family has"),
     ("--vision-config", dict, None, "vision part of the model: vision_config and the image token of config.json"),
     ("--geglu", bool, False, "a gated MLP with GELU's tanh approximation, instead of --swiglu"),
     ("--sandwich-norm", bool, False, "add norms after attention and MLP, before the residual connection"),
@@ -113,6 +115,7 @@ def check_model(args: Namespace) -> None:
             raise GrpoError("--group-query-attention needs --num-query-groups, the number of key/value heads")
         divides(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
     check_delta_net(args)
+    check_gemma4(args)
     if args.qk_layernorm_across_heads:
         needs(args, "qk_layernorm_across_heads", "qk_layernorm", "it says what that norms")
         if args.multi_latent_attention:
@@ -143,6 +146,23 @@ def check_delta_net(args: Namespace) -> None:
         raise GrpoError(
             "--experimental-attention-variant gated_delta_net needs --transformer-impl local, which has its layer"
         )
+
+
+def check_gemma4(args: Namespace) -> None:
+    """Refuse Gemma 4 with layers of Transformer Engine, and with ranks that would share a key/value head."""
+    if not args.gemma4_config:
+        return
+    if args.transformer_impl != "local":
+        raise GrpoError("--gemma4-config needs --transformer-impl local, which has its layers")
+    for what, groups in (
+        ("--num-query-groups", query_groups(args)),
+        ("num_global_key_value_heads of --gemma4-config", args.gemma4_config["num_global_key_value_heads"]),
+    ):
+        if groups % args.tensor_model_parallel_size:
+            raise GrpoError(
+                f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: {what} ({groups}) is not a multiple "
+                "of it, and ranks cannot share a key/value head of Gemma 4: lower the tensor-parallel size"
+            )
 
 
 def resolve_model_sizes(args: Namespace) -> dict[str, Any]:

@@ -32,7 +32,10 @@ def transformer_config_from_args(args: Namespace) -> TransformerConfig:
         "activation_func": _activation(args),
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
         # The allgather dispatcher needs equally many tokens on each rank: its packs are padded to one length.
-        "variable_seq_lengths": args.pipeline_model_parallel_size > 1 and args.moe_token_dispatcher_type != "allgather",
+        # What Gemma 4's stages pass on (models/gemma4.py) is wider than the hidden states.
+        "variable_seq_lengths": args.pipeline_model_parallel_size > 1
+        and (args.moe_token_dispatcher_type != "allgather" or bool(args.gemma4_config)),
+        "hetereogenous_dist_checkpoint": bool(args.gemma4_config),  # layers differ in their parameters
         "deallocate_pipeline_outputs": True,
         "cuda_graph_modules": [],  # no graphs; megatron-core's default does the same with a warning
         "batch_p2p_comm": not args.overlap_p2p_comm,

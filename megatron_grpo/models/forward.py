@@ -26,10 +26,12 @@ from megatron_grpo.data.share import spread
 from megatron_grpo.models import balancing, router_replay
 from megatron_grpo.models.config import linear_layers, trains_mtp
 from megatron_grpo.models.fp8_training import check_fp8_device, token_multiple
+from megatron_grpo.models.gemma4 import with_layer
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.initialize import await_ranks, host_group
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple
 from megatron_grpo.utils import progress
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.device import device
 
 Model = list[torch.nn.Module]
@@ -213,6 +215,9 @@ def _repeated(args, batch: RolloutBatch, completions: np.ndarray, degree: int) -
 
 def _attention_coefficient(args) -> float:
     """Return `schedule.attention_coefficient` of the model: attention work relative to the linear layers."""
+    if args.gemma4_config:  # the mean of its layers
+        alike = [replaced(with_layer(args, layer), gemma4_config=None) for layer in range(args.num_layers)]
+        return float(np.mean([_attention_coefficient(one) for one in alike]))
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron.core.utils import unwrap_model
 from megatron_grpo.models.attention import PackedAttention, attend, blocks, visible_keys
 from megatron_grpo.models.attention_kernels import Attention, Blocks, Varlen
 from megatron_grpo.models.delta_net import GatedDeltaNet, State, delta_net
-from megatron_grpo.models.softcap import soft_cap, soft_capped_attention
+from megatron_grpo.models.softcap import needs_flex, soft_cap, soft_capped_attention
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,10 @@ class KVCache:
     def __init__(self, model: list[torch.nn.Module], slots: int, length: int):
         self.slots, self.length = slots, length
         self.step: Step | None = None  # tokens of the current forward pass
-        self._shapes = [_shapes(attention, slots, length) for attention in _attentions(model)]
+        # Layers that read the keys of one layer (models/gemma4.py) have one cache.
+        attentions = list(_attentions(model))
+        self._owners = [getattr(attention, "keys_of", number) for number, attention in enumerate(attentions)]
+        self._shapes = dict(zip(self._owners, (_shapes(one, slots, length) for one in attentions), strict=True))
         self._dtype, self._device = next(model[0].parameters()).dtype, next(model[0].parameters()).device
         # Keys and values [slots * length, heads, d]; of a delta net `State` of the slots.
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -63,13 +67,17 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Return the size of the cache of all layers on this rank."""
-        return sum(prod(shape) * (dtype or self._dtype).itemsize for shapes in self._shapes for shape, dtype in shapes)
+        shapes = chain.from_iterable(self._shapes.values())
+        return sum(prod(shape) * (dtype or self._dtype).itemsize for shape, dtype in shapes)
 
     def allocate(self) -> None:
         """Allocate the memory, if it is not allocated."""
         if not self.layers:
             # Zeros, because masked values must not be nan: 0 times nan is nan.
-            self.layers = [(self._zeros(*first), self._zeros(*second)) for first, second in self._shapes]
+            made = {
+                owner: (self._zeros(*first), self._zeros(*second)) for owner, (first, second) in self._shapes.items()
+            }
+            self.layers = [made[owner] for owner in self._owners]
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype or self._dtype, device=self._device)
@@ -227,7 +235,7 @@ class CachedAttention(torch.nn.Module):
         """Compute causal attention within each prompt, with the kernels of training."""
         step = self.cache.step
         assert step is not None
-        if self.softcap is not None:
+        if needs_flex(q, self.softcap):
             mask_mod = visible_keys(step.prompt_ends, 1, 0, self.left, q.device)
             return soft_capped_attention(q, k, v, mask_mod, self.scale, self.softcap)
         kernel: Varlen | Blocks
@@ -243,7 +251,8 @@ class CachedAttention(torch.nn.Module):
         step = self.cache.step
         assert step is not None
         q = torch.nn.functional.pad(q, (0, self.keys.shape[-1] - q.shape[-1]))
-        if self.softcap is None and q.is_cuda:
+        own_scores = needs_flex(q, self.softcap)
+        if q.is_cuda and not own_scores:
             kernel = Decode(step, self.cache.length, self.left, self.scale)
             return Attention.apply(q, self.keys, self.values, self.sinks(q), kernel)
         grid = (self.cache.slots, self.cache.length)
@@ -256,7 +265,7 @@ class CachedAttention(torch.nn.Module):
         if self.left >= 0:
             seen &= places >= step.lengths[:, None] - 1 - self.left
         bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, float("-inf"))[:, None, None]
-        if self.softcap is None:
+        if not own_scores:
             return Attention.apply(q, keys, values, self.sinks(q), MaskedDecode(bias, self.scale))
         # In float32: scores of a 16-bit product are too inexact for the cap.
         scores = _grouped(q, keys).float() @ keys.float().transpose(2, 3) * self.scale

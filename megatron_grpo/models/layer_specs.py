@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_grpo.models import weight_gradients
+from megatron_grpo.models import gemma4, weight_gradients
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.models.config import linear_layers
 from megatron_grpo.models.delta_net import delta_net_spec
@@ -108,12 +108,16 @@ def decoder_spec(config: TransformerConfig, args: Namespace, vp_stage: int | Non
     """Return the specification of this (virtual) pipeline stage: its layers and the final norm."""
     _replace_names(config)
     layers = _layers(config, args)
+    if args.gemma4_config:
+        layers = gemma4.layer_specs(args, layers)
     if config.pipeline_model_parallel_layout is not None:
         own = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
         layers = [layers[i] for i in own]
     else:
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    if args.gemma4_config:
+        layers = gemma4.end_stage(layers)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(args.transformer_impl))
 
 

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from megatron_grpo.models import gemma4
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.initialize import await_ranks
 from megatron_grpo.utils.device import device
@@ -79,6 +80,8 @@ def dimensions(args: Namespace) -> Dimensions:
             "linear_qkvz": 2 * qk + 2 * v,
             "linear_width": args.linear_conv_kernel_dim,
         }
+    if args.gemma4_config:
+        dims |= gemma4.dimensions(args)
     if args.multi_latent_attention:
         dims |= {
             "q_latent": args.q_lora_rank or 0,

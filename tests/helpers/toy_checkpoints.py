@@ -23,7 +23,7 @@ from megatron_grpo.weights.stream import stream_hf
 
 DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
 MOE = ("qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "gpt_oss")
-SANDWICHED = ("gemma2", "gemma3_text", "glm4")
+SANDWICHED = ("gemma2", "gemma3_text", "gemma4_text", "glm4")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 FAMILIES = DENSE + MOE + SANDWICHED + HYBRID
 # (family, tied embeddings)
@@ -64,6 +64,27 @@ SHAPES = {
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 100.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    # All parts of the published models, of which each has some: the last two layers share keys, and the full layer
+    # before them has keys for values.
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "num_key_value_heads": 8,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 4,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
     },
     "glm4": {"num_hidden_layers": 4, "head_dim": 16},
     "glm": {"head_dim": 16, "attention_bias": False},
@@ -232,6 +253,8 @@ def make(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # stays float32, as in transformers and on the Hub
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
+            if name.endswith("layer_scalar"):
+                buffer.data = (1 + 0.1 * torch.randn(buffer.shape)).to(dtype)
     # As published: transformers would write each expert of Qwen3.5 apart.
     model.save_pretrained(directory, max_shard_size="60KB", save_original_format=family != "qwen3_5_moe_text")
     assert len(list(directory.glob("*.safetensors"))) > 1

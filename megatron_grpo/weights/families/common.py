@@ -30,6 +30,7 @@ ABSENT: dict[str, Any] = {
     "mrope_section": None,
     "vision_config": None,
     "rotary_base_local": None,
+    "gemma4_config": None,
     "apply_layernorm_1p": False,
     "sandwich_norm": False,
     "qk_layernorm_across_heads": False,
@@ -213,6 +214,7 @@ class Family:
     `stacked`: tensors that have the matrices of all experts of a layer in some files -> name patterns of the matrices.
     `activation`: config.json key of the MLP's activation function, and its value.
     `published(name)`: the name of a tensor in the table, where files have others; None for a tensor to leave out.
+    `unread(config)`: what the names, as in the table, of further tensors to leave out begin with.
     `text_config(config)`: a config.json with the keys of the language model at its top; `hf_config`: the inverse.
     `defaults`: values of keys that a config.json leaves out, as transformers and the engine have them, where they are
     not those of `read` and `read_rope`.
@@ -232,6 +234,7 @@ class Family:
     stacked: Mapping[str, Sequence[str]] = field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")
     published: Callable[[str], str | None] | None = None
+    unread: Callable[[Config], tuple[str, ...]] = lambda config: ()
     text_config: Callable[[Config], Config] = dict
     hf_config: Callable[[Config], Config] = dict
     defaults: Mapping[str, Any] = field(default_factory=dict)
