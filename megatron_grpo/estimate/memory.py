@@ -512,13 +512,13 @@ def _cache_per_token(args: Namespace, layers: Sequence[int]) -> int:
 def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
     """Return weights, the model's or its adapters', by layer number, ``MTP``, ``TOWER``, or the name of another one.
 
-    Only the first expert of each layer is listed. Expert biases of routers are buffers and not listed; duplicates in
+    Only the first expert of each layer is listed. Buffers are not listed; duplicates in
     the files are one parameter.
     """
     found: dict[int | str, list[Weight]] = {}
     seen = set()
     for weight in weights:
-        if weight.expert or weight.name in seen or weight.name.endswith("router.expert_bias"):
+        if weight.expert or weight.name in seen or weight.name.endswith(model_weights.BUFFERS):
             continue
         seen.add(weight.name)
         first, *rest = weight.name.split(".")

@@ -96,7 +96,7 @@ def saved_weights(args: Namespace) -> list[Weight]:
             raise GrpoError(
                 f"--lora-modules-to-save: {min(of_weight & chosen)} is an expert's, which is not trained whole: {way}"
             )
-        if of_weight <= chosen and not weight.name.endswith("expert_bias"):
+        if of_weight <= chosen and not weight.name.endswith(model_weights.BUFFERS):
             saved.append(weight)
         elif part := chosen & of_weight:
             raise GrpoError(

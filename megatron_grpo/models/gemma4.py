@@ -224,8 +224,7 @@ class Gemma4Layer(TransformerLayer):
             for n, kind in enumerate(kinds[:number])
             if kind.is_source
         }
-        # Published as a buffer; frozen, as in transformers and the engine.
-        self.layer_scalar = torch.nn.Parameter(torch.ones(1, dtype=config.params_dtype), requires_grad=False)
+        self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))  # not trained
         if per_layer:
             self.per_layer_input_gate = replicated(config, config.hidden_size, per_layer)
             self.per_layer_projection = replicated(config, per_layer, config.hidden_size)

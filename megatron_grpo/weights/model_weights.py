@@ -30,6 +30,7 @@ FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+BUFFERS = ("router.expert_bias", ".layer_scalar")  # ends of the names of weights that are buffers, not trained
 _MTP_LAYER = "mtp.layers.{mtp}.transformer_layer"
 # Names of expert parameters in megatron-core's SequentialMLP, in Transformer Engine's grouped layers, and in
 # models/experts.py, which stacks all experts of a rank.
@@ -136,7 +137,7 @@ def table(args: Namespace) -> list[Weight]:
 def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the whole model, tensor) of each weight on this rank; the tensors share the model's memory.
 
-    The weights are the parameters, and the expert biases of routers, which are buffers. Names have no wrapper prefixes,
+    The weights are the parameters, and those of `BUFFERS`. Names have no wrapper prefixes,
     fused norms have their unfused names, and experts are yielded one by one with their global numbers. The last
     pipeline stage's copies of the embedding (tied output layer, multi-token prediction) have the embedding's name.
     Adapters (``chunk.lora``) are not among the weights.
@@ -152,6 +153,7 @@ def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tens
             if name.endswith("router.expert_bias"):
                 # Float16Module casts it to 16 bits; megatron-core restores float32 only at the first forward pass.
                 buffer.data = buffer.data.float()
+            if name.endswith(BUFFERS):
                 yield from canonical(chunk, name, buffer)
 
 

@@ -365,8 +365,8 @@ def build(args) -> list[torch.nn.Module]:
     """Return the Megatron model with all weights NaN, so that a weight that is not loaded is detected."""
     chunks = build_model(args, model_provider)
     for chunk in chunks:
-        biases = [buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
-        for tensor in [*chunk.parameters(), *biases]:
+        buffers = [buffer for name, buffer in chunk.named_buffers() if name.endswith(model_weights.BUFFERS)]
+        for tensor in [*chunk.parameters(), *buffers]:
             tensor.data.fill_(torch.nan)
     return chunks
 

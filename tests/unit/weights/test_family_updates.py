@@ -30,8 +30,6 @@ def gradients(args, chunk) -> dict[str, torch.Tensor]:
     table = {weight.name: weight for weight in reversed(model_weights.table(args))}
     found = {}
     for name, parameter in chunk.module.named_parameters():
-        if not parameter.requires_grad:
-            continue
         for canonical, gradient in model_weights.canonical(chunk.module, name, parameter.main_grad):
             weight = table[canonical]
             for key, part in zip(weight.hf, weight.split([gradient]), strict=True):
