@@ -7,6 +7,7 @@ grouped matrix product, a CUTLASS kernel for bfloat16 on CUDA and a loop inside 
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import fast_gelu
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
@@ -81,7 +82,7 @@ class GroupedExperts(MegatronModule):
     @staticmethod
     def can_compute(config: TransformerConfig) -> bool:
         """Return whether these experts have all that ``config`` asks for; some of it only Transformer Engine's have."""
-        usual = config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu)
+        usual = config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu, fast_gelu)
         usual = usual and config.moe_latent_size is None and not config.moe_apply_probs_on_input
         te = config.fp8 or config.fp4 or config.use_te_activation_func or config.fine_grained_activation_offloading
         return usual and not te and "moe_act" not in (config.recompute_modules or ())

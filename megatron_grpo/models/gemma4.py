@@ -11,7 +11,7 @@ pipeline stages it follows the hidden states in one tensor.
 """
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +20,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -123,13 +125,26 @@ def _layer_spec(args: Namespace, layer: ModuleSpec, kinds: Sequence[Kind], numbe
     attention = replace(
         parts.self_attention, module=Gemma4Attention, params={**parts.self_attention.params, "kind": kind}
     )
-    mlp = partial(parts.mlp, ffn_hidden_size=kind.ffn)
+    parts = replace(parts, self_attention=attention)
+    if args.num_experts:
+        dense = partial(_mlp, get_mlp_module_spec(use_te=False), kind.ffn)
+        mixture = partial(Gemma4Mixture, dense=dense, **parts.mlp.keywords)
+        parts = replace(parts, mlp=mixture, pre_mlp_layernorm=IdentityOp)
+    else:
+        parts = replace(parts, mlp=partial(_mlp, parts.mlp, kind.ffn))
     return replace(
         layer,
         module=Gemma4Layer,
         params={**layer.params, "kinds": kinds, "per_layer": args.gemma4_config["hidden_size_per_layer_input"]},
-        submodules=replace(parts, self_attention=attention, mlp=mlp),
+        submodules=parts,
     )
+
+
+def _mlp(build: Callable[..., torch.nn.Module], size: int, *, config: TransformerConfig, **more: Any):
+    """Build the MLP of a layer with this inner size, which megatron-core reads in the configuration."""
+    config = copy(config)
+    config.ffn_hidden_size = size
+    return build(config=config, ffn_hidden_size=size, **more)
 
 
 def end_stage(layers: list[ModuleSpec]) -> list[ModuleSpec]:
@@ -261,6 +276,45 @@ class Gemma4Layer(TransformerLayer):
         per_token = 2 * self.self_attention.num_query_groups_per_partition * size
         keys, values = part.reshape(-1, per_token).unflatten(1, (2, -1, size)).unbind(1)
         return keys, values
+
+
+class Gemma4Mixture(MoELayer):
+    """An MLP and experts side by side, with norms before and after each, and one after their sum.
+
+    The router reads the input normed without a weight, times ``router_scale`` / sqrt h. ``expert_scale`` multiplies
+    the weights of the chosen experts.
+    """
+
+    def __init__(self, config: TransformerConfig, *, dense: Callable[..., torch.nn.Module], **more: Any):
+        super().__init__(config, **more)
+        self.dense = dense(config=config, pg_collection=more["pg_collection"], is_mtp_layer=False)
+        for name in ("pre_dense", "post_dense", "pre_experts", "post_experts", "post"):
+            self.add_module(f"{name}_layernorm", RMSNorm(config, config.hidden_size, config.layernorm_epsilon))
+        self.router_scale = self._scale(config.hidden_size)
+        self.expert_scale = self._scale(config.num_moe_experts)
+
+    def _scale(self, size: int) -> torch.nn.Parameter:
+        ones = torch.ones(size, dtype=self.config.params_dtype, device=torch.cuda.current_device())
+        parameter = torch.nn.Parameter(ones)
+        vars(parameter)["sequence_parallel"] = self.config.sequence_parallel
+        return parameter
+
+    def forward(self, hidden_states, *args, **more):
+        """Return the output ``[t, 1, h]`` for hidden states ``[t, 1, h]`` without a norm, and None."""
+        routed, _ = super().forward(hidden_states, *args, **more)
+        dense, _ = self.dense(self.pre_dense_layernorm(hidden_states))
+        return self.post_layernorm(self.post_dense_layernorm(dense) + self.post_experts_layernorm(routed)), None
+
+    def route(self, hidden_states, padding_mask=None):
+        """Extend megatron-core's method by the two scales."""
+        size = self.config.hidden_size
+        normed = F.rms_norm(hidden_states, (size,), eps=self.config.layernorm_epsilon)
+        probs, routing_map = super().route(normed * self.router_scale * size**-0.5, padding_mask)
+        return probs * self.expert_scale.to(probs.dtype), routing_map
+
+    def preprocess(self, hidden_states, probs, routing_map):
+        """Extend megatron-core's method by the norm before the experts."""
+        return super().preprocess(self.pre_experts_layernorm(hidden_states), probs, routing_map)
 
 
 def replicated(config: TransformerConfig, inputs: int, outputs: int) -> Linear:

@@ -207,7 +207,8 @@ def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:
     if args.sandwich_norm:
         norm = _norm(args.transformer_impl)
         attention.submodules.linear_proj = with_post_layernorm(attention.submodules.linear_proj, norm)
-        mlp.linear_fc2 = with_post_layernorm(mlp.linear_fc2, norm)
+        if not isinstance(mlp, MoESubmodules):  # Gemma 4's mixtures have a norm of their own
+            mlp.linear_fc2 = with_post_layernorm(mlp.linear_fc2, norm)
     if args.qk_layernorm_across_heads:
         attention.submodules.q_layernorm = partial(AllHeadsNorm, heads=args.num_attention_heads)
         attention.submodules.k_layernorm = partial(AllHeadsNorm, heads=query_groups(args))

@@ -6,7 +6,7 @@ from megatron_grpo.models.gemma4 import layer_kinds
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import quantized
 from megatron_grpo.weights.families.common import (
-    DENSE,
+    COMMON,
     HF,
     MCORE,
     Config,
@@ -18,8 +18,9 @@ from megatron_grpo.weights.families.common import (
     sandwich_norms,
 )
 from megatron_grpo.weights.families.gemma2 import ACTIVATION
+from megatron_grpo.weights.families.moe import SOFTMAX_ROUTER
 from megatron_grpo.weights.families.windows import FULL, SLIDING, read_windows, write_windows
-from megatron_grpo.weights.parameter_mapping import ParameterMapping, grouped_by, same, stacked, vocabulary
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, fused, grouped_by, same, stacked, vocabulary
 
 _LAYER, _HF = MCORE + "self_attention.", HF + "self_attn."
 
@@ -64,18 +65,62 @@ def _attention(windowed):
     )
 
 
-def _is_double(args, layer):
-    return layer_kinds(args)[layer].ffn > args.ffn_hidden_size
+def _has_experts(args, layer):
+    return bool(args.num_experts)
 
 
-def _mlp(size, when):
-    gate_and_up = {HF + f"mlp.{part}_proj.weight": f"{size} hidden" for part in ("gate", "up")}
-    return (
-        ParameterMapping(MCORE + "mlp.linear_fc1.weight", gate_and_up, stacked, axis=0, when=when),
-        ParameterMapping(
-            MCORE + "mlp.linear_fc2.weight", {HF + "mlp.down_proj.weight": f"hidden {size}"}, axis=1, when=when
-        ),
-    )
+def _has_none(args, layer):
+    return not args.num_experts
+
+
+_EXPERT = MCORE + "mlp.experts.local_experts.{expert}."
+_EXPERTS = (
+    *(
+        ParameterMapping(MCORE + f"mlp.{ours}", {HF + theirs: shape}, when=_has_experts)
+        for ours, theirs, shape in (
+            ("pre_dense_layernorm.weight", "pre_feedforward_layernorm.weight", "hidden"),
+            ("post_dense_layernorm.weight", "post_feedforward_layernorm_1.weight", "hidden"),
+            ("pre_experts_layernorm.weight", "pre_feedforward_layernorm_2.weight", "hidden"),
+            ("post_experts_layernorm.weight", "post_feedforward_layernorm_2.weight", "hidden"),
+            ("post_layernorm.weight", "post_feedforward_layernorm.weight", "hidden"),
+            ("router_scale", "router.scale", "hidden"),
+            ("expert_scale", "router.per_expert_scale", "experts"),
+            ("router.weight", "router.proj.weight", "experts hidden"),
+        )
+    ),
+    ParameterMapping(
+        _EXPERT + "linear_fc1.weight",
+        {HF + "experts.gate_up_proj": "experts two_expert_ffn hidden"},
+        fused(stacked, "expert_ffn", "expert_ffn"),
+        axis=0,
+        when=_has_experts,
+        all_experts=True,
+    ),
+    ParameterMapping(
+        _EXPERT + "linear_fc2.weight",
+        {HF + "experts.down_proj": "experts hidden expert_ffn"},
+        axis=1,
+        when=_has_experts,
+        all_experts=True,
+    ),
+)
+
+
+def _mlp(module, exists):
+    """Return the mappings of the MLP in models for which ``exists`` holds; some layers' are twice as wide."""
+
+    def rows(size, double):
+        def when(args, layer):
+            return exists(args, layer) and (layer_kinds(args)[layer].ffn > args.ffn_hidden_size) == double
+
+        gate_and_up = {HF + f"mlp.{part}_proj.weight": f"{size} hidden" for part in ("gate", "up")}
+        down = {HF + "mlp.down_proj.weight": f"hidden {size}"}
+        return (
+            ParameterMapping(MCORE + f"{module}.linear_fc1.weight", gate_and_up, stacked, axis=0, when=when),
+            ParameterMapping(MCORE + f"{module}.linear_fc2.weight", down, axis=1, when=when),
+        )
+
+    return (*rows("ffn", double=False), *rows("double_ffn", double=True))
 
 
 def _has_inputs(args, layer):
@@ -115,13 +160,10 @@ _OWN = (
 def _mappings():
     post_attention, post_mlp = sandwich_norms("post_attention_layernorm", "post_feedforward_layernorm")
     attention = (*_attention(windowed=True), *_attention(windowed=False), post_attention)
-    mlp = (
-        *_mlp("ffn", lambda args, layer: not _is_double(args, layer)),
-        *_mlp("double_ffn", _is_double),
-        post_mlp,
-        *_OWN,
-    )
+    mlp = (*_mlp("mlp", _has_none), post_mlp, *_mlp("mlp.dense", _has_experts), *_EXPERTS, *_OWN)
     embedding, *others = decoder_mappings(attention, mlp, "pre_feedforward_layernorm")
+    of_dense = (MCORE + "pre_mlp_layernorm.weight", post_mlp.mcore)
+    others = [replace(one, when=_has_none) if one.mcore in of_dense else one for one in others]
     return (embedding, *_INPUTS, *others)
 
 
@@ -143,14 +185,13 @@ def _read(config):
             f"config.json has use_bidirectional_attention {config['use_bidirectional_attention']!r}: only causal "
             "attention is supported"
         )
-    if config.get("enable_moe_block") or config.get("num_experts"):
-        raise GrpoError("config.json has experts: of Gemma 4 only the models without experts are supported")
     layers = need(config, "num_hidden_layers")
     keys = {**_DEFAULTS, **{key: config[key] for key in _DEFAULTS if config.get(key) is not None}}
     heads = need(config, "num_key_value_heads")
-    # transformers reads the number of full attention's heads only where keys are values.
-    global_heads = keys["num_global_key_value_heads"] if keys["attention_k_eq_v"] else None
-    keys["num_global_key_value_heads"] = global_heads or heads
+    if not keys["attention_k_eq_v"]:  # transformers and vLLM then ignore the key
+        keys["num_global_key_value_heads"] = None
+    keys |= _of_full_layers(config)
+    keys["num_global_key_value_heads"] = keys["num_global_key_value_heads"] or heads
     keys["partial_rotary_factor"] = _rope(config)["full_attention"].get("partial_rotary_factor", 1.0)
     windows = read_windows(config, lambda layer: (layer + 1) % 6 and layer + 1 < layers)
     kinds = config.get("layer_types") or []
@@ -166,13 +207,38 @@ def _read(config):
             f"config.json has vocab_size_per_layer_input {vocabulary_size}: only vocab_size ({config['vocab_size']}) "
             "is supported"
         )
+    experts = {"num_experts": None}
+    if config.get("enable_moe_block"):
+        experts = {
+            "num_experts": need(config, "num_experts"),
+            "moe_router_topk": need(config, "top_k_experts"),
+            "moe_ffn_hidden_size": need(config, "moe_intermediate_size"),
+            "moe_router_pre_softmax": False,
+        }
+    elif config.get("num_experts"):  # vLLM reads this key, transformers the other
+        raise GrpoError("config.json has num_experts and no enable_moe_block: remove the first, or set the second")
     return {
         **windows,
+        **experts,
         "kv_channels": need(config, "head_dim"),
         "gemma4_config": keys,
         "final_logit_softcapping": config.get("final_logit_softcapping"),
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),
     }
+
+
+def _of_full_layers(config):
+    """Return the sizes of full-attention layers in per_layer_config, which transformers writes in place of two keys."""
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    layers = config.get("per_layer_config") or {}
+    kinds = config.get("layer_types") or ()
+    full = [layers.get(str(number)) for number, kind in enumerate(kinds) if kind == FULL]
+    if layers and (len(layers) != len(full) or any(one != full[0] for one in full) or full[0].keys() - names.keys()):
+        raise GrpoError(
+            f"config.json has per_layer_config {layers}: supported are one head_dim and one num_key_value_heads for "
+            f"all layers of {FULL}"
+        )
+    return {names[key]: value for key, value in full[0].items()} if layers else {}
 
 
 def _write(args):
@@ -186,8 +252,10 @@ def _write(args):
         "vocab_size_per_layer_input": args.vocab_size,
         "final_logit_softcapping": args.final_logit_softcapping,
         "attention_bias": False,
-        "enable_moe_block": False,
-        "num_experts": None,
+        "enable_moe_block": bool(args.num_experts),
+        "num_experts": args.num_experts,
+        "top_k_experts": args.moe_router_topk if args.num_experts else None,
+        "moe_intermediate_size": args.moe_ffn_hidden_size if args.num_experts else None,
     }
 
 
@@ -245,7 +313,10 @@ FAMILY = Family(
     architecture="Gemma4ForCausalLM",
     mappings=_mappings(),
     fixed={
-        **DENSE,
+        **COMMON,
+        **SOFTMAX_ROUTER,
+        "multi_latent_attention": False,
+        "moe_layer_freq": 1,
         "swiglu": False,
         "geglu": True,
         "sandwich_norm": True,
