@@ -69,10 +69,26 @@ ADAPTED = f"{LATENT.replace('--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1', 
 # A base in 8 bits: shards that end within a block of the whole matrix.
 FP8_BASE = f"""{ADAPTED} --lora-base-dtype fp8 --hidden-size 160 --ffn-hidden-size 272 --moe-ffn-hidden-size 144
  --moe-shared-expert-intermediate-size 144"""
+_OF_GEMMA4 = {
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "partial_rotary_factor": 0.25,
+}
 SOFT_CAPS = f"""{ATTENTION} --no-qk-layernorm --model-family gemma2 --group-query-attention --num-query-groups 2
  --kv-channels 32 --no-swiglu --geglu --apply-layernorm-1p --sandwich-norm --scale-embeddings
  --attn-logit-softcapping 5 --final-logit-softcapping 3 --softmax-scale 0.2 --window-size 7,0 --window-attn-skip-freq 2
  --no-untie-embeddings-and-output-weights"""
+# Layers 3 and 4 read the keys of layers 1 and 2; the latter has keys for values. Each layer has an embedding.
+GEMMA4 = f"""{ATTENTION} --model-family gemma4_text --group-query-attention --num-query-groups 4 --kv-channels 16
+ --no-swiglu --geglu --sandwich-norm --scale-embeddings --softmax-scale 1 --final-logit-softcapping 3 --window-size 7,0
+ --window-attn-skip-freq 2 --rotary-base-local 100 --no-untie-embeddings-and-output-weights
+ --gemma4-config {json.dumps(_OF_GEMMA4, separators=(",", ":"))}"""
+_LAYERS = _OF_GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
+GEMMA4_MOE = f"{GEMMA4} {EXPERTS} --gemma4-config {json.dumps(_LAYERS, separators=(',', ':'))}"
 OVERLAP = check_parallel.OVERLAP
 FUSED = "--gradient-accumulation-fusion"
 LAYOUTS = {
@@ -200,6 +216,30 @@ LAYOUTS = {
         f"PP2 VPP2: {SHARED}",
         f"CP4: {HYBRID[4]} --share-prompts",
     ],
+    "gemma4": [
+        "TP1: --micro-batch-size 1",
+        f"TP1: {BUDGET}",
+        f"TP1: {SHARED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        f"DP2: {BUDGET} --use-distributed-optimizer {OVERLAP}",
+        f"TP2: {BUDGET}",
+        f"TP2 SP: {SHARED}",
+        f"PP2: {BUDGET} --decoder-first-pipeline-num-layers 1",
+        f"PP2 VPP2: {BUDGET} {OVERLAP}",
+        f"CP2: {SHARED}",
+        f"TP2 SP PP2: {BUDGET} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        f"PP4: {SHARED}",
+        f"CP4: {HYBRID[4]} --share-prompts",
+        f"DP2: {BUDGET} {FUSED} --use-distributed-optimizer",
+    ],
+    "gemma4_moe": [
+        "TP1: --micro-batch-size 1",
+        f"TP1: {BUDGET} --moe-grouped-gemm",
+        f"EP2: {BUDGET} --moe-token-dispatcher-type allgather",
+        f"TP2 SP EP2: {SHARED} --moe-grouped-gemm",
+        f"PP2 VPP2 EP2: {BUDGET} --moe-layer-recompute",
+        f"CP2 EP2: {SHARED}",
+        f"TP2 SP: {BUDGET} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ],
     "across_heads": [
         f"TP1: {BUDGET}",
         f"TP2 SP EP2: {BUDGET}",
@@ -278,6 +318,8 @@ FEW_LAYOUTS = {
     "balanced_packs": [LAYOUTS["balanced_packs"][number] for number in (0, 5, 9, 11)],
     "latent": [LAYOUTS["latent"][number] for number in (0, 5, 11)],
     "soft_caps": [LAYOUTS["soft_caps"][number] for number in (0, 4)],
+    "gemma4": [LAYOUTS["gemma4"][number] for number in (0, 5, 7, 8)],
+    "gemma4_moe": LAYOUTS["gemma4_moe"][:3],
     "across_heads": LAYOUTS["across_heads"][:2],
     "adapters": LAYOUTS["adapters"][:2],
     "dora": LAYOUTS["dora"][:2],
@@ -364,7 +406,7 @@ def test_layouts_of_experts_agree(model, share, tmp_path):
     together; gated delta nets.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": f"{LATENT} {BALANCING}", "gpt_oss": GPT_OSS}
-    flags["soft_caps"] = SOFT_CAPS
+    flags |= {"soft_caps": SOFT_CAPS, "gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE}
     flags |= {"across_heads": ACROSS_HEADS, "delta": DELTA, "delta_mtp": DELTA_MTP}
     flags["balanced_packs"] = f"{MOE} {BALANCING}"
     flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora", "fp8_base": FP8_BASE}

@@ -23,6 +23,8 @@ from megatron_grpo.weights.stream import stream_hf
 
 DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
 MOE = ("qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "gpt_oss")
+MOE += ("gemma4_moe",)
+MODEL_TYPES = {"gemma4_moe": "gemma4_text"}  # toys that are another member of a family -> the family's name
 SANDWICHED = ("gemma2", "gemma3_text", "gemma4_text", "glm4")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 FAMILIES = DENSE + MOE + SANDWICHED + HYBRID
@@ -43,6 +45,23 @@ _HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+}
+_ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 8,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": _ROPES,
 }
 # vLLM's kernel for delta nets on a CPU has these heads, in bfloat16.
 DELTA = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -68,23 +87,18 @@ SHAPES = {
     # All parts of the published models, of which each has some: the last two layers share keys, and the full layer
     # before them has keys for values.
     "gemma4_text": {
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "num_key_value_heads": 8,
-        "global_head_dim": 32,
-        "num_global_key_value_heads": 4,
-        "attention_k_eq_v": True,
+        **_GEMMA4,
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 8,
-        "final_logit_softcapping": 3.0,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        },
+    },
+    "gemma4_moe": {
+        **_GEMMA4,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 32,
     },
     "glm4": {"num_hidden_layers": 4, "head_dim": 16},
     "glm": {"head_dim": 16, "attention_bias": False},
@@ -238,13 +252,13 @@ def make(
     }
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **{**shape, **SHAPES.get(family, {}), **config}),
+        AutoConfig.for_model(MODEL_TYPES.get(family, family), **{**shape, **SHAPES.get(family, {}), **config}),
         attn_implementation="eager",  # other implementations ignore Gemma 2's soft cap
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             ones = "linear_attn.norm" if family in HYBRID else "norm"  # the other norms multiply by 1 + weight
-            centre = 1.0 if ones in name else 0.0
+            centre = 1.0 if ones in name or name.endswith("scale") else 0.0
             # gpt-oss clamps values beyond 7; decays of delta nets differ by factors, as those of log(U(0, 16)) do.
             deviation = 5.0 if name.endswith("gate_up_proj_bias") else 1.0 if name.endswith("A_log") else 0.1
             parameter.copy_(centre + deviation * torch.randn(parameter.shape))
