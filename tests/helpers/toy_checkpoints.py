@@ -26,6 +26,7 @@ MOE = ("qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "glm4_moe_lite", "deeps
 MOE += ("gemma4_moe",)
 MODEL_TYPES = {"gemma4_moe": "gemma4_text"}  # toys that are another member of a family -> the family's name
 SANDWICHED = ("gemma2", "gemma3_text", "gemma4_text", "glm4")
+GEMMA4 = ("gemma4_text", "gemma4_moe")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 FAMILIES = DENSE + MOE + SANDWICHED + HYBRID
 # (family, tied embeddings)

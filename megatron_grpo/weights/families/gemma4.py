@@ -230,10 +230,12 @@ def _read(config):
 def _of_full_layers(config):
     """Return the sizes of full-attention layers in per_layer_config, which transformers writes in place of two keys."""
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    layers = config.get("per_layer_config") or {}
+    layers = {str(number): sizes for number, sizes in (config.get("per_layer_config") or {}).items()}
     kinds = config.get("layer_types") or ()
     full = [layers.get(str(number)) for number, kind in enumerate(kinds) if kind == FULL]
-    if layers and (len(layers) != len(full) or any(one != full[0] for one in full) or full[0].keys() - names.keys()):
+    if layers and (
+        len(layers) != len(full) or None in full or any(one != full[0] for one in full) or full[0].keys() - names.keys()
+    ):
         raise GrpoError(
             f"config.json has per_layer_config {layers}: supported are one head_dim and one num_key_value_heads for "
             f"all layers of {FULL}"

@@ -31,6 +31,10 @@ GEMMA_TURNS = (
     "One?<end_of_turn>\n<start_of_turn>model\n1<end_of_turn>\n<start_of_turn>user\nTwo?<end_of_turn>\n"
     "<start_of_turn>model\n"
 )
+GEMMA4 = (
+    "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nOne?<turn|>\n<|turn>model\n1<turn|>\n<|turn>user\nTwo?<turn|>\n"
+    "<|turn>model\n"
+)
 PHI3 = (
     "<|system|>\nBe brief.<|end|>\n<|user|>\nOne?<|end|>\n<|assistant|>\n1<|end|>\n<|user|>\nTwo?<|end|>\n"
     "<|assistant|>\n"
@@ -73,6 +77,8 @@ TEXTS = {
     "Qwen3.5-35B-A3B": CHATML + "<think>\n",
     "gemma-2-2b-it": "<bos><start_of_turn>user\n" + GEMMA_TURNS,
     "gemma-3-1b-it": "<bos><start_of_turn>user\nBe brief.\n\n" + GEMMA_TURNS,
+    "gemma-4-26B-A4B-it": GEMMA4,
+    "gemma-4-E2B-it": GEMMA4,
     "gpt-oss-20b": (
         "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n<|end|><|start|>user<|message|>One?<|end|>"
         "<|start|>assistant<|channel|>final<|message|>1<|end|><|start|>user<|message|>Two?<|end|><|start|>assistant"
@@ -94,6 +100,7 @@ ENDS = {
     "Moonlight": ["<|im_end|>"],
     "Phi": ["<|assistant|>", "<|end|>", "<|endoftext|>"],
     "Qwen": ["<|endoftext|>", "<|im_end|>"],
+    "gemma-4": ["<eos>", "<turn|>", "<|tool_response>"],
     "gemma": ["<end_of_turn>", "<eos>"],
     "gpt": ["<|call|>", "<|endoftext|>", "<|return|>"],
     "phi": ["<|im_end|>"],

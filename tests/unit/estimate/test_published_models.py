@@ -42,6 +42,8 @@ CARDS = {  # 10^9 parameters, as the model cards say
     "Qwen3.5-35B-A3B": 35,
     "gemma-2-2b-it": 2.6,
     "gemma-3-1b-it": 1,
+    "gemma-4-26B-A4B-it": 25.2,
+    "gemma-4-E2B-it": 4.6,
     "gpt-oss-20b": 21,
     "phi-4": 14,
 }
@@ -84,7 +86,8 @@ def test_a_family_reads_the_whole_config(name):
     shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
     read = (args.num_layers, args.hidden_size, args.num_attention_heads, args.vocab_size, args.max_position_embeddings)
     assert read == tuple(config[key] for key in shape)
-    assert args.rotary_base == {**config, **config.get("rope_parameters", {})}["rope_theta"]
+    rope = config.get("rope_parameters", {})
+    assert args.rotary_base == {**config, **rope.get("full_attention", rope)}["rope_theta"]
 
 
 @pytest.mark.parametrize("name", slow_except(FEW, NAMES))

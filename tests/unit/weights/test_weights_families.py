@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -32,6 +33,7 @@ from transformers import (
 )
 
 from megatron_grpo.models.config import linear_layers, moe_layers
+from megatron_grpo.models.gemma4 import layer_kinds
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
@@ -256,9 +258,9 @@ QWEN3_NEXT_80B = {
     "tie_word_embeddings": False,
     "vocab_size": 151936,
 }
-QWEN35_27B, QWEN35_35B_A3B = (
+QWEN35_27B, QWEN35_35B_A3B, GEMMA4_E2B, GEMMA4_26B = (
     json.loads((REPO / "tests/data/instruct_models" / name / "config.json").read_text())
-    for name in ("Qwen3.5-27B", "Qwen3.5-35B-A3B")
+    for name in ("Qwen3.5-27B", "Qwen3.5-35B-A3B", "gemma-4-E2B-it", "gemma-4-26B-A4B-it")
 )
 
 
@@ -269,11 +271,18 @@ def _text_part(config: dict, architecture: str) -> dict:
     return {**text, "rope_parameters": rope, "tie_word_embeddings": config["tie_word_embeddings"]}
 
 
+def _other_rope(**change) -> dict:
+    """Gemma 4's rotary parameters, with a change in layers without a window."""
+    rope = GEMMA4_E2B["text_config"]["rope_parameters"]
+    return {**rope, "full_attention": {**rope["full_attention"], **change}}
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
 CONFIGS = {
     "gpt_oss": GPT_OSS_20B,
     "gemma2": GEMMA2_2B,
     "gemma3_text": GEMMA3_1B,
+    "gemma4_text": _text_part(GEMMA4_E2B, "Gemma4ForCausalLM"),
     "glm4": GLM4_9B_0414,
     "glm": GLM4_9B_CHAT,
     "mistral": MISTRAL_7B,
@@ -296,6 +305,7 @@ CLASSES = {
     "gpt_oss": GptOssConfig,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+    "gemma4_text": Gemma4TextConfig,
     "glm4": Glm4Config,
     "glm": GlmConfig,
     "mistral": MistralConfig,
@@ -372,6 +382,27 @@ def test_published_gemmas_and_glms_become_megatron_arguments():
         "untie_embeddings_and_output_weights": (False, False, True, True),
     }
     assert {key: tuple(arguments[key] for arguments in found) for key in expected} == expected
+
+
+def test_the_layers_of_published_gemma4s():
+    """E2B shares the keys of layers 14 and 15 (from 1) among 20 layers; 26B has keys for values where all is seen."""
+    for config, layers, kinds in (
+        (GEMMA4_E2B, 35, {(256, 1, True, 6144), (256, 1, False, 12288), (512, 1, True, 6144), (512, 1, False, 12288)}),
+        (GEMMA4_26B, 30, {(256, 8, True, 2112), (512, 2, True, 2112)}),
+    ):
+        args = model_args(families.for_hf_config(config).args_from_hf(config))
+        found = layer_kinds(args)
+        assert len(found) == layers
+        assert {(kind.channels, kind.groups, kind.has_keys, kind.ffn) for kind in found} == kinds
+        assert [kind.windowed for kind in found] == [
+            kind == "sliding_attention" for kind in config["text_config"]["layer_types"]
+        ]
+    assert not any(kind.has_values for kind in found if not kind.windowed)
+    found = families.for_hf_config(GEMMA4_26B).args_from_hf(GEMMA4_26B)
+    expected = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 704, "softmax_scale": 1.0}
+    assert {key: found[key] for key in expected} == expected
+    e2b = model_args(families.for_hf_config(GEMMA4_E2B).args_from_hf(GEMMA4_E2B))
+    assert {kind.source for kind in layer_kinds(e2b)[15:]} == {13, 14}
 
 
 def test_rotary_embeddings_of_both_kinds_of_gemma3s_layers():
@@ -455,7 +486,8 @@ def test_layers_with_experts_are_those_of_transformers(name, change):
 
 def test_the_text_part_of_a_vision_language_model_is_read():
     """Published Qwen3.5 models have a vision tower; the language model within is that of the text families."""
-    for whole, name in ((QWEN35_27B, "qwen3_5_text"), (QWEN35_35B_A3B, "qwen3_5_moe_text")):
+    names = (QWEN35_27B, "qwen3_5_text"), (QWEN35_35B_A3B, "qwen3_5_moe_text"), (GEMMA4_E2B, "gemma4_text")
+    for whole, name in names:
         family = families.for_hf_config(whole, name)
         assert family.name == name
         assert family.args_from_hf(whole) == families.FAMILIES[name].args_from_hf(CONFIGS[name])
@@ -552,7 +584,8 @@ def test_arguments_become_the_configuration_again(name):
     assert ours == theirs
     # What knows only one of the two spellings finds it.
     rope = written["rope_parameters"]
-    assert written["rope_theta"] == rope.get("full_attention", rope)["rope_theta"] == arguments["rotary_base"]
+    if name != "gemma4_text":  # younger than the second spelling
+        assert written["rope_theta"] == rope.get("full_attention", rope)["rope_theta"] == arguments["rotary_base"]
 
 
 def test_model_type_serves_where_there_are_no_architectures():
@@ -629,6 +662,22 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("gemma2", {"sliding_window": None}, "lacks 'sliding_window'"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "transformers ignores for Gemma 3"),
         ("gemma3_text", {"rope_scaling": YARN}, "only 'linear' in layers without a window is supported"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "only causal attention is supported"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 7}, r"vocab_size_per_layer_input 7: only vocab_size \(262144\)"),
+        ("gemma4_text", {"layer_types": ["sliding_attention"] * 35}, "the last layer must be full_attention"),
+        ("gemma4_text", {"num_kv_shared_layers": 31}, "needs one of its kind before the first of them"),
+        ("gemma4_text", {"num_experts": 8}, "num_experts and no enable_moe_block"),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"4": {"head_dim": 64}}},
+            "one head_dim and one num_key_value_heads for all",
+        ),
+        ("gemma4_text", {"rope_parameters": _other_rope(factor=2.0)}, "rope_type 'proportional' without a factor"),
+        (
+            "gemma4_text",
+            {"rope_parameters": _other_rope(rope_type="yarn")},
+            "rope_type 'proportional' without a factor",
+        ),
         ("glm4", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias true"),
         ("qwen3_moe", {"num_experts": None}, "lacks 'num_experts'"),
