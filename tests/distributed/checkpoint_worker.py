@@ -186,6 +186,11 @@ LATENT = f"""--model-family deepseek_v3 --multi-latent-attention --q-lora-rank 1
 GEMMA = """--model-family gemma3_text --group-query-attention --num-query-groups 2 --kv-channels 8 --no-swiglu --geglu
     --sandwich-norm --apply-layernorm-1p --scale-embeddings --softmax-scale 0.25 --window-size 3,0
     --window-attn-skip-freq 2 --rotary-base-local 100"""
+_OF_GEMMA4 = """{"global_head_dim":16,"num_global_key_value_heads":2,"attention_k_eq_v":true,"num_kv_shared_layers":2,
+    "use_double_wide_mlp":true,"hidden_size_per_layer_input":4,"partial_rotary_factor":0.25}"""
+GEMMA4 = f"""--model-family gemma4_text --group-query-attention --num-query-groups 4 --kv-channels 8 --no-swiglu --geglu
+    --sandwich-norm --scale-embeddings --softmax-scale 1 --window-size 3,0 --window-attn-skip-freq 2
+    --rotary-base-local 100 --gemma4-config {"".join(_OF_GEMMA4.split())}"""
 PHI = "--model-family phi3 --group-query-attention --num-query-groups 2 --kv-channels 8 --no-qk-layernorm"
 DELTA = f"""--model-family qwen3_next --group-query-attention --num-query-groups 2 --kv-channels 8 {EXPERTS}
     --apply-layernorm-1p --attention-output-gate --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate
@@ -214,6 +219,7 @@ CHAINS = {
             "DP2: --use-tp-pp-dp-mapping",
         ],
         f"{GEMMA} {SHARDED}": ["TP2 SP", "PP2 VPP2", "TP2 SP"],
+        f"{GEMMA4} {SHARDED}": ["TP2 SP", "PP2 VPP2", "DP2", "TP2 SP"],
         f"{DENSE} --bf16": ["TP2", "PP2 VPP2", "TP2"],
         f"{MOE} {SHARDED}": [
             f"EP2: {BUCKETS}",

@@ -16,10 +16,11 @@ pytestmark = pytest.mark.vllm
 # vLLM's kernels on a CPU want heads of 32 channels and experts of multiples of 32.
 MULTI_LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "hidden_size": 128}
 LONGROPE = {"short_factor": [1.0 + i / 4 for i in range(12)], "long_factor": [9.0] * 12}
+WIDE = {"head_dim": 32, "global_head_dim": 64}
 # With what config.json has on the Hub and transformers leaves out.
 SIZES = (
     dict.fromkeys(HYBRID, DELTA)
-    | dict.fromkeys(GEMMA4, {"head_dim": 32, "global_head_dim": 64})
+    | dict.fromkeys(GEMMA4, WIDE)
     | {
         "qwen2": {"hidden_size": 256},
         "phi3": {"hidden_size": 256, "rope_scaling": {**SHAPES["phi3"]["rope_scaling"], **LONGROPE}},

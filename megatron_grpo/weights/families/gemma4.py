@@ -193,10 +193,10 @@ def _read(config):
     keys |= _of_full_layers(config)
     keys["num_global_key_value_heads"] = keys["num_global_key_value_heads"] or heads
     keys["partial_rotary_factor"] = _rope(config)["full_attention"].get("partial_rotary_factor", 1.0)
-    windows = read_windows(config, lambda layer: (layer + 1) % 6 and layer + 1 < layers)
-    kinds = config.get("layer_types") or []
+    default = [SLIDING if number % 6 and number < layers else FULL for number in range(1, layers + 1)]
+    kinds = config.get("layer_types") or default
     own = layers - keys["num_kv_shared_layers"]
-    if kinds and (kinds[-1] != FULL or not set(kinds[own:]) <= set(kinds[:own])):
+    if kinds[-1] != FULL or not set(kinds[own:]) <= set(kinds[:own]):
         raise GrpoError(
             f"config.json has layer_types {', '.join(kinds)} and num_kv_shared_layers {layers - own}: the last layer "
             f"must be {FULL}, and a layer that shares keys needs one of its kind before the first of them"
@@ -218,7 +218,7 @@ def _read(config):
     elif config.get("num_experts"):  # vLLM reads this key, transformers the other
         raise GrpoError("config.json has num_experts and no enable_moe_block: remove the first, or set the second")
     return {
-        **windows,
+        **read_windows({**config, "layer_types": kinds}),
         **experts,
         "kv_channels": need(config, "head_dim"),
         "gemma4_config": keys,
@@ -232,10 +232,9 @@ def _of_full_layers(config):
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     layers = {str(number): sizes for number, sizes in (config.get("per_layer_config") or {}).items()}
     kinds = config.get("layer_types") or ()
-    full = [layers.get(str(number)) for number, kind in enumerate(kinds) if kind == FULL]
-    if layers and (
-        len(layers) != len(full) or None in full or any(one != full[0] for one in full) or full[0].keys() - names.keys()
-    ):
+    full = [layers.get(str(number), {}) for number, kind in enumerate(kinds) if kind == FULL]
+    alike = len(layers) == len(full) and all(one == full[0] and one.keys() <= names.keys() for one in full)
+    if layers and not alike:
         raise GrpoError(
             f"config.json has per_layer_config {layers}: supported are one head_dim and one num_key_value_heads for "
             f"all layers of {FULL}"

@@ -34,6 +34,8 @@ CASES = [
     ("qwen3", ["k_proj"], {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
     ("glm4", "all-linear", {}),
     ("gemma3_text", "all-linear", {}),
+    ("gemma4_text", "all-linear", {}),
+    ("gemma4_moe", ["q_proj", "o_proj", *MLP], {}),
     ("qwen3_5_text", "all-linear", {}),
     ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj", *MLP], {}),
     ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),

@@ -670,7 +670,7 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         (
             "gemma4_text",
             {"per_layer_config": {"4": {"head_dim": 64}}},
-            "one head_dim and one num_key_value_heads for all",
+            "one head_dim and one num_key_value_heads",
         ),
         ("gemma4_text", {"rope_parameters": _other_rope(factor=2.0)}, "rope_type 'proportional' without a factor"),
         (
