@@ -317,8 +317,8 @@ class Plan:
             yield EMBEDDING
         if chunk.embedding and self.args.vision_config:
             yield TOWER
-        if chunk.embedding:
-            yield from (key for key in self.weights if str(key).startswith(PER_LAYER_INPUTS))
+        if chunk.embedding and PER_LAYER_INPUTS in self.weights:
+            yield PER_LAYER_INPUTS
         yield from chunk.layers
         if chunk.mtp:
             yield MTP
@@ -510,7 +510,7 @@ def _cache_per_token(args: Namespace, layers: Sequence[int]) -> int:
 
 
 def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
-    """Return weights, the model's or its adapters', by layer number, ``MTP``, ``TOWER``, or the name of another one.
+    """Return weights, the model's or its adapters', by layer number, module name (`MTP` ...), or their own name.
 
     Only the first expert of each layer is listed. Buffers are not listed; duplicates in
     the files are one parameter.
@@ -524,7 +524,7 @@ def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
         first, *rest = weight.name.split(".")
         is_layer = first == "decoder" and rest[0] == "layers"
         place: int | str = int(rest[1]) if is_layer else first
-        if first not in (MTP, TOWER) and not is_layer:
+        if first not in (MTP, TOWER, PER_LAYER_INPUTS) and not is_layer:
             place = weight.name.removesuffix(".weight")
         found.setdefault(place, []).append(weight)
     return found
@@ -667,9 +667,12 @@ def _layer(args: Namespace, sparse: bool, linear: bool, share: float) -> float:
     """
     mlp = sum(_experts(args, share)) + _shared_experts(args, share) if sparse else _dense_mlp(args, share)
     inputs = (4 if args.sandwich_norm else 2) * args.hidden_size / _sequence_split(args)
-    if args.gemma4_config:  # two more norms' inputs; gate, its activation, product
+    if args.gemma4_config:  # inputs of two more norms; gate, its activation, product
         size = args.gemma4_config["hidden_size_per_layer_input"]
         inputs += (2 * args.hidden_size * (size > 0) + 3 * size) / _sequence_split(args)
+        if sparse:  # the MLP beside the experts, and five norms
+            mlp += _dense_mlp(args, share)
+            inputs += 5 * args.hidden_size / _sequence_split(args)
     attention = _delta_net(args) if linear else sum(_attention(args, share)) + _output_gate(args)
     return inputs + _norm_outputs(args, sparse, share) + attention + mlp
 

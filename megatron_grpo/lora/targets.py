@@ -5,10 +5,12 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from megatron_grpo.models.gemma4 import PER_LAYER_INPUTS
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
+_PLACES = ("decoder.layers.", f"{PER_LAYER_INPUTS}.projection.")  # beginnings of Megatron names
 ALL_LINEAR, ALL_ROUTER = "all-linear", "all-router"
 _VISION = r"(?:visual|vision_tower|multi_modal_projector|image_newline)\b"  # beginnings of names of a vision part
 
@@ -34,7 +36,7 @@ def linear_layers(args: Namespace) -> dict[str, Weight]:
     return {
         name.removesuffix(".weight"): weight
         for weight in model_weights.table(args)
-        if weight.name.startswith("decoder.layers.") and weight.name.endswith(".weight") and not weight.all_experts
+        if weight.name.startswith(_PLACES) and weight.name.endswith(".weight") and not weight.all_experts
         for name, shape in weight.hf.items()
         if name.endswith(".weight") and len(shape) == 2
     }

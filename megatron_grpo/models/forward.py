@@ -216,7 +216,9 @@ def _repeated(args, batch: RolloutBatch, completions: np.ndarray, degree: int) -
 def _attention_coefficient(args) -> float:
     """Return `schedule.attention_coefficient` of the model: attention work relative to the linear layers."""
     if args.gemma4_config:  # the mean of its layers
-        alike = [replaced(with_layer(args, layer), gemma4_config=None) for layer in range(args.num_layers)]
+        beside = args.ffn_hidden_size if args.num_experts else None  # the MLP beside the experts
+        more = {"gemma4_config": None, "moe_shared_expert_intermediate_size": beside}
+        alike = [replaced(with_layer(args, layer), **more) for layer in range(args.num_layers)]
         return float(np.mean([_attention_coefficient(one) for one in alike]))
     ffn = args.ffn_hidden_size
     if args.num_experts:

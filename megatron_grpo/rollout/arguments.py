@@ -458,6 +458,8 @@ def adapter_refused(args: Namespace) -> str | None:
         return "vLLM multiplies the matrices of latent attention before use, without their adapters"
     if args.experimental_attention_variant:
         return "adapters of gated delta nets have not been checked in vLLM"
+    if args.gemma4_config:
+        return "adapters of Gemma 4, whose keys may be values, have not been checked in vLLM"
     if args.vllm_quantization:
         return "--vllm-quantization quantizes the weights that are sent"
     if args.num_experts and not torch.cuda.is_available() and not args.dry_run:
