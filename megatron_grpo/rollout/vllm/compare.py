@@ -16,6 +16,7 @@ from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert, name_loa
 
 # Kernels that use experts as loaded (the first two), or with an arrangement that this module can undo (the last).
 READABLE_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU")
+_SCALAR = "layer_scalar"  # a buffer that is loaded (Gemma 4)
 
 
 def can_compare(worker) -> bool:
@@ -65,10 +66,13 @@ class _Compare(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Compare for copies into the parameters; run every other operation."""
         if func is torch.ops.aten.fill_.Scalar and _storage(args[0]) in self.parameters:
-            return args[0]  # rows that pad the vocabulary
-        if func is not torch.ops.aten.copy_.default:
+            if args[0].numel() > 1:
+                return args[0]  # rows that pad the vocabulary
+            target, source = args[0], args[0].new_full(args[0].shape, args[1])  # vLLM's copy of a single element
+        elif func is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+        else:
             return func(*args, **(kwargs or {}))
-        target, source = args[:2]
         if target.is_meta:  # an unknown arrangement, see `_loadable_parameter`
             return target
         name = self.parameters.get(_storage(target))
@@ -100,6 +104,8 @@ def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     try:
         for prefix, layer in model.named_modules():
             recorded = get_layerwise_info(layer).restore_metadata[0]
+            if layer._buffers.get(_SCALAR) is not None:
+                names[_storage(layer._buffers[_SCALAR])] = f"{prefix}.{_SCALAR}"
             for name, parameter in list(layer._parameters.items()):
                 if parameter is None or name not in recorded:
                     if parameter is not None:  # a bias, which still has its loader
