@@ -104,7 +104,7 @@ def family_sizes(args: argparse.Namespace) -> dict:
             "global_head_dim": 2 * args.kv_channels,
             "layer_types": [*full[: args.num_layers - 1], "full_attention"],
             "sliding_window": 16,
-            "num_kv_shared_layers": args.num_layers // 2,
+            "num_kv_shared_layers": args.num_layers // 2 if args.num_layers > 3 else 0,
             "hidden_size_per_layer_input": 16,
         }
     if args.shape == "minimax_m2":
