@@ -219,7 +219,6 @@ CHAINS = {
             "DP2: --use-tp-pp-dp-mapping",
         ],
         f"{GEMMA} {SHARDED}": ["TP2 SP", "PP2 VPP2", "TP2 SP"],
-        f"{GEMMA4} {SHARDED}": ["TP2 SP", "PP2 VPP2", "DP2", "TP2 SP"],
         f"{DENSE} --bf16": ["TP2", "PP2 VPP2", "TP2"],
         f"{MOE} {SHARDED}": [
             f"EP2: {BUCKETS}",
@@ -303,7 +302,7 @@ def check_truth(args, model, steps):
             name = COPIES.get(name, name)
             frozen = args.mtp_loss_scaling_factor == 0 and name.startswith("model.layers.4.")
             if (
-                frozen or args.lora_rank or name.endswith("correction_bias")
+                frozen or args.lora_rank or name.endswith(("correction_bias", "layer_scalar"))
             ):  # the experts' biases are moved by the load, not by gradients
                 want = made_up(name, "weight", got.shape)
             else:
@@ -335,6 +334,7 @@ def few_chains(root):
 def hybrid_chains(root):
     """Layers of different kinds, and A_log in float32 beside weights in 16 bits."""
     chains(root / "hybrid", {f"{DELTA} {SHARDED}": ["TP2 SP", "CP2 EP2", "PP2 VPP2", "TP2 SP"]})
+    chains(root / "gemma4", {f"{GEMMA4} {SHARDED}": ["TP2 SP", f"PP2 VPP2: {BUCKETS}", "CP2", "TP2 SP"]})
     chains(root / "hybrid16", {f"{DELTA} {SHARDED} --bf16": ["TP2 SP", f"EP2: {BUCKETS}", "PP2", "TP2 SP"]})
 
 
