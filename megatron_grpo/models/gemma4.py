@@ -159,8 +159,8 @@ class Gemma4Attention(SelfAttention):
     are those of a layer with its own, after it.
     """
 
-    given: tuple[torch.Tensor, torch.Tensor] | None = None
-    computed: tuple[torch.Tensor, torch.Tensor] | None = None
+    given: tuple[torch.Tensor, torch.Tensor] | None
+    computed: tuple[torch.Tensor, torch.Tensor] | None
 
     def __init__(self, config: TransformerConfig, submodules: Any, *args: Any, kind: Kind, **more: Any):
         config = copy(config)
@@ -172,6 +172,7 @@ class Gemma4Attention(SelfAttention):
             submodules = replace(submodules, k_layernorm=IdentityOp)
         super().__init__(config, submodules, *args, **more)
         self.kind, self.keys_of = kind, f"layer {kind.source}"  # the layers with one `KVCache`
+        self.given = self.computed = None
         self._rotation: tuple[torch.Tensor, PackedSeqParams | None] | None = None  # during `forward`
 
     def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, packed_seq_params=None, **more):
