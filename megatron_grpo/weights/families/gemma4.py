@@ -230,9 +230,9 @@ def _read(config):
 def _of_full_layers(config):
     """Return the sizes of full-attention layers in per_layer_config, which transformers writes in place of two keys."""
     names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    layers = {str(number): sizes for number, sizes in (config.get("per_layer_config") or {}).items()}
+    layers = {int(number): sizes for number, sizes in (config.get("per_layer_config") or {}).items()}
     kinds = config.get("layer_types") or ()
-    full = [layers.get(str(number), {}) for number, kind in enumerate(kinds) if kind == FULL]
+    full = [layers.get(number, {}) for number, kind in enumerate(kinds) if kind == FULL]
     alike = len(layers) == len(full) and all(one == full[0] and one.keys() <= names.keys() for one in full)
     if layers and not alike:
         raise GrpoError(
