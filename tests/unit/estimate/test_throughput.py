@@ -9,6 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -52,10 +54,24 @@ LATENT = {
     "num_key_value_heads": 4,
     "num_nextn_predict_layers": 0,
 }
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 100,
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
 MODELS = {
     "dense": (Qwen3ForCausalLM, Qwen3Config(**SHAPE)),
     "tied": (Qwen3ForCausalLM, Qwen3Config(**SHAPE | {"tie_word_embeddings": True})),
     "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SHAPE | EXPERTS)),
+    "gemma4": (Gemma4ForCausalLM, Gemma4TextConfig(**SHAPE | GEMMA4)),
+    "gemma4 with experts": (Gemma4ForCausalLM, Gemma4TextConfig(**SHAPE | GEMMA4 | GEMMA4_EXPERTS)),
     "latent": (DeepseekV3ForCausalLM, DeepseekV3Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"} | LATENT)),
 }
 
@@ -82,8 +98,8 @@ def test_as_torch_counts_them(name):
     flops = ModelFlops(arguments(config))
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(torch.arange(length)[None])
-    unseen = length * (length - 1) // 2 * config.num_hidden_layers
-    expected = counted.get_total_flops() - unseen * flops.per_pair
+    per_pair = sum(layers * of_layer for (_, of_layer), layers in flops.attention.items())
+    expected = counted.get_total_flops() - length * (length - 1) // 2 * per_pair
     assert flops.forward(np.array([length]), np.array([length])) == expected
 
 
