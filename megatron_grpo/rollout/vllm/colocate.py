@@ -87,6 +87,7 @@ class VllmColocate:
         self._allocated = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
         self._engine = self._llm.llm_engine
         scheduler.collect_log_probs(self._engine)
+        self.decode_runner = scheduler.shorten_decode_steps(self._engine)
         self._speculates = args.vllm_speculative_config is not None
         if self._speculates:
             self.drafts = no_drafts()
