@@ -120,7 +120,7 @@ class DecodeRunner:
         self._starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._ones = torch.ones(size, dtype=torch.int32, device=device)
         self._zeros = torch.zeros_like(self._ones)
-        # vLLM's buffers of these take turns, and a graph has fixed addresses. vLLM's kernels read those of `EMPTY`, too.
+        # vLLM's buffers of these take turns, and a graph has fixed addresses. Its kernels read those of `EMPTY`, too.
         self._temperatures = torch.ones(1 + size, dtype=torch.float32, device=device)[1:]
         self._seeds = torch.zeros(1 + size, dtype=torch.int64, device=device)[1:]
         self._capture_stream = torch.cuda.Stream(device)
@@ -353,7 +353,7 @@ def _decode_inputs(
     slots, last_tokens, computed, table, table_stride, of_rows, of_rows_stride, places, tokens, positions, lengths,
     starts, number, EMPTY_PLACE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's token, position, length, start, place in the cache and blocks; rows from ``number`` on are empty."""
+    """Write a row's token, position, length, start, place in the cache, blocks; rows from ``number`` on are empty."""
     row = tl.program_id(0)
     if row == 0:
         tl.store(starts, 0)

@@ -54,12 +54,11 @@ def scheduler_options() -> dict[str, str]:
 
 def shorten_decode_steps(engine):
     """Give the engine's model runner the short path of `decode_runner` and return it; None without one."""
-    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     if not (torch.cuda.is_available() and engine.vllm_config.use_v2_model_runner and patches.DECODE_RUNNER.known()):
         return None
     from megatron_grpo.rollout.vllm import decode_runner
 
-    return decode_runner.install(runner)
+    return decode_runner.install(engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
 
 
 def collect_log_probs(engine) -> None:
