@@ -55,7 +55,6 @@ def can_have(runner: Any) -> bool:
         and not runner.supports_mm_inputs
         and not runner.is_encoder_decoder
         and not runner.is_pooling_model
-        and runner.lora_config is None
         and runner.speculator is None
         and not runner.num_speculative_steps
         and runner.kv_connector is NO_OP_KV_CONNECTOR
@@ -175,16 +174,19 @@ class DecodeRunner:
         runner, ids = self.runner, cached.req_ids
         states, sampler, number = runner.req_states, runner.sampler, len(ids)
         slots = np.fromiter(map(states.req_id_to_index.__getitem__, ids), np.int64, number)
+        adapters = len(runner.lora_state.get_activate_loras(ids)) if runner.lora_config else 0
         if (states.prefill_len.np[slots] > cached.num_computed_tokens).any():
             return None
         sampling = self._sampling_of(slots)
-        descriptor = runner.cudagraph_manager.dispatch(number, number, 1, 0)
+        descriptor = runner.cudagraph_manager.dispatch(number, number, 1, adapters)
         if sampling is None or descriptor.cg_mode != CUDAGraphMode.FULL:
             return None
         rows = descriptor.num_tokens
         graph = self._graphs.get((rows, sampling))
         if graph is None:
             graph = self._graphs[rows, sampling] = self._capture(rows, sampling)
+        if runner.lora_config:
+            runner._set_active_loras(*runner.lora_state.make_lora_inputs(ids, slots, np.ones(number, np.int32)))
         if self._batch is None:  # vLLM's code may have admitted requests
             self._temperatures.copy_(sampler.sampling_states.temperature.gpu)
             self._seeds.copy_(sampler.sampling_states.seeds.gpu)
