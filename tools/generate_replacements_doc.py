@@ -48,14 +48,14 @@ def document() -> str:
     for title, entries in (("megatron-core", core), ("vLLM", engine)):
         parts.append(f"\n## {title}\n\n{COLUMNS}{''.join(map(_row, entries))}")
     parts.append(
-        "\n### Repeated sources\n\nThese files repeat parts of vLLM. They are used only with sources whose digest is that "
-        "of a version below; with others vLLM's own code runs.\n"
+        "\n### Repeated sources\n\nThese files repeat parts of vLLM. They are used only with sources whose digest is "
+        "that of a version below; with others vLLM's own code runs.\n"
     )
     for name, one in ("DECODE_STEPS", vllm.DECODE_STEPS), ("DECODE_RUNNER", vllm.DECODE_RUNNER):
         files = " ".join(f"`{file}`" for file in one.files.split())
         parts.append(
-            f"\n`{one.by}`, to {one.why}: vLLM {', '.join(one.digests)}. After an upgrade: run `{one.proof}` with the new "
-            f"vLLM, and add its `{name}.digest()`. The files, in `{one.folder}`: {files}.\n"
+            f"\n`{one.by}`, to {one.why}: vLLM {', '.join(one.digests)}. After an upgrade: run `{one.proof}` with the "
+            f"new vLLM, and add its `{name}.digest()`. The files, in `{one.folder}`: {files}.\n"
         )
     parts.append(
         "\n## CPU layer\n\nmegatron-core hard-codes CUDA. On a machine without a GPU these names are replaced before "

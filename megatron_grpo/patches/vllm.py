@@ -72,7 +72,7 @@ SHARED_MEMORY = Replacement(
 )
 EXECUTE_MODEL = Replacement(
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
-    "self, scheduler_output, intermediate_tensors, dummy_run, skip_attn_for_dummy_run, is_profile",
+    None,  # a version has more; `DECODE_RUNNER` knows the sources
     "Launch the forward pass of a decode step by two kernels' launches; vLLM launches a dozen from Python.",
     by="megatron_grpo/rollout/vllm/decode_runner.py",
     proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
@@ -81,7 +81,7 @@ EXECUTE_MODEL = Replacement(
 )
 SAMPLE_TOKENS = Replacement(
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
-    "self, grammar_output",
+    None,
     "Sample after a decode step's forward pass by one CUDA graph; vLLM launches some twenty kernels from Python.",
     by="megatron_grpo/rollout/vllm/decode_runner.py",
     proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
@@ -103,9 +103,9 @@ DECODE_RUNNER = Sources(
     "vllm/v1",
     "outputs.py worker/gpu/async_utils.py worker/gpu/attn_utils.py worker/gpu/block_table.py "
     "worker/gpu/buffer_utils.py worker/gpu/cudagraph_utils.py worker/gpu/input_batch.py worker/gpu/kv_connector.py "
-    "worker/gpu/lora_utils.py worker/gpu/model_runner.py worker/gpu/model_states/default.py worker/gpu/model_states/interface.py "
-    "worker/gpu/sample/gumbel.py worker/gpu/sample/logprob.py worker/gpu/sample/sampler.py "
-    "worker/gpu/sample/states.py worker/gpu/states.py worker/gpu_worker.py worker/lora_model_runner_mixin.py",
+    "worker/gpu/lora_utils.py worker/gpu/model_runner.py worker/gpu/model_states/default.py "
+    "worker/gpu/model_states/interface.py worker/gpu/sample/gumbel.py worker/gpu/sample/logprob.py "
+    "worker/gpu/sample/sampler.py worker/gpu/sample/states.py worker/gpu/states.py worker/gpu_worker.py worker/lora_model_runner_mixin.py",
     {"0.26": "f78b898650e0b7c3"},
     "run a step in which every running request decodes one token by a few launches",
     by="megatron_grpo/rollout/vllm/decode_runner.py",
