@@ -105,7 +105,8 @@ DECODE_RUNNER = Sources(
     "worker/gpu/buffer_utils.py worker/gpu/cudagraph_utils.py worker/gpu/input_batch.py worker/gpu/kv_connector.py "
     "worker/gpu/lora_utils.py worker/gpu/model_runner.py worker/gpu/model_states/default.py "
     "worker/gpu/model_states/interface.py worker/gpu/sample/gumbel.py worker/gpu/sample/logprob.py "
-    "worker/gpu/sample/sampler.py worker/gpu/sample/states.py worker/gpu/states.py worker/gpu_worker.py worker/lora_model_runner_mixin.py",
+    "worker/gpu/sample/sampler.py worker/gpu/sample/states.py worker/gpu/states.py worker/gpu_worker.py "
+    "worker/lora_model_runner_mixin.py",
     {"0.26": "f78b898650e0b7c3"},
     "run a step in which every running request decodes one token by a few launches",
     by="megatron_grpo/rollout/vllm/decode_runner.py",
