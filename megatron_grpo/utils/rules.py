@@ -35,7 +35,7 @@ def check_value(name: str, kind: Any, value: Any) -> None:
         text = json.dumps(one, ensure_ascii=False) if isinstance(one, dict) else one
         if isinstance(text, str) and (shown := text.encode(errors="backslashreplace").decode()) != text:
             raise GrpoError(f"{name} {shown}: the value is not valid UTF-8: correct it, or rename the file")
-        if kind == PATH and one is not None:
+        if kind == PATH and isinstance(one, str):
             longest = max(map(len, os.fsencode(one).split(b"/")))
             if len(os.fsencode(one)) > _PATH_BYTES or longest > _NAME_BYTES:
                 raise GrpoError(
