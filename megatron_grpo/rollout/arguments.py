@@ -292,7 +292,8 @@ def _check_servers(args: Namespace) -> None:
         return
     if kind == "sglang" and "vllm_mode" in args.explicit:
         raise GrpoError("--vllm-mode and --rollout-engine sglang cannot both be given: SGLang is always a server here")
-    required(args, url_flag, "name the servers, such as http://127.0.0.1:8000")
+    if not args.dry_run:
+        required(args, url_flag, "name the servers, such as http://127.0.0.1:8000")
     urls = [urlsplit(url) for url in getattr(args, url_flag) or []]
     for url in urls:
         if (
@@ -806,7 +807,7 @@ def check_placed(args: Namespace) -> None:
 
 def _check_placed_servers(args: Namespace) -> None:
     """Raise GrpoError for flags that cannot go with servers which ranks of --rollout-ranks drive."""
-    if args.rollout_ranks > len(server_urls(args)) and not args.dry_run:
+    if args.rollout_ranks > len(server_urls(args)) and (server_urls(args) or not args.dry_run):
         raise GrpoError(
             f"--rollout-ranks {args.rollout_ranks} is more than the {len(server_urls(args))} servers of "
             "--vllm-server-base-url: each of these ranks drives servers of its own"

@@ -18,7 +18,9 @@ from megatron_grpo.utils.rules import excludes, flag, needs, required
 
 
 def check_required(args: Namespace) -> None:
-    """Refuse the absence of what every run needs; --eval-only needs nothing of training."""
+    """Refuse the absence of what every run needs; a dry run needs none of it, --eval-only nothing of training."""
+    if args.dry_run:
+        return
     if not args.eval_only:
         required(args, "train_data_path", "name the files of training prompts")
     required(args, "reward_funcs", "name at least one reward function")

@@ -74,8 +74,8 @@ def was_given(args: Namespace, dest: str) -> bool:
 
 
 def required(args: Namespace, dest: str, cure: str) -> None:
-    """Refuse a missing flag, except in a dry run."""
-    if getattr(args, dest) in (None, []) and not args.dry_run:
+    """Refuse a missing flag."""
+    if getattr(args, dest) in (None, []):
         raise GrpoError(f"{flag(dest)} is missing: {cure}")
 
 

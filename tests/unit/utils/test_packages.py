@@ -6,7 +6,6 @@ import sys
 import good_args
 import pytest
 import torch
-
 from ranks import REPO
 
 from megatron_grpo.environments.builtin.mcp_server import mcp_tools
