@@ -80,7 +80,12 @@ def required(args: Namespace, dest: str, cure: str) -> None:
 
 
 def needs(args: Namespace, dest: str, other: str, reason: str) -> None:
-    """Refuse the flag of ``dest`` without the flag of ``other``, on which its effect depends."""
+    """Refuse the flag of ``dest`` without the flag of ``other``, on which its effect depends.
+
+    --eval-only takes the flags of a run, and needs no --save.
+    """
+    if other == "save" and args.eval_only:
+        return
     if dest in args.explicit and getattr(args, dest) and not getattr(args, other):
         raise GrpoError(f"{flag(dest)} needs {flag(other)}: {reason}")
 
