@@ -70,7 +70,7 @@ def check_ends(args: Namespace) -> None:
     """Refuse ends of a run that would lose its updates."""
     for dest in ("exit_duration_in_mins", "exit_signal_handler"):
         needs(args, dest, "save", "without it the run's updates would be lost")
-    if args.on_bad_update == "restore" and not (args.save and args.save_interval or args.eval_only):
+    if args.on_bad_update == "restore" and not ((args.save and args.save_interval) or args.eval_only):
         raise GrpoError("--on-bad-update restore needs --save and --save-interval: it loads the newest checkpoint")
     if args.on_bad_update == "restore" and args.sync_ref_model:
         raise GrpoError("--on-bad-update restore does not restore the reference model of --sync-ref-model: give skip")
