@@ -8,7 +8,6 @@ import re
 import sys
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -305,8 +304,8 @@ KINDS = (
     ("attention backward", "flash_bwd|flashattentionbackward|flash_attention_backward|attention_for_cpu_backward"),
     ("matrix products", "gemm|nvjet|cublas|cutlass|xmma|aten::mm|aten::addmm|aten::bmm"),
     ("copies and sums of rows", "_sum_rows|index_?select|gather|index_add|index_copy|scatter"),
-    ("head: log-softmax", "_(?:peak|sums|gradient)\\b|logsumexp|softmax|amax|exp_|log_|reduce_kernel.*max"),
     ("norms, rotations and SwiGLU", "_heads|_norm_gradient|rms_?norm|swiglu|silu|_cos|_sin"),
+    ("head: log-softmax", "_(?:peak|sums|gradient)\\b|logsumexp|softmax|amax|exp_|log_|reduce_kernel.*max"),
     ("memory: copies and zeros", "memcpy|memset|copy|fill|zero|cat"),
 )
 
@@ -329,23 +328,23 @@ def print_profile(what: str, call: Callable[[], object], count: int) -> None:
     if gpu:
         for event in recorded.events():
             if event.device_type == torch.autograd.DeviceType.CUDA:
-                calls, total = table.get(event.name, (0, 0.0))
+                calls, before = table.get(event.name, (0, 0.0))
                 spent = event.time_range.elapsed_us() / 1e6
-                table[event.name] = calls + 1, total + spent
+                table[event.name] = calls + 1, before + spent
                 spans.append((event.time_range.start / 1e6, event.time_range.end / 1e6))
                 if event.name.startswith("nccl"):
                     transfers.append((event.time_range.start, spent))
     else:
         table = {row.key: (row.count, row.self_cpu_time_total / 1e6) for row in recorded.key_averages()}
     busy = _covered(spans) if gpu else sum(total for _, total in table.values())
-    kinds = Counter({"idle": max(time_of_call - busy, 0.0)})
+    kinds = {"idle": max(time_of_call - busy, 0.0)}
     for name, (_, total) in table.items():
-        kinds[kind_of(name)] += total
+        kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + total
     number = sum(calls for calls, _ in table.values())
     print_rank_0(f"\nprofiled {what}: {time_of_call:.3f} s, {number:,} kernels and copies")
     _print_waiting([time for _, time in sorted(transfers)])
     print_rank_0("\n| s | kind |\n|--:|---|")
-    for kind, total in kinds.most_common():
+    for kind, total in sorted(kinds.items(), key=lambda row: -row[1]):
         print_rank_0(f"| {total:.3f} | {kind} |")
     print_rank_0("\n| s | calls | us a call | kernel | kind |\n|--:|--:|--:|---|---|")
     for name, (calls, total) in sorted(table.items(), key=lambda row: -row[1][1])[:count]:
