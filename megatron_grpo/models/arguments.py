@@ -4,7 +4,6 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, POSITIVE, POSITIVE_SHARE, FlagRow, count_to
 from megatron_grpo.utils.rules import divides, flag, needs
@@ -155,7 +154,7 @@ def check_gemma4(args: Namespace) -> None:
     if args.transformer_impl != "local":
         raise GrpoError("--gemma4-config needs --transformer-impl local, which has its layers")
     for what, groups in (
-        ("--num-query-groups", query_groups(args)),
+        ("--num-query-groups", args.num_query_groups or args.num_attention_heads),
         ("num_global_key_value_heads of --gemma4-config", args.gemma4_config["num_global_key_value_heads"]),
     ):
         if groups % args.tensor_model_parallel_size:

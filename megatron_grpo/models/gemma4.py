@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -320,7 +321,8 @@ class Gemma4Mixture(MoELayer):
 
 def replicated(config: TransformerConfig, inputs: int, outputs: int) -> Linear:
     """Return a linear layer without bias that every tensor-parallel rank has."""
-    linear = Linear(inputs, outputs, config=config, init_method=config.init_method, bias=False)
+    group = parallel_state.get_tensor_model_parallel_group()
+    linear = Linear(inputs, outputs, config=config, init_method=config.init_method, bias=False, tp_group=group)
     if config.perform_initialization:
         config.init_method(linear.weight)
     return linear

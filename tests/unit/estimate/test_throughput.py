@@ -95,7 +95,7 @@ def test_as_torch_counts_them(name):
     kind, config = MODELS[name]
     config._attn_implementation = config._experts_implementation = "eager"
     model, length = kind(config), 7
-    flops = ModelFlops(arguments(config))
+    flops = ModelFlops(arguments(config, "--transformer-impl", "local"))
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(torch.arange(length)[None])
     per_pair = sum(layers * of_layer for (_, of_layer), layers in flops.attention.items())
