@@ -504,8 +504,8 @@ def _cache_per_token(args: Namespace, layers: Sequence[int]) -> int:
     """Return the elements of a token in the cache of one rank of the engine, for these layers."""
     if args.multi_latent_attention:  # every rank has the latents of all heads
         return len(layers) * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
-    layers = layers if not args.gemma4_config else {key_source(args, layer) for layer in layers}
-    sizes = [with_layer(args, layer) for layer in layers]
+    owners = {key_source(args, layer) for layer in layers} if args.gemma4_config else layers
+    sizes = [with_layer(args, layer) for layer in owners]
     return sum(2 * max(query_groups(one) // args.vllm_tensor_parallel_size, 1) * one.kv_channels for one in sizes)
 
 

@@ -241,6 +241,8 @@ class Gemma4Layer(TransformerLayer):
             for n, kind in enumerate(kinds[:number])
             if kind.is_source
         }
+        # Channels that a stage gets which begins with this layer.
+        self.input_channels = config.hidden_size + (len(kinds) - number) * per_layer + sum(self._shared.values())
         self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))  # not trained
         if per_layer:
             self.per_layer_input_gate = replicated(config, config.hidden_size, per_layer)

@@ -1,6 +1,7 @@
 """Gemma 4, language model only: layers with and without a window of other head sizes, shared keys, layer embeddings."""
 
 from dataclasses import replace
+from typing import Any
 
 from megatron_grpo.models.gemma4 import layer_kinds
 from megatron_grpo.utils.errors import GrpoError
@@ -207,7 +208,7 @@ def _read(config):
             f"config.json has vocab_size_per_layer_input {vocabulary_size}: only vocab_size ({config['vocab_size']}) "
             "is supported"
         )
-    experts = {"num_experts": None}
+    experts: dict[str, Any] = {"num_experts": None}
     if config.get("enable_moe_block"):
         experts = {
             "num_experts": need(config, "num_experts"),
