@@ -35,6 +35,7 @@ from megatron_grpo.models.arguments import (
     check_settings,
     check_share_prompts,
     resolve_model_sizes,
+    resolve_share_prompts,
 )
 from megatron_grpo.models.attention_kernels import FLASH_ATTENTION_4, flash_attention_4
 from megatron_grpo.models.config import transformer_config_from_args
@@ -143,6 +144,7 @@ FLAGS: tuple[Step, ...] = (
     check_settings,
     resolve_recomputation,
     check_parallel_flags,
+    resolve_share_prompts,
     check_cuda_graphs,
     check_share_prompts,
     check_fp8,

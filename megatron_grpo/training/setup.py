@@ -37,6 +37,7 @@ from megatron_grpo.lora import base
 from megatron_grpo.lora.attach import attach, trained
 from megatron_grpo.lora.files import check_same_shape, load_adapter
 from megatron_grpo.models import forward
+from megatron_grpo.models.arguments import share_note
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.models.delta_net import kernels
 from megatron_grpo.observability.log_level import set_log_level
@@ -479,7 +480,7 @@ def _print_start(args, world_size: int, inputs: Inputs, lock: RunLock | None) ->
         for line in batch_arithmetic(args, world_size).lines(terminal_width()):
             print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, inputs.tokenizer)}")
-    for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args))):
+    for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args), share_note(args))):
         print_rank_0(note)
     if unseen := unseen_gpus():
         print_rank_0(f"note: this run uses no GPU: {unseen}")

@@ -339,7 +339,7 @@ REFUSED = {
     DELTA.replace("--attention-output-gate", ""): "model family qwen3_5_text has attention_output_gate = True",
     "--share-prompts": "--share-prompts needs --max-tokens-per-microbatch",
     f"{SHARED} --transformer-impl transformer_engine --dry-run": "--share-prompts needs --transformer-impl local",
-    f"{SHARED} --cuda-graphs --dry-run": "--cuda-graphs with --share-prompts: packs with shared prompts have not been",
+    f"{SHARED} --cuda-graphs --dry-run": "--share-prompts needs --no-cuda-graphs: packs with shared",
     "--hybrid-context-parallel --max-tokens-per-microbatch 4096": "--context-parallel-size (1) must be 2, 4, 8",
     "--hybrid-context-parallel --context-parallel-size 2": "needs --max-tokens-per-microbatch, the token budget of a",
     f"{HYBRID} --transformer-impl transformer_engine --dry-run": "--hybrid-context-parallel needs --transformer-impl",
@@ -547,6 +547,26 @@ def test_architecture_comes_from_the_source_and_given_flags_must_agree():
     with pytest.raises(GrpoError) as error:
         resolve_architecture(args, source, "model/config.json")
     assert str(error.value).startswith("--num-layers is 24, but model/config.json says 28: leave the flag out")
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--max-tokens-per-microbatch 4096", None),
+        ("", "--share-prompts needs --max-tokens-per-microbatch"),
+        ("--max-tokens-per-microbatch 4096 --cuda-graphs --dry-run", "--share-prompts needs --no-cuda-graphs"),
+        (
+            "--max-tokens-per-microbatch 4096 --transformer-impl transformer_engine --dry-run",
+            "--share-prompts needs --transformer-impl local",
+        ),
+    ],
+)
+def test_prompts_are_shared_where_nothing_excludes_it(flags, note):
+    args = validated(flags)
+    assert args.share_prompts == (note is None)
+    assert of_models.share_note(args) is None if note is None else note in of_models.share_note(args)
+    given = validated(f"{flags} --no-share-prompts")
+    assert not given.share_prompts and of_models.share_note(given) is None
 
 
 def test_a_default_is_no_contradiction():
