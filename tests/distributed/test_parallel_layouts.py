@@ -87,7 +87,7 @@ SOFT_CAPS = f"""{ATTENTION} --no-qk-layernorm --model-family gemma2 --group-quer
 # without a scale is sharp: with a larger learning rate rounding errors of update 2 are beyond the tolerance.
 GEMMA4 = f"""{ATTENTION} --model-family gemma4_text --group-query-attention --num-query-groups 4 --kv-channels 16
  --no-swiglu --geglu --sandwich-norm --scale-embeddings --softmax-scale 1 --final-logit-softcapping 3 --window-size 7,0
- --window-attn-skip-freq 2 --rotary-base-local 100 --no-untie-embeddings-and-output-weights --lr 2e-5
+ --window-attn-skip-freq 2 --rotary-base-local 100 --no-untie-embeddings-and-output-weights --lr 4e-6
  --gemma4-config {json.dumps(_OF_GEMMA4, separators=(",", ":"))}"""
 _LAYERS = _OF_GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
 GEMMA4_MOE = f"{GEMMA4} {EXPERTS} --gemma4-config {json.dumps(_LAYERS, separators=(',', ':'))}"
