@@ -25,9 +25,15 @@ DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
 MOE = ("qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "gpt_oss")
 SANDWICHED = ("gemma2", "gemma3_text", "glm4")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-FAMILIES = DENSE + MOE + SANDWICHED + HYBRID
+MAMBA = ("nemotron_h",)
+FAMILIES = DENSE + MOE + SANDWICHED + HYBRID + MAMBA
 # (family, tied embeddings)
-_OTHERS = ("gpt_oss", True), ("minimax_m2", True), ("gemma2", False)  # variants that these families do not have
+_OTHERS = (
+    ("gpt_oss", True),
+    ("minimax_m2", True),
+    ("gemma2", False),
+    ("nemotron_h", True),
+)  # variants that these families do not have
 MEMBERS = [member for family in FAMILIES for tied in (False, True) if (member := (family, tied)) not in _OTHERS]
 VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
@@ -145,6 +151,17 @@ SHAPES = {
         "num_mtp_layers": 0,
         "mtp_mlp_layer_types": ["sparse"],
     },
+    # Both kinds of branches of attention between the others; heads of another size than a state, four for each group.
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M*-M",
+        "num_hidden_layers": None,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "ssm_state_size": 12,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 8,
+        "n_groups": 4,
+    },
     "qwen3_moe": {
         "num_hidden_layers": 4,
         "head_dim": 16,
@@ -222,8 +239,8 @@ def make(
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            ones = "linear_attn.norm" if family in HYBRID else "norm"  # the other norms multiply by 1 + weight
-            centre = 1.0 if ones in name else 0.0
+            ones = ("linear_attn.norm",) if family in HYBRID else ("norm", ".D")  # other norms multiply by 1 + weight
+            centre = 1.0 if any(part in name for part in ones) else 0.0
             # gpt-oss clamps values beyond 7; decays of delta nets differ by factors, as those of log(U(0, 16)) do.
             deviation = 5.0 if name.endswith("gate_up_proj_bias") else 1.0 if name.endswith("A_log") else 0.1
             parameter.copy_(centre + deviation * torch.randn(parameter.shape))

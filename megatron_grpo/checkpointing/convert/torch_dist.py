@@ -80,7 +80,7 @@ def written_places(args: Namespace, weights: Sequence[Weight]) -> dict[str, Plac
     """Return the place of each parameter in a checkpoint of the built model (names of norms: models/layer_specs.py)."""
     names = {weight.name for weight in weights}
     # As in TransformerBlock: layers share keys unless some may be of another kind than others.
-    alike = args.moe_layer_freq == 1 and args.linear_attention_freq in (None, 1)
+    alike = not args.hybrid_layer_pattern and args.moe_layer_freq == 1 and args.linear_attention_freq in (None, 1)
 
     def place(name: str) -> Place:
         found = _LAYER.fullmatch(name)

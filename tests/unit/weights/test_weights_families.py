@@ -31,7 +31,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from megatron_grpo.models.config import linear_layers, moe_layers
+from megatron_grpo.models.config import moe_layers, recurrent_layers
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
@@ -489,7 +489,7 @@ def test_layers_with_delta_nets_are_those_of_transformers(name, change):
     family = families.for_hf_config(config)
     arguments = family.args_from_hf(config)
     args = model_args(arguments)
-    assert linear_layers(args) == [hasattr(layer, "linear_attn") for layer in model.model.layers]
+    assert recurrent_layers(args) == [hasattr(layer, "linear_attn") for layer in model.model.layers]
     assert family.args_from_hf(family.hf_from_args(args)) == arguments
 
 

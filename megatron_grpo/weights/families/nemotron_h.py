@@ -1,0 +1,167 @@
+"""Nemotron-H and Nemotron Nano 2: layers of one branch each, by a pattern: Mamba-2, attention or an MLP.
+
+Source: arXiv:2504.03624. Attention has no position embedding, the MLP has no gate and squares its ReLU.
+"""
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_grpo.models.config import ATTENTION, MAMBA, MAMBA_CONVOLUTION, MLP
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights.families.common import COMMON, MCORE, Config, Family, need, refuse_bias
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, by_key_heads, fused, grouped_qkv, vocabulary
+
+_LAYER = "backbone.layers.{layer}."
+_MIXER = _LAYER + "mixer."
+_BRANCH = MCORE + "self_attention."
+# Names of `layers_block_type` -> letters of `hybrid_override_pattern`; the last two are earlier names.
+_KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION, "mlp": MLP, "mamba": MAMBA, "attention": ATTENTION}
+
+
+def _of(kind: str, *mappings: ParameterMapping) -> tuple[ParameterMapping, ...]:
+    """Return the mappings for the layers of a kind."""
+    return tuple(replace(one, when=lambda args, layer: args.hybrid_layer_pattern[layer] == kind) for one in mappings)
+
+
+_NORM = {_LAYER + "norm.weight": "hidden"}
+_MAMBA_LAYER = (
+    ParameterMapping(MCORE + "input_layernorm.weight", _NORM),
+    ParameterMapping(
+        _BRANCH + "in_proj.weight",
+        {_MIXER + "in_proj.weight": "linear_projected hidden"},
+        fused(by_key_heads, "linear_v", "linear_v", "linear_qk", "linear_qk", "linear_value_heads"),
+        axis=0,
+    ),
+    *(
+        ParameterMapping(
+            _BRANCH + f"conv1d.{part}",
+            {_MIXER + f"conv1d.{part}": shape},
+            fused(by_key_heads, "linear_v", "linear_qk", "linear_qk"),
+            axis=0,
+        )
+        for part, shape in (("weight", "linear_qkv one linear_width"), ("bias", "linear_qkv"))
+    ),
+    ParameterMapping(_BRANCH + "dt_bias", {_MIXER + "dt_bias": "linear_value_heads"}, axis=0),
+    # The engine has it in float32, and the dtype of its weights for the others.
+    ParameterMapping(_BRANCH + "A_log", {_MIXER + "A_log": "linear_value_heads"}, axis=0, dtype=torch.float32),
+    ParameterMapping(_BRANCH + "D", {_MIXER + "D": "linear_value_heads"}, axis=0),
+    ParameterMapping(_BRANCH + "out_norm.weight", {_MIXER + "norm.weight": "linear_v"}, axis=0),
+    ParameterMapping(_BRANCH + "out_proj.weight", {_MIXER + "out_proj.weight": "hidden linear_v"}, axis=1),
+)
+_ATTENTION_LAYER = (
+    ParameterMapping(MCORE + "input_layernorm.weight", _NORM),
+    ParameterMapping(
+        _BRANCH + "linear_qkv.weight",
+        {
+            _MIXER + "q_proj.weight": "q hidden",
+            _MIXER + "k_proj.weight": "kv hidden",
+            _MIXER + "v_proj.weight": "kv hidden",
+        },
+        grouped_qkv,
+        axis=0,
+    ),
+    ParameterMapping(_BRANCH + "linear_proj.weight", {_MIXER + "o_proj.weight": "hidden q"}, axis=1),
+)
+_MLP_LAYER = (
+    ParameterMapping(MCORE + "pre_mlp_layernorm.weight", _NORM),
+    ParameterMapping(MCORE + "mlp.linear_fc1.weight", {_MIXER + "up_proj.weight": "ffn hidden"}, axis=0),
+    ParameterMapping(MCORE + "mlp.linear_fc2.weight", {_MIXER + "down_proj.weight": "hidden ffn"}, axis=1),
+)
+_SIZES = {
+    "mamba_state_dim": "ssm_state_size",
+    "mamba_head_dim": "mamba_head_dim",
+    "mamba_num_groups": "n_groups",
+    "mamba_num_heads": "mamba_num_heads",
+}
+# Keys with one supported value: transformers and vLLM ignore the first, and have no tied output layer.
+_SUPPORTED = {
+    "residual_in_fp32": False,
+    "tie_word_embeddings": False,
+    "mamba_hidden_act": "silu",
+    "use_conv_bias": True,
+    "conv_kernel": MAMBA_CONVOLUTION,
+    "sliding_window": None,
+}
+_BIASES = "attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"
+
+
+def _pattern(config: Config) -> str:
+    """Return the letters of the layers: `hybrid_override_pattern`, or `layers_block_type` of transformers 5."""
+    kinds = config.get("layers_block_type") or config.get("layer_types")
+    pattern = config.get("hybrid_override_pattern") or "".join(_KINDS.get(kind, "?") for kind in kinds or ())
+    if not pattern or not {MAMBA, ATTENTION, MLP}.issuperset(pattern):
+        raise GrpoError(
+            f"config.json has the layers {kinds or pattern!r}: only Mamba-2 (M), attention (*) and MLPs (-) are "
+            "supported"
+        )
+    return pattern
+
+
+def _read(config: Config) -> dict[str, Any]:
+    for key, value in _SUPPORTED.items():
+        if config.get(key, value) != value:
+            raise GrpoError(f"config.json has {key} {config[key]!r}: only {value!r} is supported")
+    refuse_bias(config, *_BIASES)
+    return {
+        **{dest: need(config, key) for dest, key in _SIZES.items()},
+        "kv_channels": need(config, "head_dim"),
+        "hybrid_layer_pattern": _pattern(config),
+    }
+
+
+def _write(args: Namespace) -> Config:
+    return {
+        **_SUPPORTED,
+        **dict.fromkeys(_BIASES, False),
+        **{key: getattr(args, dest) for dest, key in _SIZES.items()},
+        "head_dim": args.kv_channels,
+        "hybrid_override_pattern": args.hybrid_layer_pattern,
+        # transformers' older names of some of these, and vLLM's dtype of the state.
+        "layer_norm_epsilon": args.norm_epsilon,
+        "mamba_ssm_cache_dtype": "float32",
+    }
+
+
+def _text_config(config: Config) -> Config:
+    """Return a config.json with this project's usual keys of the number of layers and of the norms' epsilon."""
+    heads = config.get("head_dim") or config.get("attention_head_dim")  # the first Nemotron-H models' key
+    usual = {"rms_norm_eps": config.get("layer_norm_epsilon"), "head_dim": heads}
+    given = {key: value for key, value in usual.items() if value is not None}
+    return {**config, **given, "num_hidden_layers": len(_pattern(config))}
+
+
+FAMILY = Family(
+    name="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    mappings=(
+        ParameterMapping(
+            "embedding.word_embeddings.weight", {"backbone.embeddings.weight": "vocab hidden"}, vocabulary, axis=0
+        ),
+        *_of(MAMBA, *_MAMBA_LAYER),
+        *_of(ATTENTION, *_ATTENTION_LAYER),
+        *_of(MLP, *_MLP_LAYER),
+        ParameterMapping("decoder.final_layernorm.weight", {"backbone.norm_f.weight": "hidden"}),
+        ParameterMapping("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0),
+    ),
+    fixed={
+        **COMMON,
+        "swiglu": False,
+        "squared_relu": True,
+        "position_embedding_type": "none",
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "num_experts": None,
+        "multi_latent_attention": False,
+    },
+    read=_read,
+    write=_write,
+    read_rope=lambda config: {},
+    write_rope=lambda args: {},
+    activation=("mlp_hidden_act", "relu2"),
+    published=lambda name: None if name.startswith("mtp.") else name,
+    text_config=_text_config,
+    defaults={},
+)
