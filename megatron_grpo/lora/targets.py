@@ -16,10 +16,11 @@ _VISION = r"(?:visual|vision_tower|multi_modal_projector|image_newline)\b"  # be
 def module_name(args: Namespace, name: str) -> str:
     """Return the name of a parameter, or of a layer, of the files as transformers' modules have it.
 
-    Files of vision-language models name the two parts in several ways, transformers in one.
+    Files of vision-language models name the two parts in several ways, transformers in one; those of Nemotron-H have
+    another name of the decoder.
     """
     if not args.vision_config:
-        return name
+        return re.sub(r"^backbone\.", "model.", name)
     name = re.sub(rf"^(language_model\.)?model\.(language_model\.)?(?!{_VISION})", "model.language_model.", name)
     name = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
     return re.sub(rf"^(?={_VISION})", "model.", name)

@@ -58,6 +58,8 @@ LAYOUTS = {
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
     ),
     "PP2, delta nets": ("qwen3_5_text", False, {"pipeline_model_parallel_size": 2}),
+    "TP2 SP, Mamba-2": ("nemotron_h", False, {"tensor_model_parallel_size": 2}),
+    "PP2, Mamba-2": ("nemotron_h", False, {"pipeline_model_parallel_size": 2}),
 }
 
 
