@@ -417,7 +417,7 @@ def _stored_keys(directory: Path) -> set[str]:
         keys = {item.key for item in load_sharded_metadata(str(directory)).values()}
     except Exception as error:  # a damaged pickle of Megatron-LM's, which has no checksum, raises anything
         raise GrpoError(f"checkpoint {directory} is damaged: .metadata cannot be read: {error!r}") from error
-    checkpoint_directory.check_delta_nets(directory, keys)
+    checkpoint_directory.check_recurrent_layers(directory, keys)
     return keys
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_grpo.checkpointing import data_files
-from megatron_grpo.checkpointing.checkpoint_directory import check_delta_nets, damaged
+from megatron_grpo.checkpointing.checkpoint_directory import check_recurrent_layers, damaged
 from megatron_grpo.utils.errors import GrpoError, InputError
 from megatron_grpo.weights.model_weights import FUSED_NORMS
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -109,7 +109,7 @@ class Checkpoint:
             self._stored: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         except (OSError, EOFError, UnpicklingError, AttributeError, ImportError) as error:
             raise GrpoError(f"{self.directory / '.metadata'} cannot be read: {error!r}") from None
-        check_delta_nets(self.directory, self.tensors)
+        check_recurrent_layers(self.directory, self.tensors)
         self._check_files()
         self._file = cache(self._map_file)
         self._chunks = cache(self._chunks_by_index)

@@ -104,6 +104,8 @@ def _read(config: Config) -> dict[str, Any]:
     for key, value in _SUPPORTED.items():
         if config.get(key, value) != value:
             raise GrpoError(f"config.json has {key} {config[key]!r}: only {value!r} is supported")
+    if config.get("attention_head_dim", config["head_dim"]) != config["head_dim"]:  # an earlier name, ignored by both
+        raise GrpoError(f"config.json has attention_head_dim {config['attention_head_dim']}: name it head_dim")
     refuse_bias(config, *_BIASES)
     return {
         **{dest: need(config, key) for dest, key in _SIZES.items()},
@@ -119,18 +121,18 @@ def _write(args: Namespace) -> Config:
         **{key: getattr(args, dest) for dest, key in _SIZES.items()},
         "head_dim": args.kv_channels,
         "hybrid_override_pattern": args.hybrid_layer_pattern,
-        # transformers' older names of some of these, and vLLM's dtype of the state.
         "layer_norm_epsilon": args.norm_epsilon,
-        "mamba_ssm_cache_dtype": "float32",
+        "mamba_ssm_cache_dtype": "float32",  # vLLM's of the states
     }
 
 
 def _text_config(config: Config) -> Config:
-    """Return a config.json with this project's usual keys of the number of layers and of the norms' epsilon."""
-    heads = config.get("head_dim") or config.get("attention_head_dim")  # the first Nemotron-H models' key
-    usual = {"rms_norm_eps": config.get("layer_norm_epsilon"), "head_dim": heads}
-    given = {key: value for key, value in usual.items() if value is not None}
-    return {**config, **given, "num_hidden_layers": len(_pattern(config))}
+    """Return a config.json with this project's usual keys of the number of layers and of the norms' epsilon.
+
+    transformers and vLLM count the pattern's layers, and do not read rms_norm_eps.
+    """
+    usual = {"rms_norm_eps": config.get("layer_norm_epsilon", 1e-5), "num_hidden_layers": len(_pattern(config))}
+    return {**config, **usual}
 
 
 FAMILY = Family(
@@ -163,5 +165,13 @@ FAMILY = Family(
     activation=("mlp_hidden_act", "relu2"),
     published=lambda name: None if name.startswith("mtp.") else name,
     text_config=_text_config,
-    defaults={},
+    defaults={
+        "head_dim": 128,
+        "mamba_head_dim": 64,
+        "mamba_num_heads": 128,
+        "mlp_hidden_act": "relu2",
+        "n_groups": 8,
+        "num_key_value_heads": 8,
+        "ssm_state_size": 128,
+    },
 )

@@ -63,6 +63,10 @@ TEXTS = {
     "Mistral-Nemo-Instruct-2407": "<s>[INST]One?[/INST]1</s>[INST]Be brief.\n\nTwo?[/INST]",
     "Mixtral-8x7B-Instruct-v0.1": "<s> [INST] Be brief.\n\nOne? [/INST] 1</s> [INST] Two? [/INST]",
     "Moonlight-16B-A3B-Instruct": KIMI,
+    "NVIDIA-Nemotron-Nano-9B-v2": (
+        "<SPECIAL_10>System\nBe brief.\n<SPECIAL_11>User\nOne?\n<SPECIAL_11>Assistant\n1\n<SPECIAL_12>\n"
+        "<SPECIAL_11>User\nTwo?\n<SPECIAL_11>Assistant\n<think>\n"
+    ),
     "Phi-3-mini-4k-instruct": PHI3,
     "Phi-3.5-mini-instruct": PHI3,
     "Qwen2.5-7B-Instruct": CHATML,
@@ -92,6 +96,7 @@ ENDS = {
     "Mistral": ["</s>"],
     "Mixtral": ["</s>"],
     "Moonlight": ["<|im_end|>"],
+    "NVIDIA": ["</s>", "<SPECIAL_11>", "<SPECIAL_12>"],
     "Phi": ["<|assistant|>", "<|end|>", "<|endoftext|>"],
     "Qwen": ["<|endoftext|>", "<|im_end|>"],
     "gemma": ["<end_of_turn>", "<eos>"],
@@ -221,8 +226,8 @@ def test_texts_without_the_chat_template_are_counted(load, tmp_path, capsys, sys
     assert ("used unchanged, without the tokenizer's chat template" in capsys.readouterr().out) == plain
 
 
-def test_eight_published_tokenizers_begin_a_text():
-    assert sum(bool(published(name, "tokens.json")["encode_adds"]) for name in NAMES) == 8
+def test_nine_published_tokenizers_begin_a_text():
+    assert sum(bool(published(name, "tokens.json")["encode_adds"]) for name in NAMES) == 9
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ WITH_TOOLS = {
     "Llama-3.2-3B-Instruct": "<|eot_id|>",
     "MiniMax-M2.5": "[e~[",
     "Mistral-Nemo-Instruct-2407": "</s>",
+    "NVIDIA-Nemotron-Nano-9B-v2": "<SPECIAL_12>",
     "Qwen2.5-7B-Instruct": "<|im_end|>",
     "Qwen3-30B-A3B-Instruct-2507": "<|im_end|>",
     "Qwen3-8B": "<|im_end|>",
