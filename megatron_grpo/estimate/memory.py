@@ -649,7 +649,11 @@ def _experts(args: Namespace, share: float) -> tuple[float, float]:
 
 
 def _shared_experts(args: Namespace, share: float) -> float:
-    return (2 + share) * (args.moe_shared_expert_intermediate_size or 0) / args.tensor_model_parallel_size
+    return (
+        ((1 if args.squared_relu else 2) + share)
+        * (args.moe_shared_expert_intermediate_size or 0)
+        / args.tensor_model_parallel_size
+    )
 
 
 def _norm_outputs(args: Namespace, kind: _Kind, share: float) -> float:

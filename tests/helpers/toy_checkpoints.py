@@ -26,6 +26,7 @@ MOE = ("qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "glm4_moe_lite", "deeps
 SANDWICHED = ("gemma2", "gemma3_text", "glm4")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 MAMBA = ("nemotron_h",)
+MAMBA_MOE = "nemotron_h_moe"  # the same family with experts, which vLLM does not compute on a CPU
 FAMILIES = DENSE + MOE + SANDWICHED + HYBRID + MAMBA
 # (family, tied embeddings)
 _OTHERS = (
@@ -162,6 +163,23 @@ SHAPES = {
         "mamba_head_dim": 8,
         "n_groups": 4,
     },
+    "nemotron_h_moe": {
+        "hybrid_override_pattern": "ME*ME-",
+        "num_hidden_layers": None,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "ssm_state_size": 12,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 8,
+        "n_groups": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 2.5,
+    },
     "qwen3_moe": {
         "num_hidden_layers": 4,
         "head_dim": 16,
@@ -234,7 +252,9 @@ def make(
     }
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **{**shape, **SHAPES.get(family, {}), **config}),
+        AutoConfig.for_model(
+            "nemotron_h" if family == MAMBA_MOE else family, **{**shape, **SHAPES.get(family, {}), **config}
+        ),
         attn_implementation="eager",  # other implementations ignore Gemma 2's soft cap
     )
     with torch.no_grad():

@@ -1,6 +1,7 @@
-"""Nemotron-H and Nemotron Nano 2: layers of one branch each, by a pattern: Mamba-2, attention or an MLP.
+"""Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano: layers of one branch each: Mamba-2, attention, an MLP or experts.
 
-Source: arXiv:2504.03624. Attention has no position embedding, the MLP has no gate and squares its ReLU.
+Sources: arXiv:2504.03624, arXiv:2508.14444. Attention has no position embedding; MLPs and experts have no gate, and
+square their ReLU.
 """
 
 from argparse import Namespace
@@ -9,16 +10,24 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.models.config import ATTENTION, MAMBA, MAMBA_CONVOLUTION, MLP
+from megatron_grpo.models.config import ATTENTION, EXPERTS, MAMBA, MAMBA_CONVOLUTION, MLP
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.families.common import COMMON, MCORE, Config, Family, need, refuse_bias
+from megatron_grpo.weights.families.deepseek_v3 import read_groups
 from megatron_grpo.weights.parameter_mapping import ParameterMapping, by_key_heads, fused, grouped_qkv, vocabulary
 
 _LAYER = "backbone.layers.{layer}."
 _MIXER = _LAYER + "mixer."
 _BRANCH = MCORE + "self_attention."
 # Names of `layers_block_type` -> letters of `hybrid_override_pattern`; the last two are earlier names.
-_KINDS = {"linear_attention": MAMBA, "full_attention": ATTENTION, "mlp": MLP, "mamba": MAMBA, "attention": ATTENTION}
+_KINDS = {
+    "linear_attention": MAMBA,
+    "full_attention": ATTENTION,
+    "mlp": MLP,
+    "moe": EXPERTS,
+    "mamba": MAMBA,
+    "attention": ATTENTION,
+}
 
 
 def _of(kind: str, *mappings: ParameterMapping) -> tuple[ParameterMapping, ...]:
@@ -70,6 +79,28 @@ _MLP_LAYER = (
     ParameterMapping(MCORE + "mlp.linear_fc1.weight", {_MIXER + "up_proj.weight": "ffn hidden"}, axis=0),
     ParameterMapping(MCORE + "mlp.linear_fc2.weight", {_MIXER + "down_proj.weight": "hidden ffn"}, axis=1),
 )
+_EXPERT, _SHARED = MCORE + "mlp.experts.local_experts.{expert}.", MCORE + "mlp.shared_experts."
+_EXPERTS_LAYER = (
+    ParameterMapping(MCORE + "pre_mlp_layernorm.weight", _NORM),
+    ParameterMapping(MCORE + "mlp.router.weight", {_MIXER + "gate.weight": "experts hidden"}),
+    ParameterMapping(
+        MCORE + "mlp.router.expert_bias",
+        {_MIXER + "gate.e_score_correction_bias": "experts"},
+        dtype=torch.float32,
+    ),
+    ParameterMapping(
+        _EXPERT + "linear_fc1.weight", {_MIXER + "experts.{expert}.up_proj.weight": "expert_ffn hidden"}, axis=0
+    ),
+    ParameterMapping(
+        _EXPERT + "linear_fc2.weight", {_MIXER + "experts.{expert}.down_proj.weight": "hidden expert_ffn"}, axis=1
+    ),
+    ParameterMapping(
+        _SHARED + "linear_fc1.weight", {_MIXER + "shared_experts.up_proj.weight": "shared_ffn hidden"}, axis=0
+    ),
+    ParameterMapping(
+        _SHARED + "linear_fc2.weight", {_MIXER + "shared_experts.down_proj.weight": "hidden shared_ffn"}, axis=1
+    ),
+)
 _SIZES = {
     "mamba_state_dim": "ssm_state_size",
     "mamba_head_dim": "mamba_head_dim",
@@ -85,6 +116,7 @@ _SUPPORTED = {
     "conv_kernel": MAMBA_CONVOLUTION,
     "sliding_window": None,
 }
+_SUPPORTED_WITH_EXPERTS = {"norm_topk_prob": True, "n_shared_experts": 1, "moe_latent_size": None}
 _BIASES = "attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"
 
 
@@ -92,16 +124,17 @@ def _pattern(config: Config) -> str:
     """Return the letters of the layers: `hybrid_override_pattern`, or `layers_block_type` of transformers 5."""
     kinds = config.get("layers_block_type") or config.get("layer_types")
     pattern = config.get("hybrid_override_pattern") or "".join(_KINDS.get(kind, "?") for kind in kinds or ())
-    if not pattern or not {MAMBA, ATTENTION, MLP}.issuperset(pattern):
+    if not pattern or not set(_KINDS.values()).issuperset(pattern):
         raise GrpoError(
-            f"config.json has the layers {kinds or pattern!r}: only Mamba-2 (M), attention (*) and MLPs (-) are "
-            "supported"
+            f"config.json has the layers {kinds or pattern!r}: only Mamba-2 (M), attention (*), MLPs (-) and experts "
+            "(E) are supported"
         )
     return pattern
 
 
 def _read(config: Config) -> dict[str, Any]:
-    for key, value in _SUPPORTED.items():
+    pattern = _pattern(config)
+    for key, value in (_SUPPORTED | (_SUPPORTED_WITH_EXPERTS if EXPERTS in pattern else {})).items():
         if config.get(key, value) != value:
             raise GrpoError(f"config.json has {key} {config[key]!r}: only {value!r} is supported")
     if config.get("attention_head_dim", config["head_dim"]) != config["head_dim"]:  # an earlier name, ignored by both
@@ -110,12 +143,39 @@ def _read(config: Config) -> dict[str, Any]:
     return {
         **{dest: need(config, key) for dest, key in _SIZES.items()},
         "kv_channels": need(config, "head_dim"),
-        "hybrid_layer_pattern": _pattern(config),
+        "hybrid_layer_pattern": pattern,
+        **(_read_experts(config, pattern) if EXPERTS in pattern else {"num_experts": None}),
+    }
+
+
+def _read_experts(config: Config, pattern: str) -> dict[str, Any]:
+    topk = need(config, "num_experts_per_tok")
+    return {
+        "num_experts": need(config, "n_routed_experts"),
+        "moe_ffn_hidden_size": need(config, "moe_intermediate_size"),
+        "moe_layer_freq": [int(kind == EXPERTS) for kind in pattern],
+        "moe_router_topk": topk,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": need(config, "routed_scaling_factor"),
+        "moe_shared_expert_intermediate_size": need(config, "moe_shared_expert_intermediate_size"),
+        **read_groups(config, topk),
     }
 
 
 def _write(args: Namespace) -> Config:
+    experts = {
+        "n_routed_experts": args.num_experts,
+        "moe_intermediate_size": args.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
+        "num_experts_per_tok": args.moe_router_topk,
+        "routed_scaling_factor": args.moe_router_topk_scaling_factor or 1.0,
+        "n_group": args.moe_router_num_groups or 1,
+        "topk_group": args.moe_router_group_topk or 1,
+        **_SUPPORTED_WITH_EXPERTS,
+    }
     return {
+        **(experts if args.num_experts else {}),
         **_SUPPORTED,
         **dict.fromkeys(_BIASES, False),
         **{key: getattr(args, dest) for dest, key in _SIZES.items()},
@@ -145,6 +205,7 @@ FAMILY = Family(
         *_of(MAMBA, *_MAMBA_LAYER),
         *_of(ATTENTION, *_ATTENTION_LAYER),
         *_of(MLP, *_MLP_LAYER),
+        *_of(EXPERTS, *_EXPERTS_LAYER),
         ParameterMapping("decoder.final_layernorm.weight", {"backbone.norm_f.weight": "hidden"}),
         ParameterMapping("output_layer.weight", {"lm_head.weight": "vocab hidden"}, vocabulary, axis=0),
     ),
@@ -155,7 +216,6 @@ FAMILY = Family(
         "position_embedding_type": "none",
         "add_qkv_bias": False,
         "qk_layernorm": False,
-        "num_experts": None,
         "multi_latent_attention": False,
     },
     read=_read,

@@ -113,7 +113,7 @@ def check(cls, config: dict[str, Any]) -> list[tuple[str, ...]]:
 CHANGES = [pytest.param({}, marks=pytest.mark.slow, id="published"), pytest.param({"hidden_size": 6144}, id="wider")]
 
 
-FEW_CONFIGS = [*FEW, "gpt_oss", "qwen3_next", "minimax_m2", "llama", "glm4_moe"]
+FEW_CONFIGS = [*FEW, "gpt_oss", "qwen3_next", "minimax_m2", "llama", "glm4_moe", "nemotron_h"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
