@@ -572,6 +572,11 @@ def _cpu_options(args) -> dict:
             f"{flags} is {channels}, but vLLM on a CPU has attention for heads of {', '.join(map(str, sizes))} "
             "channels only: give a model with such heads, or use a GPU"
         )
+    if args.num_experts and args.squared_relu:
+        raise GrpoError(
+            "vLLM on a CPU has no experts with the square of ReLU (--squared-relu): give --rollout-engine megatron, or "
+            "use a GPU"
+        )
     if args.num_experts and args.hidden_size % 32:
         raise GrpoError(
             f"--hidden-size is {args.hidden_size}, but vLLM on a CPU has experts for multiples of 32 only: give a "
