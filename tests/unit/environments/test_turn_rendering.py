@@ -38,7 +38,7 @@ WITH_TOOLS = {
     "gpt-oss-20b": "<|call|>",
 }
 # Whose templates show an earlier turn with other marks of reasoning than a prompt.
-REASONING = {"GLM-4.5-Air", "GLM-4.7-Flash", "Kimi-K2.5", "MiniMax-M2.5"}
+REASONING = {"GLM-4.5-Air", "GLM-4.7-Flash", "Kimi-K2.5", "MiniMax-M2.5", "NVIDIA-Nemotron-Nano-9B-v2"}
 OTHERS = sorted(set(NAMES) - REASONING)
 
 

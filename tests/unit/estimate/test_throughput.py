@@ -124,7 +124,7 @@ def test_delta_nets_by_hand():
 def test_mamba_by_hand():
     """Of four layers two are Mamba-2 with 2 groups and 6 heads, one attends, one is an MLP without a gate."""
     shape = {key: value for key, value in SHAPE.items() if key not in ("num_hidden_layers", "hidden_act")}
-    sizes = {"ssm_state_size": 8, "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 2, "head_dim": 16}
+    sizes = {"ssm_state_size": 8, "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 2}
     config = NemotronHConfig(**shape, **sizes, hybrid_override_pattern="M*-M")
     args = arguments(config, "--transformer-impl", "local")
     mlp, head = 2 * 32 * 40, 16

@@ -84,8 +84,8 @@ def with_separate_experts(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         before = model(IDS[None]).logits
         for layer in model.model.layers:
-            if hasattr(layer.mlp, "experts"):
-                layer.mlp.experts = SeparateExperts(layer.mlp.experts)
+            if hasattr(mlp := getattr(layer, "mlp", None), "experts"):
+                mlp.experts = SeparateExperts(mlp.experts)
         assert (model(IDS[None]).logits - before).abs().max() < 1e-4
     model.config.model_type = "separate"  # PEFT converts the names of the types whose experts transformers has stacked
     return model

@@ -1,6 +1,7 @@
 """Mamba-2's recurrence over packs against single tokens, and against transformers."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def small_chunks(monkeypatch):
     recurrence.chunks_of.cache_clear()
 
 
-def inputs(tokens: int, seed: int = 0, dtype=torch.float64) -> tuple[torch.Tensor, ...]:
+def inputs(tokens: int, seed: int = 0, dtype=torch.float64) -> Any:
     """x, b, c and steps of made-up tokens, and the rates of all heads."""
     torch.manual_seed(seed)
     x = torch.randn(tokens, GROUPS, HEADS, SIZE, dtype=dtype)
@@ -100,7 +101,7 @@ def test_no_tokens_give_empty_outputs_with_gradients():
     assert all(gradient is not None for gradient in torch.autograd.grad(out.sum(), tensors))
 
 
-def layer(tokens: int) -> list[torch.Tensor]:
+def layer(tokens: int) -> Any:
     """Mixed and steps of made-up tokens, and the parameters of a layer: weight, bias, rate and skip."""
     torch.manual_seed(3)
     exact = {"dtype": torch.float64, "requires_grad": True}

@@ -284,7 +284,8 @@ CONFIGS = {
     "mistral": MISTRAL_7B,
     "minimax_m2": MINIMAX_M25,
     "mixtral": MIXTRAL_8X7B,
-    "nemotron_h": NEMOTRON_NANO_9B_V2,
+    # transformers refuses its own spelling of an infinite bound.
+    "nemotron_h": {key: value for key, value in NEMOTRON_NANO_9B_V2.items() if key != "time_step_limit"},
     "phi3": PHI4_MINI,
     "glm4_moe": GLM45_AIR,
     "glm4_moe_lite": GLM47_FLASH,
