@@ -250,11 +250,12 @@ def make(
         "eos_token_id": 2,
         "pad_token_id": 3,
     }
+    shape |= {**SHAPES.get(family, {}), **config}
+    if pattern := shape.get("hybrid_override_pattern"):  # which transformers counts
+        shape["hybrid_override_pattern"] = pattern[: shape["num_hidden_layers"]]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(
-            "nemotron_h" if family == MAMBA_MOE else family, **{**shape, **SHAPES.get(family, {}), **config}
-        ),
+        AutoConfig.for_model("nemotron_h" if family == MAMBA_MOE else family, **shape),
         attn_implementation="eager",  # other implementations ignore Gemma 2's soft cap
     )
     with torch.no_grad():
