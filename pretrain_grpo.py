@@ -57,6 +57,7 @@ from megatron_grpo.data.pack import Pack
 from megatron_grpo.models import balancing, forward, router_replay
 from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.parallel.context_parallel import whole_pack
+from megatron_grpo.rollout.collect import Needs
 from megatron_grpo.rollout.evaluation import evaluation_metrics
 from megatron_grpo.rollout.plan import evaluation_plans, rollout_seed
 from megatron_grpo.training.arguments import parse_args
@@ -159,7 +160,7 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
     metrics: dict[str, float] = {}
     with trainer.timers("eval"), trainer.engine_awake():
         for kind, plan in evaluation_plans(args, trainer.held_out.prompts).items():
-            batch = trainer.source.evaluate(plan, trainer.held_out_to_log)
+            batch = trainer.source.evaluate(plan, Needs(trainer.held_out_to_log))
             metrics |= evaluation_metrics(args, kind, batch, trainer.held_out)
             trainer.log_held_out(kind, batch)
     trainer.saves.evaluation = trainer.iteration, metrics

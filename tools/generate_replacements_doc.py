@@ -47,14 +47,16 @@ def document() -> str:
     parts = [HEADER.format(names=len(core) + len(engine), **numbers)]
     for title, entries in (("megatron-core", core), ("vLLM", engine)):
         parts.append(f"\n## {title}\n\n{COLUMNS}{''.join(map(_row, entries))}")
-    one = vllm.DECODE_STEPS
-    files = " ".join(f"`{file}`" for file in one.files.split())
     parts.append(
-        f"\n### Repeated sources\n\n`{one.by}` repeats parts of vLLM, to {one.why}. It is used only with sources whose "
-        f"digest is that of vLLM {', '.join(one.digests)}; with others vLLM's own code runs, and a line at the start "
-        f"says so. After an upgrade: run `{one.proof}` with the new vLLM, and add its `DECODE_STEPS.digest()`. "
-        f"The files, in `{one.folder}`: {files}.\n"
+        "\n### Repeated sources\n\nThese files repeat parts of vLLM. They are used only with sources whose digest is "
+        "that of a version below; with others vLLM's own code runs.\n"
     )
+    for name, one in ("DECODE_STEPS", vllm.DECODE_STEPS), ("DECODE_RUNNER", vllm.DECODE_RUNNER):
+        files = " ".join(f"`{file}`" for file in one.files.split())
+        parts.append(
+            f"\n`{one.by}`, to {one.why}: vLLM {', '.join(one.digests)}. After an upgrade: run `{one.proof}` with the "
+            f"new vLLM, and add its `{name}.digest()`. The files, in `{one.folder}`: {files}.\n"
+        )
     parts.append(
         "\n## CPU layer\n\nmegatron-core hard-codes CUDA. On a machine without a GPU these names are replaced before "
         "megatron-core is imported, until the process ends (`megatron_grpo/patches/cpu_backend.py`). "

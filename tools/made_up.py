@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 import os
+import re
 import sys
 import time
 import zlib
@@ -26,6 +27,7 @@ from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.algorithm.updates import divide_rollout
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.prefix_tree import with_prefixes
 from megatron_grpo.data.share import with_tokens_of
 from megatron_grpo.lora.attach import adapters, attach
 from megatron_grpo.models import forward
@@ -249,6 +251,7 @@ def release(trainer) -> None:
 def share(args, batch: RolloutBatch, updates: list[np.ndarray]) -> RolloutBatch:
     """Return the batch as a rank of a run has it: with the tokens that it computes in these updates."""
     parts = SimpleNamespace(args=args, reference=None, teacher=None)
+    batch = with_prefixes(batch) if args.share_prompts else batch
     return with_tokens_of(batch, Trainer.computes(parts, batch, lambda _: updates))
 
 
@@ -293,24 +296,68 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def print_kernels(what: str, call: Callable[[], object], count: int) -> None:
-    """Print the ``count`` kinds of kernels of a call that take most of its time; all ranks call it."""
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:  # operators would take minutes to read
+# Kinds of kernels and operators by a part of their name, the first that is found.
+KINDS = (
+    ("transfers between ranks", "^nccl"),
+    ("optimizer", "adam|multi_tensor|foreach|lpnorm|l2norm"),
+    ("attention forward", "flash_fwd|flashattentionforward|flash_attention_forward|attention_for_cpu$"),
+    ("attention backward", "flash_bwd|flashattentionbackward|flash_attention_backward|attention_for_cpu_backward"),
+    ("matrix products", "gemm|nvjet|cublas|cutlass|xmma|aten::mm|aten::addmm|aten::bmm"),
+    ("copies and sums of rows", "_sum_rows|index_?select|gather|index_add|index_copy|scatter"),
+    ("norms, rotations and SwiGLU", "_heads|_norm_gradient|rms_?norm|swiglu|silu|_cos|_sin"),
+    ("head: log-softmax", "_(?:peak|sums|gradient)\\b|logsumexp|softmax|amax|exp_|log_|reduce_kernel.*max"),
+    ("memory: copies and zeros", "memcpy|memset|copy|fill|zero|cat"),
+)
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a kernel or operator."""
+    return next((kind for kind, part in KINDS if re.search(part, name.lower())), "others")
+
+
+def print_profile(what: str, call: Callable[[], object], count: int) -> None:
+    """Print the seconds of a call by kind of kernel, and the ``count`` kernels with the most; all ranks call it.
+
+    ``idle`` are the seconds in which no kernel runs. Without a GPU kernels are torch's operators.
+    """
+    gpu = torch.cuda.is_available()  # there operators would take minutes to read
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as recorded:
         time_of_call = seconds(call)
-    table, transfers = {}, []
-    for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            calls, total = table.get(event.name, (0, 0.0))
-            table[event.name] = calls + 1, total + event.time_range.elapsed_us() / 1e6
-            if event.name.startswith("nccl"):
-                transfers.append((event.time_range.start, event.time_range.elapsed_us() / 1e6))
-    busy = sum(total for _, total in table.values())
+    table: dict[str, tuple[int, float]] = {}  # calls, seconds
+    spans, transfers = [], []
+    if gpu:
+        for event in recorded.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                calls, before = table.get(event.name, (0, 0.0))
+                spent = event.time_range.elapsed_us() / 1e6
+                table[event.name] = calls + 1, before + spent
+                spans.append((event.time_range.start / 1e6, event.time_range.end / 1e6))
+                if event.name.startswith("nccl"):
+                    transfers.append((event.time_range.start, spent))
+    else:
+        table = {row.key: (row.count, row.self_cpu_time_total / 1e6) for row in recorded.key_averages()}
+    busy = _covered(spans) if gpu else sum(total for _, total in table.values())
+    kinds = {"idle": max(time_of_call - busy, 0.0)}
+    for name, (_, total) in table.items():
+        kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + total
     number = sum(calls for calls, _ in table.values())
-    print_rank_0(f"\nprofiled {what}: {time_of_call:.3f} s, {number:,} kernels and copies of {busy:.3f} s")
+    print_rank_0(f"\nprofiled {what}: {time_of_call:.3f} s, {number:,} kernels and copies")
     _print_waiting([time for _, time in sorted(transfers)])
-    print_rank_0("\n| s | calls | us a call | kernel |\n|--:|--:|--:|---|")
+    print_rank_0("\n| s | kind |\n|--:|---|")
+    for kind, total in sorted(kinds.items(), key=lambda row: -row[1]):
+        print_rank_0(f"| {total:.3f} | {kind} |")
+    print_rank_0("\n| s | calls | us a call | kernel | kind |\n|--:|--:|--:|---|---|")
     for name, (calls, total) in sorted(table.items(), key=lambda row: -row[1][1])[:count]:
-        print_rank_0(f"| {total:.3f} | {calls:,} | {1e6 * total / calls:.1f} | `{name[:110]}` |")
+        print_rank_0(f"| {total:.3f} | {calls:,} | {1e6 * total / calls:.1f} | `{name[:110]}` | {kind_of(name)} |")
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of spans (start, end)."""
+    covered, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        covered += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return covered
 
 
 def _print_waiting(transfers: list[float]) -> None:

@@ -27,6 +27,7 @@ import pretrain_grpo  # first of ours: it prepares for machines without a GPU
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.prefix_tree import with_prefixes
 from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.environments.registry import tools_of
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder iteration_N of --on-bad-update")
     parser.add_argument("--rows", type=int, default=20, metavar="N", help="completions to print [20]")
     options, flags = parser.parse_known_args()
-    batch = RolloutBatch.load(options.folder)
+    batch = with_prefixes(RolloutBatch.load(options.folder))  # once for all micro-batches
     record = read_json_object(options.folder.with_suffix(".json"))
     args = parse_args(flags)
     resume = bool(args.load) and latest_iteration(args.load) is not None

@@ -44,7 +44,6 @@ CHECKPOINTS: tuple[FlagRow, ...] = (
         None,
         "directory of the Hugging Face export at the end of the run [{save}/hf_model; none with --lora-rank]",
     ),
-    ("--no-save-hf", bool, False, "do not export to Hugging Face format at the end of the run"),
     ("--finetune", bool, False, "load only the weights of --load, and start at update 0"),
     ("--use-checkpoint-args", bool, False, "read the model's architecture from the checkpoint"),
     ("--no-load-optim", bool, False, "do not restore the optimizer state from --load"),
@@ -66,10 +65,12 @@ def check_checkpoints(args: Namespace) -> None:
         raise GrpoError(
             "--use-checkpoint-args needs --load or --pretrained-checkpoint: a checkpoint with stored arguments"
         )
-    excludes(args, "save_hf", "no_save_hf", "one enables the export, the other disables it")
 
 
 def resolve_export(args: Namespace) -> dict[str, Any]:
-    """Return --save-hf, by default in --save; call it when --lora-rank is known, whose export is the adapter."""
-    by_default = args.save and not args.save_hf and not args.no_save_hf and not args.lora_rank
-    return {"save_hf": f"{args.save}/hf_model"} if by_default else {}
+    """Return --save-hf, by default in --save; call it when --lora-rank is known, whose export is the adapter.
+
+    --no-save-hf is False.
+    """
+    by_default = args.save and args.save_hf is None and not args.lora_rank
+    return {"save_hf": f"{args.save}/hf_model" if by_default else args.save_hf or None}

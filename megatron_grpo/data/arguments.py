@@ -121,7 +121,8 @@ def resolve_tokenizer(args: Namespace) -> dict[str, Any]:
 
 def check_tokenizer(args: Namespace) -> None:
     """Refuse a run without a tokenizer."""
-    required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
+    if not args.dry_run:
+        required(args, "tokenizer_model", "give the tokenizer's directory or file, or --load-hf")
 
 
 def read_chat_template(given: str) -> str:

@@ -17,6 +17,7 @@ position once, for the first of them (`Pack.first_labels`).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -138,6 +139,41 @@ class Pack:
         return arrays | {"completion": np.unique(self.completion, return_inverse=True)[1]}
 
 
+class Layout(NamedTuple):
+    """Which tokens the sequences of a micro-batch have."""
+
+    flat: Int64  # [N], where the tokens of all its completions lie in the flat arrays
+    sequences: Int64  # [n], lengths of the sequences of the model
+    owner: Int64  # [n], number in the pack of the completion of each of them
+    real: Int64  # [s], lengths of the sequences of the pack
+    own: Int64  # which of the N tokens they have
+    tree: PrefixTree | None  # None: nothing is shared
+
+    def padded(self, cp_size: int) -> int:
+        """Return the tokens of the sequences with their padding."""
+        return int(padded_lengths(self.real, cp_size).sum())
+
+
+def lay_out(
+    batch: RolloutBatch, indices: npt.ArrayLike, cp_size: int = 1, share_prompts: bool = False, mtp_layers: int = 0
+) -> Layout:
+    """Return the tokens of a pack before padding; the arguments are those of `pack_completions`."""
+    chosen = np.asarray(indices, dtype=np.int64)
+    if not batch.held[chosen].all():
+        raise ValueError(f"this rank does not hold the tokens of completions {chosen[~batch.held[chosen]].tolist()}")
+    flat = batch.token_positions(chosen)
+    sequences, owner = batch.sequences(chosen)
+    if share_prompts:
+        prefixes = common_prefixes(_inputs(batch, chosen, flat, sequences), offsets(sequences))
+        shared = shareable_tokens(prefixes.common - mtp_layers, cp_size)
+        if shared.any():
+            tree = prefix_tree(sequences, prefixes.order, shared)
+            begins = offsets(sequences)[tree.source] + tree.depth - offsets(tree.lengths)[:-1]
+            own = np.arange(tree.lengths.sum()) + np.repeat(begins, tree.lengths)
+            return Layout(flat, sequences, owner, tree.lengths, own, tree)
+    return Layout(flat, sequences, owner, sequences, np.arange(len(flat)), None)
+
+
 def pack_completions(
     batch: RolloutBatch,
     indices: npt.ArrayLike,
@@ -147,6 +183,7 @@ def pack_completions(
     cp_rank: int = 0,
     share_prompts: bool = False,
     mtp_layers: int = 0,
+    layout: Layout | None = None,
 ) -> Pack:
     """Lay completions end to end as one micro-batch, with the labels shifted to where they are predicted.
 
@@ -162,6 +199,7 @@ def pack_completions(
         share_prompts: whether sequences have one copy of the tokens with which they begin alike.
         mtp_layers: number of multi-token-prediction layers that are trained. They read and predict the tokens after a
             token: so many fewer tokens at the end of a common beginning have one copy.
+        layout: what `lay_out` returns for the same arguments, if it is known.
 
     Raises:
         ValueError: `total_length` is too small or no such multiple, or this rank does not hold the tokens.
@@ -169,21 +207,7 @@ def pack_completions(
             pass that should have computed them did not reach it, or gave NaN.
     """
     chosen = np.asarray(indices, dtype=np.int64)
-    if not batch.held[chosen].all():
-        raise ValueError(f"this rank does not hold the tokens of completions {chosen[~batch.held[chosen]].tolist()}")
-    flat = batch.token_positions(chosen)
-    sequences, owner = batch.sequences(chosen)
-    real, own = sequences, np.arange(len(flat))  # of the sequences of the pack: lengths, and which tokens they have
-    tree = None
-    if share_prompts:
-        prefixes = common_prefixes(_inputs(batch, chosen, flat, sequences), offsets(sequences))
-        shared = shareable_tokens(prefixes.common - mtp_layers, cp_size)
-        if shared.any():
-            tree = prefix_tree(sequences, prefixes.order, shared)
-            real = tree.lengths
-            own = np.arange(real.sum()) + np.repeat(
-                offsets(sequences)[tree.source] + tree.depth - offsets(real)[:-1], real
-            )
+    flat, sequences, owner, real, own, tree = layout or lay_out(batch, chosen, cp_size, share_prompts, mtp_layers)
     lengths = padded_lengths(real, cp_size)
     starts = offsets(lengths)[:-1]
     at = np.arange(len(own)) + np.repeat(starts - offsets(real)[:-1], real)  # where the real tokens go
@@ -223,14 +247,10 @@ def pack_completions(
     token_index, number = flat[in_loss], np.repeat(owner, sequences)[in_loss]
     predicted_at = places[in_loss - 1]
     completion = chosen[number]
-    first_labels, computed = None, np.arange(len(in_loss))  # the labels that the head computes, by position
+    first_labels, computed = None, np.arange(len(in_loss))  # the labels that the head computes
     if tree is not None:
-        kept = (
-            np.empty((len(in_loss), 0), np.int32) if batch.kept_token_ids is None else batch.kept_token_ids[token_index]
-        )
-        different = np.concatenate([predicted_at[:, None], kept], 1)
-        _, computed, prediction = np.unique(different, axis=0, return_index=True, return_inverse=True)
-        first_labels = computed[prediction.reshape(-1)]
+        first_labels = _first_labels(predicted_at, token_index, batch)
+        computed = np.flatnonzero(first_labels == computed)
     held = zigzag(cu_seqlens, cp_size, cp_rank)
     place_in_held = np.full(total, -1)
     place_in_held[held] = np.arange(len(held))
@@ -280,6 +300,21 @@ def pack_completions(
                 f"{samples}: the pass that computes it missed them or the model gives NaN; check the weights loaded"
             )
     return pack
+
+
+def _first_labels(predicted_at: Int64, token_index: Int64, batch: RolloutBatch) -> Int64:
+    """Return `Pack.first_labels` of labels that are predicted at these positions of the pack, [L]."""
+    numbers = np.arange(len(predicted_at))
+    first = np.empty(predicted_at.max(initial=-1) + 1, np.int64)
+    first[predicted_at[::-1]] = numbers[::-1]  # of equal positions numpy keeps the last value
+    found = first[predicted_at]
+    if batch.kept_token_ids is not None:
+        several = np.flatnonzero(np.bincount(predicted_at)[predicted_at] > 1)
+        kept = batch.kept_token_ids[token_index[several]]
+        different = np.concatenate([predicted_at[several, None], kept], axis=1)
+        _, own, prediction = np.unique(different, axis=0, return_index=True, return_inverse=True)
+        found[several] = several[own][prediction.reshape(-1)]
+    return found
 
 
 def _further_tokens(

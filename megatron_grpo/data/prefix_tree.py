@@ -89,7 +89,7 @@ def token_rows(batch: RolloutBatch, flat: Int64, begins: Int64) -> UInt8:
 def _hashed_rows(batch: RolloutBatch, start: int, end: int, begins: Int64) -> UInt8:
     """Return `token_rows` of the tokens from ``start`` to ``end``, with a hash of 8 bytes for the experts of each.
 
-    A token has up to 1,000 bytes of experts: too many for `prefix_hashes`, which every rollout computes.
+    A token has up to 1,000 bytes of experts: too many for `prefix_hashes`, which is of every rollout.
     """
     rows = as_bytes(batch.tokens[start:end])
     if batch.routed_experts is None:
@@ -107,14 +107,16 @@ def common_prefixes(rows: UInt8, cu_seqlens: Int64) -> Prefixes:
 
     ``rows`` [total, bytes] are their tokens; ``cu_seqlens`` [n + 1] says where each sequence begins.
     """
-    width, raw, bounds = rows.shape[1], rows.tobytes(), list(pairwise(cu_seqlens.tolist()))
+    width, flat, bounds = rows.shape[1], rows.reshape(-1), list(pairwise(cu_seqlens.tolist()))
+    raw = rows.tobytes()
     order = sorted(range(len(bounds)), key=[raw[a * width : b * width] for a, b in bounds].__getitem__)
     common = np.zeros(len(order), np.int64)
     for place, (before, this) in enumerate(pairwise(order), start=1):
         (a, a_end), (b, b_end) = bounds[before], bounds[this]
         size = min(a_end - a, b_end - b)
-        differ = (rows[a : a + size] != rows[b : b + size]).any(1)
-        common[place] = differ.argmax() if differ.any() else size
+        differ = flat[a * width : (a + size) * width] != flat[b * width : (b + size) * width]
+        first = int(differ.argmax()) if size else 0
+        common[place] = first // width if size and differ[first] else size
     return Prefixes(np.array(order, np.int64), common)
 
 

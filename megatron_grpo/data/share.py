@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.data.batch import FIELDS, Array, Bool, Int64, RolloutBatch, offsets
-from megatron_grpo.data.prefix_tree import with_prefixes
 from megatron_grpo.parallel.exchange import concatenated, exchange_tokens, from_holders, of_every_rank
 from megatron_grpo.parallel.initialize import host_group
 
@@ -33,7 +32,6 @@ def of_all_ranks(own: RolloutBatch, group: dist.ProcessGroup | None = None) -> R
     group = group or host_group()
     if (np.diff(own.sample_ids) < 0).any():
         own = own.sorted_by_sample()
-    own = with_prefixes(own)
     own = _with_common_arrays(own, group)
     names = [name for name, spec in FIELDS.items() if spec.axis == "completion" and getattr(own, name) is not None]
     sizes = own.lengths, own.response_lengths
@@ -75,8 +73,6 @@ def with_tokens_of(batch: RolloutBatch, needs: Bool, group: dist.ProcessGroup | 
     Where every rank of the group needs all, the batch is whole on all ranks (`RolloutBatch.holds_all`).
     """
     group = group or host_group()
-    if batch.holds_all:
-        batch = with_prefixes(batch)
     names = [name for name, spec in FIELDS.items() if spec.axis == "token" and getattr(batch, name) is not None]
     arrays = [getattr(batch, name) for name in names]
     arrays, held = exchange_tokens(arrays, batch.cu_seqlens[:-1], batch.lengths, batch.held, needs, group)

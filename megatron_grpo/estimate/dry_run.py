@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.data.prefix_tree import shareable_tokens
+from megatron_grpo.data.prefix_tree import Prefixes, shareable_tokens
+from megatron_grpo.data.schedule import schedule
 from megatron_grpo.estimate.memory import GIB, MARGIN, Chunk, Plan, engine_share, gpu_bytes
 from megatron_grpo.estimate.savings import fitting, in_words
 from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models.config import params_dtype, trains_mtp
 from megatron_grpo.parallel.arguments import generating_width, recompute_note
 from megatron_grpo.parallel.roles import role_of
-from megatron_grpo.parallel.zigzag import sequence_multiple
+from megatron_grpo.parallel.zigzag import padded_lengths
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import has_colocated_vllm, has_servers
@@ -138,12 +139,14 @@ def _shared_lines(args: Namespace) -> list[str]:
     if not args.share_prompts:
         return []
     size, prompt, completion = args.num_generations, args.max_prompt_length, args.max_completion_length
-    multiple = sequence_multiple(args.context_parallel_size)
-    common = prompt - (args.mtp_num_layers if trains_mtp(args) else 0)
-    shared = int(shareable_tokens(np.array([common]), args.context_parallel_size)[0])
-    budget = args.max_tokens_per_microbatch * (args.context_parallel_size if args.hybrid_context_parallel else 1)
-    rest = -(-(prompt + completion - shared) // multiple) * multiple  # of a completion, padded
-    packs = -(-size // max((budget - shared) // rest, 1))  # micro-batches with a part of the group
+    cp_size = args.context_parallel_size
+    common = np.full(size, prompt - (args.mtp_num_layers if trains_mtp(args) else 0))
+    common[0] = 0
+    shared = int(shareable_tokens(common, cp_size).max())
+    budget = args.max_tokens_per_microbatch * (cp_size if args.hybrid_context_parallel else 1)
+    lengths = padded_lengths(np.full(size, prompt + completion), cp_size)
+    prefixes = Prefixes(np.arange(size), common)
+    packs = len(schedule(lengths, 1, max_tokens=budget, prefixes=prefixes, cp_size=cp_size)[0])
     flops, none = ModelFlops(args), np.zeros(1, np.int64)
     whole = flops.update(np.full(size, prompt + completion), np.full(size, completion))
     less = (size - packs) * flops.update(none + shared, none)

@@ -63,7 +63,7 @@ def fitting(changed: Callable[[dict[str, Any]], Namespace], most: float) -> tupl
             _, less = with_steps(rest)
         except GrpoError:  # a later flag needs this one
             continue
-        if less <= most:
+        if less <= max(most, now):
             steps, now = rest, less
     return {flag: value for flags, *_ in steps for flag, value in flags.items()}, now
 

@@ -424,7 +424,7 @@ BATCH = (
     ),
     Row(f"{ACTOR}use_dynamic_bsz", None, None, "--max-tokens-per-microbatch alone switches it on"),
     Row(f"{ACTOR}ppo_epochs", "--num-iterations"),
-    Row(f"{ACTOR}use_prefix_grouper", "--share-prompts", SWITCH),
+    Row(f"{ACTOR}use_prefix_grouper", None, None, "on by default here, with --max-tokens-per-microbatch"),
     Row(f"{ACTOR}shuffle", None, None, "on by default here; --no-shuffle-completions if it is off there"),
     Row(f"{ROLLOUT}n", "--num-generations"),
     Row("trainer.total_training_steps", "--train-iters", scaled(ROLLOUTS, updates_per_rollout)),

@@ -228,7 +228,6 @@ _UNRECORDED: Excluded = (
     ("lora_dropout", "a graph would repeat the same random numbers: leave one of them out"),
     ("cpu_offloading", "a graph has the addresses of the activations: leave one of them out"),
     ("fine_grained_activation_offloading", "a graph has the addresses of the activations: leave one of them out"),
-    ("share_prompts", "packs with shared prompts have not been recorded yet: leave one of them out"),
 )
 
 
@@ -247,14 +246,33 @@ def check_cuda_graphs(args: Namespace) -> None:
     _check_excluded(args, "cuda_graphs", _UNRECORDED)
 
 
+def _needed_to_share(args: Namespace) -> str | None:
+    """Return what --share-prompts needs, and this run lacks."""
+    if args.transformer_impl != "local":
+        return "--transformer-impl local, whose attention has keys of other sequences"
+    if not args.max_tokens_per_microbatch:
+        return "--max-tokens-per-microbatch, which puts a group into one micro-batch"
+    return "--no-cuda-graphs: packs with shared prompts have not been recorded yet" if args.cuda_graphs else None
+
+
+def resolve_share_prompts(args: Namespace) -> dict[str, Any]:
+    """Return --share-prompts: unless it is given, it is off where a pack needs whole sequences."""
+    if "share_prompts" in args.explicit or not _needed_to_share(args):
+        return {}
+    return {"share_prompts": False}
+
+
 def check_share_prompts(args: Namespace) -> None:
     """Refuse --share-prompts where a pack needs whole sequences."""
-    if not args.share_prompts:
-        return
-    if args.transformer_impl != "local":
-        raise GrpoError("--share-prompts needs --transformer-impl local, whose attention has keys of other sequences")
-    if not args.max_tokens_per_microbatch:
-        raise GrpoError("--share-prompts needs --max-tokens-per-microbatch, which puts a group into one micro-batch")
+    if args.share_prompts and (needed := _needed_to_share(args)):
+        raise GrpoError(f"--share-prompts needs {needed}")
+
+
+def share_note(args: Namespace) -> str | None:
+    """Return the line of the start that says why --share-prompts is off; None if it is on or was given."""
+    if args.share_prompts or "share_prompts" in args.explicit:
+        return None
+    return f"every sequence computes its whole prompt: --share-prompts needs {_needed_to_share(args)}"
 
 
 def check_float32_parameters(args: Namespace) -> None:

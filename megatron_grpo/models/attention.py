@@ -28,6 +28,7 @@ from megatron_grpo.models.attention_kernels import (
     Blocks,
     FlashAttention4,
     Kernel,
+    Part,
     SharedKeys,
     Varlen,
 )
@@ -39,6 +40,10 @@ from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
 from megatron_grpo.utils.device import to_device
 from megatron_grpo.utils.errors import GrpoError
+
+# Most copies of keys and values in one call of a GPU's kernel, as a multiple of those of the pack: many short answers
+# to a long prompt would have hundreds.
+MOST_COPIES = 8
 
 
 class PackedAttention(MegatronModule):
@@ -129,9 +134,10 @@ class PackedAttention(MegatronModule):
         cu_seqlens = tuple(host_offsets(pack).tolist())
         if where.type == "cpu":
             own = blocks(cu_seqlens, cp_size, cp_rank, self.left, scale, shared)
-            return own if shared is None else SharedKeys(own, shared_keys(cu_seqlens, cp_size, shared))
-        segmented, copies = segments(cu_seqlens, cp_size, cp_rank, where, self.left, shared)
-        return SharedKeys(self.gpu_kernel(*segmented, self.left, scale), copies)
+            keys = None if shared is None else shared_keys(cu_seqlens, cp_size, shared)
+            return own if keys is None else SharedKeys([Part(slice(None), own, keys)])
+        parts = segments(cu_seqlens, cp_size, cp_rank, where, self.left, shared)
+        return SharedKeys([Part(own, self.gpu_kernel(*found, self.left, scale), keys) for own, found, keys in parts])
 
     def sinks(self, query: torch.Tensor) -> torch.Tensor | None:
         """Return the sink logit of each head, ``[heads]``, in the dtype of ``query``; None without sinks."""
@@ -220,8 +226,10 @@ def segments(
     device: torch.device,
     left: int,
     shared: SharedPrompts | None = None,
-) -> tuple[tuple[torch.Tensor, torch.Tensor, int, int], RowCopies]:
-    """Return the segments of `Varlen` under context parallelism or with shared prompts, and their keys.
+) -> list[tuple[slice, tuple[torch.Tensor, torch.Tensor, int, int], RowCopies]]:
+    """Return the segments of `Varlen` under context parallelism or with shared prompts, in parts (`SharedKeys`).
+
+    Each part has its queries, its segments, and their keys, at most `MOST_COPIES` times those of the pack.
 
     Each of a rank's two chunks of a sequence is a segment of queries, without context parallelism each sequence. Its
     keys are those up to its end that at least one query sees, of a completion those of its prompt before its own.
@@ -240,9 +248,18 @@ def segments(
     cu_queries = np.append(0, np.cumsum(np.repeat(chunk, len(numbers))))
     places = np.repeat((cu_whole[:-1, None] + first_key).ravel() - cu_keys[:-1], key_counts) + np.arange(cu_keys[-1])
     keys = np.argsort(_gathered_positions(cu, cp_size))[keys[places]]
-    arrays = cu_queries.astype(np.int32), cu_keys.astype(np.int32), keys
-    of_queries, of_keys, rows = (to_device(torch.from_numpy(x), device) for x in arrays)
-    return (of_queries, of_keys, int(chunk.max()), int(key_counts.max())), RowCopies(rows, int(cu[-1]))
+    query_counts, parts, first = np.diff(cu_queries), [], 0
+    while first < len(key_counts):
+        last = int(np.searchsorted(cu_keys, cu_keys[first] + MOST_COPIES * cu[-1], "right")) - 1
+        own = slice(first, max(last, first + 1))
+        of_part = [(x[first : own.stop + 1] - x[first]).astype(np.int32) for x in (cu_queries, cu_keys)]
+        arrays = *of_part, keys[cu_keys[first] : cu_keys[own.stop]]
+        of_queries, of_keys, rows = (to_device(torch.from_numpy(x), device) for x in arrays)
+        segmented = of_queries, of_keys, int(query_counts[own].max()), int(key_counts[own].max())
+        queries = slice(int(cu_queries[first]), int(cu_queries[own.stop]))
+        parts.append((queries, segmented, RowCopies(rows, int(cu[-1]))))
+        first = own.stop
+    return parts
 
 
 @lru_cache(maxsize=8)

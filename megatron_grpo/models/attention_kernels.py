@@ -15,9 +15,10 @@ gradients of the combined output through the keys of this call.
 import functools
 import importlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -137,22 +138,44 @@ class FlashAttention4(Varlen):
         return backward(q, k, v, out, grad, lse, **self._keywords(), deterministic=reproducible)
 
 
+class Part(NamedTuple):
+    """Queries of `SharedKeys` that one call computes."""
+
+    queries: slice
+    kernel: Kernel
+    copies: RowCopies  # their keys, of all
+
+
 @dataclass(frozen=True)
 class SharedKeys:
     """`Kernel` in which several segments of queries attend to the same keys and values.
 
-    Autograd keeps each key and value once: the copies for ``kernel`` live during its call only.
+    Autograd keeps each key and value once: the copies for a part live during its call only. The parts follow each other
+    and have all queries. The gradients of keys and values are summed over parts in at least float32.
     """
 
-    kernel: Kernel
-    copies: RowCopies
+    parts: Sequence[Part]
 
     def forward(self, q, k, v):
-        return self.kernel.forward(q, self.copies.copy(k), self.copies.copy(v))
+        found = [kernel.forward(q[own], copies.copy(k), copies.copy(v)) for own, kernel, copies in self.parts]
+        if len(found) == 1:
+            return found[0]
+        outs, lses = zip(*found, strict=True)
+        return torch.cat(outs), torch.cat(lses, dim=1)
 
     def backward(self, grad, q, k, v, out, lse):
-        grad_q, *of_copies = self.kernel.backward(grad, q, self.copies.copy(k), self.copies.copy(v), out, lse)
-        return grad_q, *map(self.copies.sum, of_copies)
+        of_queries, sums = [], None
+        for own, kernel, copies in self.parts:
+            saved = out[own], lse[:, own].contiguous()
+            grad_q, *of_copies = kernel.backward(grad[own], q[own], copies.copy(k), copies.copy(v), *saved)
+            of_queries.append(grad_q)
+            of_keys = [copies.sum(x) for x in of_copies]
+            if len(self.parts) == 1:
+                return grad_q, *of_keys
+            of_keys = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in of_keys]
+            sums = of_keys if sums is None else [total.add_(x) for total, x in zip(sums, of_keys, strict=True)]
+        assert sums is not None
+        return torch.cat(of_queries), sums[0].to(k.dtype), sums[1].to(v.dtype)
 
 
 @dataclass(frozen=True)

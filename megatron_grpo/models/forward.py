@@ -14,7 +14,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 
 from megatron_grpo.data.batch import RolloutBatch
-from megatron_grpo.data.pack import Pack, pack_completions
+from megatron_grpo.data.pack import Layout, Pack, lay_out, pack_completions
 from megatron_grpo.data.prefix_tree import (
     Prefixes,
     hashed_prefixes,
@@ -139,47 +139,59 @@ def _own_place() -> int:
     return parallel_state.get_data_parallel_rank() * cp_size + cp_rank
 
 
-def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> list[Pack]:
+class MicroBatches(Sequence[Pack]):
+    """Packs, each made when it is first read: a GPU computes one while the host makes the next."""
+
+    def __init__(self, makers: Sequence[Callable[[], Pack]]):
+        self._makers, self._packs = makers, dict[int, Pack]()
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[i] for i in range(len(self))[number]]
+        number = range(len(self))[number]
+        if number not in self._packs:
+            self._packs[number] = self._makers[number]()
+        return self._packs[number]
+
+    def make_next(self) -> None:
+        """Make the first pack that nothing has read yet."""
+        if len(self._packs) < len(self):
+            self[next(number for number in range(len(self)) if number not in self._packs)]
+
+
+def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> MicroBatches:
     """Return this rank's micro-batches (packs) of ``completions``, indices in the batch; each rank has equally many.
 
     Context parallelism splits the tokens of a pack over ranks, and sequence parallelism splits them again over
     tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags.
     """
     degrees, ranks = assignment(args, batch, completions, max_tokens)
+    own = ranks[_own_place()]
     share_prompts = _shares_prompts(args, max_tokens or args.max_tokens_per_microbatch)
+    further = _further_tokens(args)
     pad_multiple = token_multiple(args) * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     cp_rank = parallel_state.get_context_parallel_rank()
+    layouts: list[Layout | None] = [None] * len(own)
+    of_rank = None  # tokens of a pack on a rank; None: as many as it has, padded
+    if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # needs equally many tokens on each rank
+        unit = pad_multiple * sequence_multiple(max(degrees)) // max(degrees)
+        found = [lay_out(batch, *item, share_prompts, further) for item in zip(own, degrees, strict=True)]
+        needed = [-(-layout.padded(degree) // (degree * unit)) for layout, degree in zip(found, degrees, strict=True)]
+        units = torch.tensor(max(needed))
+        torch.distributed.all_reduce(units, torch.distributed.ReduceOp.MAX, group=host_group())
+        layouts, of_rank = [*found], unit * int(units)
 
-    def packs(of_rank: int | None) -> list[Pack]:
-        """Return the packs, each with ``of_rank`` tokens on a rank."""
+    def pack(indices: np.ndarray, degree: int, layout: Layout | None) -> Pack:
+        total = of_rank and of_rank * degree
+        if args.fp8_format and not of_rank and not len(indices):  # a product of no tokens has no kernel in FP8
+            total = pad_multiple * sequence_multiple(degree)
+        place = cp_rank % degree
+        return pack_completions(batch, indices, pad_multiple, total, degree, place, share_prompts, further, layout)
 
-        def total_length(degree: int, pack: np.ndarray) -> int | None:
-            if args.fp8_format and not of_rank and not len(pack):  # a product of no tokens has no kernel in FP8
-                return pad_multiple * sequence_multiple(degree)
-            return of_rank and of_rank * degree
-
-        further = _further_tokens(args)
-        return [
-            pack_completions(
-                batch, pack, pad_multiple, total_length(degree, pack), degree, cp_rank % degree, share_prompts, further
-            )
-            for degree, pack in zip(degrees, ranks[_own_place()], strict=True)
-        ]
-
-    if not args.num_experts or args.moe_token_dispatcher_type != "allgather":
-        return packs(None)
-    # The dispatcher needs equally many tokens on each rank.
-    unit = pad_multiple * sequence_multiple(max(degrees)) // max(degrees)
-    if share_prompts:  # packs find more common tokens than the schedule knows
-        longest = torch.tensor(max(len(pack.tokens) for pack in packs(None)))
-        torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=host_group())
-        return packs(-(-int(longest) // unit) * unit)
-    numbered = [(degree, pack) for rank in ranks for degree, pack in zip(degrees, rank, strict=True)]
-    return packs(unit * max(-(-_padded(batch, pack, degree) // (degree * unit)) for degree, pack in numbered))
-
-
-def _padded(batch: RolloutBatch, pack: np.ndarray, degree: int) -> int:
-    return int(padded_lengths(batch.lengths[pack], degree, _samples(batch, pack)).sum())
+    return MicroBatches([partial(pack, *item) for item in zip(own, degrees, layouts, strict=True)])
 
 
 def _prefixes(args, batch: RolloutBatch, completions: np.ndarray) -> Prefixes:
@@ -292,6 +304,8 @@ def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, fo
     def step(*arguments):
         progress.step("forward")
         output = forward_step(*arguments)
+        if isinstance(packs, MicroBatches):  # while the device computes
+            packs.make_next()
         if not forward_only:
             progress.step("backward")  # or communication with other stages
         return output

@@ -4,6 +4,7 @@ from argparse import Namespace
 
 import torch
 
+from megatron_grpo.utils.device import needs_gpu
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, COUNT_OR_0, PATH, POSITIVE, SECONDS, SECONDS_OR_0, FlagRow
 from megatron_grpo.utils.packages import require
@@ -159,7 +160,4 @@ def check_profiling(args: Namespace) -> None:
     if args.use_pytorch_profiler and not args.save:
         raise GrpoError("--use-pytorch-profiler needs --save: there is no directory to write traces to")
     if not args.use_pytorch_profiler and not torch.cuda.is_available() and not args.dry_run:
-        raise GrpoError(
-            f"--profile marks the updates for nsys, which needs a GPU, and this machine has none: add "
-            f"{flag('use_pytorch_profiler')}"
-        )
+        raise needs_gpu("--profile marks the updates for nsys, which", "add --use-pytorch-profiler")

@@ -99,7 +99,7 @@ StageCosts = Callable[[Namespace], tuple[Sequence[float], float]]
 
 
 def resolve_recomputation(args: Namespace) -> dict[str, Any]:
-    """Return the flags of recomputation that follow from --recompute-granularity full or --moe-layer-recompute."""
+    """Return what follows from --recompute-granularity, --no-recompute-activations and --moe-layer-recompute."""
     if args.recompute_granularity == "full":  # includes the experts
         return {
             "recompute_method": args.recompute_method or "uniform",
@@ -108,6 +108,8 @@ def resolve_recomputation(args: Namespace) -> dict[str, Any]:
     if args.moe_layer_recompute:
         modules = sorted({*(args.recompute_modules or []), "moe"})
         return {"recompute_granularity": "selective", "recompute_modules": modules}
+    if "recompute_granularity" in args.explicit and args.recompute_granularity is None:  # --no-recompute-activations
+        return dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules"))
     return {}
 
 

@@ -54,14 +54,18 @@ def join(args) -> None:
 def _choose_gpu(args) -> None:
     """Make the GPU with the number of this process on its host the current one; GrpoError if there are fewer GPUs.
 
-    A rank that drives servers (--rollout-ranks with --vllm-mode server) computes on no GPU and may be beyond the last.
+    All processes of the host raise it: the first one prints it, and the others would wait for the last ones. Ranks that
+    drive servers (--rollout-ranks with --vllm-mode server) compute on no GPU and may be beyond the last.
     """
     process, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    drives = args.vllm_mode == "server" and rank() >= int(os.environ["WORLD_SIZE"]) - args.rollout_ranks
-    if process >= gpus and not drives:
+    first, here = rank() - process, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    drivers = 0
+    if args.vllm_mode == "server":
+        drivers = max(0, min(here, first + here - int(os.environ["WORLD_SIZE"]) + args.rollout_ranks))
+    if here - drivers > gpus:
         raise GrpoError(
-            f"process {process} of host {socket.gethostname()} has no GPU: {gpus} are visible there. Start one process "
-            f"for each (torchrun --nproc-per-node {gpus}), or let it see more (CUDA_VISIBLE_DEVICES)"
+            f"{here - drivers} processes of host {socket.gethostname()} need a GPU each, and {gpus} are visible there: "
+            f"give torchrun --nproc-per-node {gpus + drivers} (GPUS_PER_NODE), or show more (CUDA_VISIBLE_DEVICES)"
         )
     torch.cuda.set_device(process % gpus)
 

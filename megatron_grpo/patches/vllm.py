@@ -70,6 +70,24 @@ SHARED_MEMORY = Replacement(
     proof="tests/unit/rollout/test_colocated_vllm.py::test_runs_of_a_host_share_no_memory",
     needed="a CPU",
 )
+EXECUTE_MODEL = Replacement(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
+    None,  # a version has more; `DECODE_RUNNER` knows the sources
+    "Launch the forward pass of a decode step by two kernels' launches; vLLM launches a dozen from Python.",
+    by="megatron_grpo/rollout/vllm/decode_runner.py",
+    proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
+    scope="object",
+    needed="vLLM 0.26 on a GPU",
+)
+SAMPLE_TOKENS = Replacement(
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+    None,
+    "Sample after a decode step's forward pass by one CUDA graph; vLLM launches some twenty kernels from Python.",
+    by="megatron_grpo/rollout/vllm/decode_runner.py",
+    proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
+    scope="object",
+    needed="vLLM 0.26 on a GPU",
+)
 DECODE_STEPS = Sources(
     "vllm/v1",
     "core/block_pool.py core/kv_cache_coordinator.py core/kv_cache_manager.py core/kv_cache_utils.py "
@@ -80,6 +98,19 @@ DECODE_STEPS = Sources(
     "schedule and record a step in which every running request decodes one token in one loop",
     by="megatron_grpo/rollout/vllm/decode_steps.py",
     proof="tests/unit/rollout/test_decode_steps.py",
+)
+DECODE_RUNNER = Sources(
+    "vllm/v1",
+    "outputs.py worker/gpu/async_utils.py worker/gpu/attn_utils.py worker/gpu/block_table.py "
+    "worker/gpu/buffer_utils.py worker/gpu/cudagraph_utils.py worker/gpu/input_batch.py worker/gpu/kv_connector.py "
+    "worker/gpu/lora_utils.py worker/gpu/model_runner.py worker/gpu/model_states/default.py "
+    "worker/gpu/model_states/interface.py worker/gpu/sample/gumbel.py worker/gpu/sample/logprob.py "
+    "worker/gpu/sample/sampler.py worker/gpu/sample/states.py worker/gpu/states.py worker/gpu_worker.py "
+    "worker/lora_model_runner_mixin.py",
+    {"0.26": "f78b898650e0b7c3"},
+    "run a step in which every running request decodes one token by a few launches",
+    by="megatron_grpo/rollout/vllm/decode_runner.py",
+    proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
 )
 
 ENTRIES = entries_of(globals())

@@ -17,6 +17,7 @@ from megatron_grpo.models.config import recurrent_layers
 from megatron_grpo.parallel.arguments import check_heads
 from megatron_grpo.rollout.speculation import check_draft, check_speculation, method_of
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
+from megatron_grpo.utils.device import needs_gpu
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import (
     COUNT,
@@ -292,7 +293,8 @@ def _check_servers(args: Namespace) -> None:
         return
     if kind == "sglang" and "vllm_mode" in args.explicit:
         raise GrpoError("--vllm-mode and --rollout-engine sglang cannot both be given: SGLang is always a server here")
-    required(args, url_flag, "name the servers, such as http://127.0.0.1:8000")
+    if not args.dry_run:
+        required(args, url_flag, "name the servers, such as http://127.0.0.1:8000")
     urls = [urlsplit(url) for url in getattr(args, url_flag) or []]
     for url in urls:
         if (
@@ -327,7 +329,7 @@ def _check_weight_sync(args: Namespace, kind: str) -> None:
             raise GrpoError("--weight-sync-method ipc needs servers on rank 0's host, as http://127.0.0.1: give nccl")
     if method != "checkpoint":
         if not args.dry_run and not torch.cuda.is_available():
-            raise GrpoError(f"--weight-sync-method {method} needs GPUs: give checkpoint")
+            raise needs_gpu(f"--weight-sync-method {method}", "give checkpoint")
         if kind == "sglang" and method not in ("nccl", "ipc"):
             raise GrpoError(f"--weight-sync-method {method} is vLLM's: give nccl, ipc or checkpoint")
         if kind == "vllm" and not args.dry_run:
@@ -360,9 +362,9 @@ def check_rollout(args: Namespace) -> None:
     check_replicas(args)
     of_experts = args.vllm_enable_expert_parallel or (args.vllm_engine_kwargs or {}).get("enable_expert_parallel")
     if of_experts and not args.dry_run and not torch.cuda.is_available():
-        raise GrpoError("--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes with it; leave it out")
+        raise needs_gpu("--vllm-enable-expert-parallel", "vLLM's CPU build crashes with it, leave it out")
     if args.vllm_quantization and not args.dry_run and not torch.cuda.is_available():
-        raise GrpoError(f"--vllm-quantization {args.vllm_quantization} needs a GPU: leave it out")
+        raise needs_gpu(f"--vllm-quantization {args.vllm_quantization}", "leave it out")
     ours = sorted(OURS.intersection(args.vllm_engine_kwargs or {}))
     if ours:
         raise GrpoError(f"--vllm-engine-kwargs: {', '.join(ours)} is set by this program: leave it out")
@@ -373,7 +375,7 @@ def check_rollout(args: Namespace) -> None:
             "sync: leave it out"
         )
     if args.sleep_level and not args.dry_run and not torch.cuda.is_available():
-        raise GrpoError("--sleep-level needs a GPU: on a CPU no engine can free its memory, leave it out")
+        raise needs_gpu("--sleep-level", "on a CPU no engine can free its memory, leave it out")
     _check_log_probs(args)
     check_speculation(args)
     if args.rollout_balancing == "dynamic" and not has_colocated_vllm(args):
@@ -806,7 +808,7 @@ def check_placed(args: Namespace) -> None:
 
 def _check_placed_servers(args: Namespace) -> None:
     """Raise GrpoError for flags that cannot go with servers which ranks of --rollout-ranks drive."""
-    if args.rollout_ranks > len(server_urls(args)) and not args.dry_run:
+    if args.rollout_ranks > len(server_urls(args)) and (server_urls(args) or not args.dry_run):
         raise GrpoError(
             f"--rollout-ranks {args.rollout_ranks} is more than the {len(server_urls(args))} servers of "
             "--vllm-server-base-url: each of these ranks drives servers of its own"

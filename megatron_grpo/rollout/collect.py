@@ -1,7 +1,7 @@
 """One rollout over all engine replicas: dispatch prompts, score completions, exchange what the ranks need."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.data.batch import Bool, FinishReason, RolloutBatch
+from megatron_grpo.data.prefix_tree import with_prefixes
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.share import of_all_ranks, with_tokens_of
 from megatron_grpo.parallel.agreement import gathered
@@ -23,17 +24,17 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import divided, joined
 from megatron_grpo.vision.images import RowImages
 
-Needs = Callable[[RolloutBatch], Bool]
+
+@dataclass(frozen=True)
+class Needs:
+    """What this rank needs of the completions of all ranks."""
+
+    tokens: Callable[[RolloutBatch], Bool]  # returns [n], the completions whose tokens it needs
+    prefixes: bool = False  # hashes of what completions begin with, for `schedule`; equal on all ranks
 
 
-def everything(batch: RolloutBatch) -> Bool:
-    """Need the tokens of all completions."""
-    return np.ones(batch.num_completions, bool)
-
-
-def nothing(batch: RolloutBatch) -> Bool:
-    """Need no tokens."""
-    return np.zeros(batch.num_completions, bool)
+everything = Needs(lambda batch: np.ones(batch.num_completions, bool))
+nothing = Needs(lambda batch: np.zeros(batch.num_completions, bool))
 
 
 def collect_rollout(
@@ -121,11 +122,10 @@ def collect_rollout(
 def exchange(mine: RolloutBatch, needs: Needs, group: dist.ProcessGroup | None = None) -> RolloutBatch:
     """Return the batch of all ranks of ``group`` [all] from the completions of this one. Collective.
 
-    Every rank gets the arrays [n] of all completions, in their global order. ``needs`` returns [n], for such a batch,
-    the completions whose tokens this rank needs.
+    Every rank gets the arrays [n] of all completions, in their global order, and the tokens that it ``needs``.
     """
-    batch = of_all_ranks(mine, group)
-    return with_tokens_of(batch, needs(batch), group)
+    batch = of_all_ranks(with_prefixes(mine) if needs.prefixes else mine, group)
+    return with_tokens_of(batch, needs.tokens(batch), group)
 
 
 def missing_rewards(scorer: RewardPool | None) -> int:

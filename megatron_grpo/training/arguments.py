@@ -68,8 +68,9 @@ BATCH_AND_DURATION: tuple[FlagRow, ...] = (
     (
         "--share-prompts",
         bool,
-        False,
-        "compute once what sequences of a micro-batch begin with alike, such as the prompt of a group",
+        True,
+        "compute once what sequences of a micro-batch begin with alike, such as the prompt of a group; off with "
+        "Transformer Engine's layers, CUDA graphs, and without --max-tokens-per-microbatch",
     ),
     (
         "--cuda-graphs",
@@ -234,6 +235,13 @@ def build_parser() -> Parser:
         groups[title] = parser.add_argument_group(title)
         for name, kind, default, text, *_ in rows:
             groups[title].add_argument(name, default=default, help=help_text(text, default), **_value_options(kind))
+    groups["checkpoints"].add_argument(
+        "--no-save-hf",
+        action="store_const",
+        const=False,
+        dest="save_hf",
+        help="do not export to Hugging Face format at the end of the run",
+    )
     add_core_flags(parser)
     synonyms = parser.add_argument_group("from Megatron-LM scripts")
     synonyms.add_argument(
@@ -242,6 +250,13 @@ def build_parser() -> Parser:
         const="selective",
         dest="recompute_granularity",
         help="the same as --recompute-granularity selective",
+    )
+    synonyms.add_argument(
+        "--no-recompute-activations",
+        action="store_const",
+        const=None,
+        dest="recompute_granularity",
+        help="recompute nothing: takes back an earlier --recompute-granularity with its method, layers and modules",
     )
     synonyms.add_argument(
         "--moe-layer-recompute",
@@ -271,7 +286,7 @@ def _add_opposites(parser: Parser, group: argparse._ArgumentGroup) -> None:
     for action in list(group._group_actions):
         (name,) = action.option_strings
         opposite = "--" + name[5:] if name.startswith("--no-") else "--no-" + name[2:]
-        if action.const is True and opposite not in parser._option_string_actions:  # --save-hf has a value
+        if action.const is True and opposite not in parser._option_string_actions:
             group.add_argument(
                 opposite,
                 help=argparse.SUPPRESS,

@@ -290,8 +290,7 @@ def _explain_unknown(unknown: Sequence[str], parser: Parser, words: Sequence[str
             both = unknown[0].lower() in ("false", "no", "off", "0")
             cure = f"leave both out, {before} is off then" if both else "leave it out"
             if both and action.const == action.default:  # it is on then
-                other = next(one for one in parser._actions if one.dest == action.dest and one.const != action.const)
-                cure = f"give {other.option_strings[0]} in place of both"
+                cure = f"give {_opposite(parser, action)} in place of both"
             return f"unexpected argument {unknown[0]!r}: {before} is a switch and takes no value; {cure}"
         return f"unexpected argument {unknown[0]!r}: a value without its flag, or one value too many"
     field = flag[2:].replace("-", "_")
@@ -301,6 +300,9 @@ def _explain_unknown(unknown: Sequence[str], parser: Parser, words: Sequence[str
     switch = "--no-" + flag[2:]
     if switch in parser._option_string_actions and switch not in ACCEPTED:
         return f"unknown flag {flag}: it is the default, leave it out; {switch} switches it off"
+    taken_back = parser._option_string_actions.get("--" + flag[5:]) if flag.startswith("--no-") else None
+    if taken_back is not None and taken_back.nargs == 0 and (other := _opposite(parser, taken_back)):
+        return f"unknown flag {flag}: {other} takes --{flag[5:]} back"
     if field in RENAMED:
         return f"megatron-core's {field} is {RENAMED[field]} here"
     if field.removeprefix("no_") in SWITCHED_OFF_BY:  # of a field that is renamed, too
@@ -310,6 +312,12 @@ def _explain_unknown(unknown: Sequence[str], parser: Parser, words: Sequence[str
         return there
     close = similar_flag(flag, parser._option_string_actions)
     return f"unknown flag {flag}; " + (f"did you mean {close}?" if close else "--help-all lists all flags")
+
+
+def _opposite(parser: Parser, switch: argparse.Action) -> str | None:
+    """Return the switch that takes another one back; None for one without effect."""
+    others = (one for one in parser._actions if one.dest == switch.dest and one.nargs == 0)
+    return next((one.option_strings[0] for one in others if one.const != switch.const), None)
 
 
 def similar_flag(flag: str, flags: Iterable[str]) -> str | None:

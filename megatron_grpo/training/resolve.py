@@ -35,6 +35,7 @@ from megatron_grpo.models.arguments import (
     check_settings,
     check_share_prompts,
     resolve_model_sizes,
+    resolve_share_prompts,
 )
 from megatron_grpo.models.attention_kernels import FLASH_ATTENTION_4, flash_attention_4
 from megatron_grpo.models.config import transformer_config_from_args
@@ -72,6 +73,7 @@ from megatron_grpo.training.arguments import check_values, ddp_config_from_args,
 from megatron_grpo.training.best_checkpoint import check_keep_best
 from megatron_grpo.training.run_rules import RUN
 from megatron_grpo.utils.arguments import Step, replaced, resolved
+from megatron_grpo.utils.device import needs_gpu
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.packages import missing, require
 from megatron_grpo.vision.arguments import check_vision
@@ -97,7 +99,7 @@ def _check_flash_attention_4() -> None:
 def _refuse_transformer_engine(what: str, instead: str) -> None:
     """Raise GrpoError with the reason why this machine cannot run Transformer Engine."""
     if not torch.cuda.is_available():
-        raise GrpoError(f"{what} needs a GPU, and this machine has none: {instead}")
+        raise needs_gpu(what, instead)
     require(what, "transformer_engine", instead=instead)
 
 
@@ -127,9 +129,9 @@ def _check_libraries(args: Namespace) -> None:
     if args.transformer_impl == "local" and torch.cuda.is_available() and not (args.bf16 or args.fp16):
         raise GrpoError("on a GPU --transformer-impl local needs --bf16 or --fp16: its attention kernel has no float32")
     if args.cuda_graphs and not args.dry_run and not torch.cuda.is_available():
-        raise GrpoError("--cuda-graphs needs a GPU: leave it out")
+        raise needs_gpu("--cuda-graphs", "leave it out")
     if args.optimizer_cpu_offload and not args.dry_run and not torch.cuda.is_available():
-        raise GrpoError("--optimizer-cpu-offload needs a GPU: here the optimizer is on the CPU anyway")
+        raise needs_gpu("--optimizer-cpu-offload", "the optimizer is on the CPU anyway, leave it out")
     ddp_config_from_args(args)
     if args.use_precision_aware_optimizer and not have_te:
         return  # a dry run, on a machine where megatron-core cannot ask for Transformer Engine's version
@@ -142,6 +144,7 @@ FLAGS: tuple[Step, ...] = (
     check_settings,
     resolve_recomputation,
     check_parallel_flags,
+    resolve_share_prompts,
     check_cuda_graphs,
     check_share_prompts,
     check_fp8,

@@ -18,7 +18,9 @@ from megatron_grpo.utils.rules import excludes, flag, needs, required
 
 
 def check_required(args: Namespace) -> None:
-    """Refuse the absence of what every run needs; --eval-only needs nothing of training."""
+    """Refuse the absence of what every run needs; a dry run needs none of it, --eval-only nothing of training."""
+    if args.dry_run:
+        return
     if not args.eval_only:
         required(args, "train_data_path", "name the files of training prompts")
     required(args, "reward_funcs", "name at least one reward function")
@@ -53,7 +55,7 @@ def check_evaluation(args: Namespace) -> None:
     dests = "eval_interval val_before_train eval_num_generations eval_max_prompts eval_correct_reward"
     for dest in (*dests.split(), "eval_completions_to_log", "eval_only"):
         needs(args, dest, "valid_data_path", "there are no held-out prompts to evaluate on")
-    if not (args.log_completions or args.eval_only):
+    if not args.log_completions:
         needs(args, "eval_completions_to_log", "save", "there is no directory to write to")
     if args.valid_data_path and not (args.eval_interval or args.val_before_train or args.eval_only):
         raise GrpoError("--valid-data-path needs --eval-interval or --val-before-train: without them it is not used")
@@ -68,7 +70,7 @@ def check_ends(args: Namespace) -> None:
     """Refuse ends of a run that would lose its updates."""
     for dest in ("exit_duration_in_mins", "exit_signal_handler"):
         needs(args, dest, "save", "without it the run's updates would be lost")
-    if args.on_bad_update == "restore" and not (args.save and args.save_interval):
+    if args.on_bad_update == "restore" and not ((args.save and args.save_interval) or args.eval_only):
         raise GrpoError("--on-bad-update restore needs --save and --save-interval: it loads the newest checkpoint")
     if args.on_bad_update == "restore" and args.sync_ref_model:
         raise GrpoError("--on-bad-update restore does not restore the reference model of --sync-ref-model: give skip")

@@ -37,6 +37,7 @@ from megatron_grpo.lora import base
 from megatron_grpo.lora.attach import attach, trained
 from megatron_grpo.lora.files import check_same_shape, load_adapter
 from megatron_grpo.models import forward
+from megatron_grpo.models.arguments import share_note
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.models.delta_net import kernels
 from megatron_grpo.observability.log_level import set_log_level
@@ -110,6 +111,7 @@ from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import Arguments, args_to_json, replaced, resolved
 from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
 from megatron_grpo.utils.descriptors import raise_limit
+from megatron_grpo.utils.device import unseen_gpus
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.utils.rules import flag
@@ -478,13 +480,10 @@ def _print_start(args, world_size: int, inputs: Inputs, lock: RunLock | None) ->
         for line in batch_arithmetic(args, world_size).lines(terminal_width()):
             print_rank_0(line)
     print_rank_0(f"completions end at {describe(args.end_token_ids, inputs.tokenizer)}")
-    for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args))):
+    for note in filter(None, (not_measured(args), lora_note(args), recompute_note(args), share_note(args))):
         print_rank_0(note)
-    if torch.version.cuda is None and Path("/dev/nvidia0").exists():
-        print_rank_0(
-            f"note: torch {torch.__version__} is a build for CPUs, and this host has GPUs that the run does not use: "
-            "pip install -r requirements-gpu.txt"
-        )
+    if unseen := unseen_gpus():
+        print_rank_0(f"note: this run uses no GPU: {unseen}")
     if inputs.isolation:
         print_rank_0(f"generated code is isolated by {inputs.isolation}")
 

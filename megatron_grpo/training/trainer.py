@@ -32,7 +32,7 @@ from megatron_grpo.observability.watchdog import Watchdog
 from megatron_grpo.parallel.agreement import device_answers, on_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
 from megatron_grpo.reference.teacher_server import TeacherServer
-from megatron_grpo.rollout.collect import shown_images, with_images
+from megatron_grpo.rollout.collect import Needs, shown_images, with_images
 from megatron_grpo.rollout.evaluation import HeldOut, logged
 from megatron_grpo.rollout.rollout_metrics import rollout_metrics
 from megatron_grpo.rollout.source import Rollout, RolloutSource, SourceState
@@ -101,7 +101,8 @@ class Trainer:
 
         ``divide`` divides the completions into updates.
         """
-        rollout = self.source.next(partial(self.computes, divide=divide), self.lifecycle.synced)
+        needs = Needs(partial(self.computes, divide=divide), prefixes=self.args.share_prompts)
+        rollout = self.source.next(needs, self.lifecycle.synced)
         batch = rollout.batch
         if self.args.max_staleness:
             keeps_cache = self.args.weight_update == "keep"

@@ -32,7 +32,7 @@ def computed(flops: ModelFlops, packs: Iterable[Pack]) -> tuple[int, float]:
         labels = pack.num_labels
         if pack.shared_prompts is not None and pack.first_labels is not None:
             before = np.diff(pack.shared_prompts.cu_keys.astype(np.int64)) - np.diff(pack.cu_seqlens)
-            labels = len(np.unique(pack.first_labels))
+            labels = int(np.count_nonzero(pack.first_labels == np.arange(pack.num_labels)))
         none = np.zeros(1, np.int64)
         tflop.append(flops.update(before + pack.real_lengths, none + labels) - flops.update(before, none))
         tokens += int(pack.real_lengths.sum())

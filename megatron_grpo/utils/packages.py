@@ -20,7 +20,7 @@ ENVIRONMENT = "pip install -r requirements-gpu.txt (without a GPU: requirements-
 COMMANDS = {
     "cutlass": "pip install -r requirements-gpu.txt",
     "quack": "pip install -r requirements-gpu.txt",
-    "transformer_engine": 'pip install --no-build-isolation "transformer-engine[pytorch]"',
+    "transformer_engine": 'pip install --no-build-isolation "transformer-engine[pytorch,core-cu13]==2.11.0"',
     "vllm": ENVIRONMENT,
 }
 

@@ -35,7 +35,7 @@ def check_value(name: str, kind: Any, value: Any) -> None:
         text = json.dumps(one, ensure_ascii=False) if isinstance(one, dict) else one
         if isinstance(text, str) and (shown := text.encode(errors="backslashreplace").decode()) != text:
             raise GrpoError(f"{name} {shown}: the value is not valid UTF-8: correct it, or rename the file")
-        if kind == PATH and one is not None:
+        if kind == PATH and isinstance(one, str):
             longest = max(map(len, os.fsencode(one).split(b"/")))
             if len(os.fsencode(one)) > _PATH_BYTES or longest > _NAME_BYTES:
                 raise GrpoError(
@@ -74,13 +74,18 @@ def was_given(args: Namespace, dest: str) -> bool:
 
 
 def required(args: Namespace, dest: str, cure: str) -> None:
-    """Refuse a missing flag, except in a dry run."""
-    if getattr(args, dest) in (None, []) and not args.dry_run:
+    """Refuse a missing flag."""
+    if getattr(args, dest) in (None, []):
         raise GrpoError(f"{flag(dest)} is missing: {cure}")
 
 
 def needs(args: Namespace, dest: str, other: str, reason: str) -> None:
-    """Refuse the flag of ``dest`` without the flag of ``other``, on which its effect depends."""
+    """Refuse the flag of ``dest`` without the flag of ``other``, on which its effect depends.
+
+    --eval-only takes the flags of a run, and needs no --save.
+    """
+    if other == "save" and args.eval_only:
+        return
     if dest in args.explicit and getattr(args, dest) and not getattr(args, other):
         raise GrpoError(f"{flag(dest)} needs {flag(other)}: {reason}")
 

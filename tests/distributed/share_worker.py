@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data import share
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.prefix_tree import with_prefixes
 from megatron_grpo.parallel import exchange, initialize
 
 NUMBER = 23
@@ -67,7 +68,7 @@ def main(out: Path) -> None:
     own = whole.select(np.flatnonzero(makers == rank)[::-1])  # in any order
     if not own.num_completions:  # as of a rank that does not lead: without optional arrays and columns
         own = replace(own, routed_experts=None, kept_token_ids=None, rewards=np.zeros((0, 0), np.float32))
-    numbers = share.of_all_ranks(own)
+    numbers = share.of_all_ranks(with_prefixes(own) if own.num_completions else own)
     save("made", numbers)
     save("everything", share.with_tokens_of(numbers, np.ones(NUMBER, bool)))
     mine = share.with_tokens_of(numbers, wanted(rank, world))

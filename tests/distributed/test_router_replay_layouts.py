@@ -8,7 +8,7 @@ import pytest
 from ranks import run_torchrun
 from router_replay_worker import FULL, MOE
 
-SHARED = "--share-prompts --max-tokens-per-microbatch"
+SHARED = "--max-tokens-per-microbatch"
 LAYOUTS = {
     1: {"TP1": "", "recomputed MoE": MOE, "recomputed": FULL, "shared prompts": f"{SHARED} 70"},
     2: {
@@ -19,7 +19,7 @@ LAYOUTS = {
         "CP2": f"--context-parallel-size 2 {FULL}",
         "EP2": f"--expert-model-parallel-size 2 {MOE}",
         "CP2 EP2": f"--context-parallel-size 2 --expert-model-parallel-size 2 {MOE}",
-        "CP2, hybrid": f"--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 17 {MOE}",
+        "CP2, hybrid": f"{SHARED} 17 --no-share-prompts --context-parallel-size 2 --hybrid-context-parallel {MOE}",
         "DP2, shared prompts": f"{SHARED} 50 --moe-token-dispatcher-type allgather",
         "TP2 SP, shared prompts": f"{SHARED} 70 --tensor-model-parallel-size 2 --sequence-parallel",
         "PP2 VPP2, shared prompts": (

@@ -44,13 +44,15 @@ LAYOUTS = {
     "PP2 VPP2": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     "CP2": "--context-parallel-size 2",
     "CP2, a token budget, recomputed": (
-        "--context-parallel-size 2 --max-tokens-per-microbatch 240 --recompute-granularity full"
+        "--context-parallel-size 2 --max-tokens-per-microbatch 240 --no-share-prompts --recompute-granularity full"
     ),
-    "CP2, hybrid": "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 120",
+    "CP2, hybrid": (
+        "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-microbatch 120 --no-share-prompts"
+    ),
     "offloaded": "--offload-model --offload-optimizer --micro-batch-size 2",
-    "DP2, shared prompts": "--max-tokens-per-microbatch 400 --share-prompts",
-    "CP2, shared prompts": "--context-parallel-size 2 --max-tokens-per-microbatch 240 --share-prompts",
-    "PP2, shared prompts": "--pipeline-model-parallel-size 2 --max-tokens-per-microbatch 400 --share-prompts",
+    "DP2, shared prompts": "--max-tokens-per-microbatch 400",
+    "CP2, shared prompts": "--context-parallel-size 2 --max-tokens-per-microbatch 240",
+    "PP2, shared prompts": "--pipeline-model-parallel-size 2 --max-tokens-per-microbatch 400",
 }
 
 

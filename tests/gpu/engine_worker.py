@@ -157,6 +157,43 @@ class Worker:
         new = list(versions).index(versions[-1])
         self.found["seam"] = [new, log_probs[:new] == expected[:new], log_probs[new] != expected[new]]
 
+    def short_steps(self) -> None:
+        """Completions by short decode steps and by vLLM's: by sampling, those equal, their number, the short steps.
+
+        Requests come, end, and are given up in both.
+        """
+        runner, facts = self.engine.decode_runner, {}
+        assert runner is not None
+        for temperature, log_probs, top_p in (1.0, True, 1.0), (0.7, True, 1.0), (0.0, False, 1.0), (1.0, True, 0.9):
+            lives = []
+            for runner.enabled in (False, True):
+                before = runner.steps
+                lives.append(self.life(temperature, log_probs, top_p))
+            vllm, ours = lives
+            facts[f"{temperature} {log_probs} {top_p}"] = [
+                sum(vllm[i] == ours[i] for i in vllm), len(vllm), runner.steps - before
+            ]  # fmt: skip
+        self.found["short steps"] = facts
+
+    def life(self, temperature: float, log_probs: bool, top_p: float) -> dict[int, tuple]:
+        """Return the tokens and log-probabilities of requests by id."""
+        requests = [
+            Request(i, self.prompts[0].ids, Sampling(1 + i % TOKENS, temperature, top_p, log_probs=log_probs))
+            for i in range(48)
+        ]
+        done: list[Completion] = []
+        with self.engine.rollout(7):
+            self.engine.submit(requests[:24])
+            for _ in range(6):
+                done += self.engine.poll()
+            self.engine.submit(requests[24:])
+            for _ in range(6):
+                done += self.engine.poll()
+            self.engine.abort([30, 31])
+            while len(done) < 46:
+                done += self.engine.poll()
+        return {one.id: (list(one.token_ids), one.log_probs and list(one.log_probs)) for one in done}
+
     def temperatures(self) -> None:
         self.found["mismatch"] = {str(t): self.mismatch(t) for t in (1.0, 0.7)}
 

@@ -86,6 +86,16 @@ def test_new_weights_while_a_step_is_under_way(dense):
     assert tokens >= 2 and undisturbed and others
 
 
+@pytest.mark.parametrize("flags", [[], ["--lora-rank", "8"]], ids=["all weights", "adapter"])
+def test_short_decode_steps_sample_the_same(tmp_path, model, flags):
+    """As vLLM's: the same kernels, whose rows are those of the graph's batch in the head, too."""
+    facts = found(tmp_path / "out", 1, "short_steps", model("qwen3", FLAT), *flags)[0]["short steps"]
+    truncated = facts.pop("1.0 True 0.9")
+    assert truncated == [46, 46, 0], facts  # vLLM's sampler truncates
+    for equal, completions, steps in facts.values():
+        assert equal == completions == 46 and steps > 20, facts
+
+
 @pytest.mark.alone
 def test_sleep_and_offload_free_memory(tmp_path, model):
     facts = found(tmp_path / "out", 1, "sleep", model("qwen3", FLAT), EAGER, "--sleep-level", "2")[0]["sleep"]

@@ -33,12 +33,12 @@ def test_one_gpu():
     """Packs of another size, the distributed optimizer, recomputation, shared prompts."""
     more = "TP1: --use-distributed-optimizer --max-tokens-per-microbatch 1024"
     recompute = "TP1: --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    check("TP1", more, recompute, "TP1: --max-tokens-per-microbatch 1024 --share-prompts")
+    check("TP1", more, recompute, "TP1: --max-tokens-per-microbatch 1024 --no-share-prompts")
 
 
 def test_soft_caps_share_prompts():
     packs = "TP1: --max-tokens-per-microbatch 1024"
-    check("TP1", packs, f"{packs} --share-prompts", flags=SOFT_CAPS)
+    check("TP1", packs, f"{packs} --no-share-prompts", flags=SOFT_CAPS)
 
 
 @FLASH_4
@@ -53,7 +53,7 @@ def test_flash_attention_4():
         f"{flash} {packs}",
         f"{flash} {recompute}",
         f"{flash} {packs} --cuda-graphs",
-        f"{flash} {packs} --share-prompts",
+        f"{flash} {packs} --no-share-prompts",
     )
 
 
@@ -76,10 +76,10 @@ def test_two_gpus():
         "TP1",
         "TP2",
         "TP2 SP",
-        "TP2 SP: --max-tokens-per-microbatch 1024 --share-prompts",
+        "TP2 SP: --max-tokens-per-microbatch 1024",
         "PP2",
         "CP2",
-        "CP2: --max-tokens-per-microbatch 1024 --share-prompts",
+        "CP2: --max-tokens-per-microbatch 1024",
         "DP2: --use-distributed-optimizer --overlap-grad-reduce",
     )
 

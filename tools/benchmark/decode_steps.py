@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 1 tools/benchmark/decode_steps.py --sequences 128 512 MODEL_FLAGS
 
 The weights are random; flags that are not in --help are those of pretrain_grpo.py. All sequences have the same length,
-so that every step but the first and the last decodes a token of each. The two alternate in each round, on one engine.
+so that every step but the first and the last decodes a token of each. The two alternate in each round, on one engine;
+on a GPU the short path is measured with vLLM's model runner, too, and with ours (decode_runner).
 Prints a Markdown table: medians over the steps of all rounds of the CPU time of this thread in vLLM's scheduler
 (schedule, update_from_output with our log-probabilities) and output processor, and of CPU and wall time from one step
 to the next. Without a GPU the latter are those of the model on the CPU. With --functions N one more rollout of the last
@@ -98,13 +99,16 @@ def main() -> None:
     possible = getattr(scheduler, "has_decode_steps", False)
     if not possible:
         print_rank_0("this engine has no decode steps: both rows of a pair are vLLM's own scheduler")
+    paths = ["vLLM's", "decode steps", *(["and its runner"] if engine.decode_runner else [])]
     heads = ["sequences", "scheduler", *PARTS, "all three", "of a sequence", "step, CPU", "step, wall"]
     print_rank_0(f"us of a step:\n\n| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for sequences in own.sequences:
-        found: dict[str, list[np.ndarray]] = {"vLLM's": [], "decode steps": []}
+        found: dict[str, list[np.ndarray]] = {name: [] for name in paths}
         for _ in range(own.rounds + 1):
             for name, rounds in found.items():
-                scheduler.has_decode_steps = possible and name == "decode steps"
+                scheduler.has_decode_steps = possible and name != "vLLM's"
+                if engine.decode_runner:
+                    engine.decode_runner.enabled = name == "and its runner"
                 rounds.append(clock.rollout(engine, sequences, sampling))
         for name, rounds in found.items():
             steps = np.concatenate(rounds[1:])

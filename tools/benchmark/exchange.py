@@ -34,7 +34,7 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.data.share import of_all_ranks, with_tokens_of
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
-from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rollout.collect import Needs, collect_rollout
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.servers.engine import ServerEngine
 from megatron_grpo.rollout.servers.server import Status
@@ -107,7 +107,7 @@ def from_servers(numbers: np.ndarray, wants: np.ndarray, ranks: int) -> RolloutB
     engine = ServerEngine([MadeUpServer("http://made-up", args)], transfer, 600.0, 64, receivers=ranks)
     prompts = [Prompt(group, [group], {}, "made up") for group in range(len(numbers) // GENERATIONS)]
     plan = RolloutPlan(prompts, GENERATIONS, Sampling(2 * LENGTH, stop_token_ids=(0,), log_probs=True), seed=1)
-    batch, _ = collect_rollout(engine, plan, None, None, Timers(), needs=lambda _: wants)
+    batch, _ = collect_rollout(engine, plan, None, None, Timers(), needs=Needs(lambda _: wants))
     engine.close()
     return batch
 

@@ -156,7 +156,7 @@ def main() -> None:
         )
     if own.kernels:
         sampling = Sampling(args.max_completion_length, log_probs=False)
-        made_up.print_kernels("rollout", partial(benchmark.ours, sampling), own.kernels)
+        made_up.print_profile("rollout", partial(benchmark.ours, sampling), own.kernels)
     benchmark.engine.close()
     if benchmark.scorer:
         benchmark.scorer.close()

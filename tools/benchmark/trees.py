@@ -16,26 +16,25 @@ The models have the shapes of Qwen3 with random weights. FLAGS are further flags
 Each update is that of a run, with the optimizer's step and all other costs that sharing does not lower. The learning
 rate is too small to change a weight, so that all updates have the same loss and gradient. For each case the last column
 is (seconds saved / seconds) / (TFLOP saved / TFLOP) against separate sequences. TFLOP are those that the packs compute,
-by `flops/update`, without padding. Seconds are the median of --updates after one that is left out. With --profile one
-more update is profiled: its seconds by kind of kernel, and the ``idle`` seconds in which no kernel runs; without a GPU
-those of the operators.
+by `flops/update`, without padding. Seconds are the median of --updates after one that is left out; rows are printed as
+soon as they are measured. With --kernels N one more update is profiled (`made_up.print_profile`).
+
+One H200 has room for 4b, and measures it in less than 200 seconds with the start.
 """
 
 import argparse
-import re
 import sys
-from collections import Counter
+import time
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import made_up
 import numpy as np
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 import pretrain_grpo
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.prefix_tree import with_prefixes
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.entry_point import run
@@ -49,7 +48,7 @@ COMMON = """--transformer-impl local --model-family qwen3 --group-query-attentio
 _GPU = (
     "--bf16 --num-query-groups 8 --kv-channels 128 --vocab-size 151936 --bias-activation-fusion --bias-dropout-fusion"
 )
-# Of each size the flags, and how many groups, groups and trees an update has.
+# Of each size the flags, and how many groups, groups of episodes and trees an update has.
 SIZES = {
     "0.6b": (
         f"{_GPU} --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 "
@@ -59,7 +58,7 @@ SIZES = {
     "4b": (
         f"{_GPU} --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 "
         "--untie-embeddings-and-output-weights --max-tokens-per-microbatch 8192",
-        (4, 1, 3),
+        (4, 1, 2),
     ),
     "tiny": (
         "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --num-query-groups 2 "
@@ -179,56 +178,6 @@ def rollout(name: str, text: Text, count: int) -> RolloutBatch:
     return batch
 
 
-# Kinds of kernels and operators by a part of their name, the first that is found.
-KINDS = (
-    ("optimizer", "adam|multi_tensor|foreach|lpnorm|l2norm"),
-    ("attention forward", "flash_fwd|flashattentionforward|flash_attention_forward|attention_for_cpu$"),
-    ("attention backward", "flash_bwd|flashattentionbackward|flash_attention_backward|attention_for_cpu_backward"),
-    ("matrix products", "gemm|nvjet|cublas|cutlass|xmma|aten::mm|aten::addmm|aten::bmm"),
-    ("copies and sums of rows", "_(sum|add|merge)_rows|index_?select|gather|index_add|index_copy|scatter"),
-    ("head: log-softmax", "_(?:peak|sums|gradient)\\b|logsumexp|softmax|amax|exp_|log_|reduce_kernel.*max"),
-    ("norms, rotations and SwiGLU", "_heads|_norm_gradient|rms_?norm|swiglu|silu|_cos|_sin"),
-    ("memory: copies and zeros", "memcpy|memset|copy|fill|zero|cat"),
-)
-
-
-def kind_of(name: str) -> str:
-    """Return the kind of a kernel or operator."""
-    return next((kind for kind, part in KINDS if re.search(part, name.lower())), "others")
-
-
-def print_profile(what: str, call) -> None:
-    """Print the seconds of a call by kind of kernel, and the largest kernels of ``others``."""
-    gpu = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as recorded:
-        seconds = made_up.seconds(call)
-    of_names: Counter[str] = Counter()
-    if gpu:
-        spans = []
-        for event in recorded.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                of_names[event.name] += event.time_range.elapsed_us() / 1e6
-                spans.append((event.time_range.start, event.time_range.end))
-        busy, reached = 0.0, 0.0
-        for start, end in sorted(spans):
-            busy += max(end - max(start, reached), 0) / 1e6
-            reached = max(reached, end)
-    else:
-        for row in recorded.key_averages():
-            of_names[row.key] += row.self_cpu_time_total / 1e6
-        busy = sum(of_names.values())
-    kinds: Counter[str] = Counter()
-    for name, spent in of_names.items():
-        kinds[kind_of(name)] += spent
-    kinds["idle"] = max(seconds - busy, 0.0)
-    print_rank_0(f"\nprofiled {what}: {seconds:.3f} s")
-    for name, spent in kinds.most_common():
-        print_rank_0(f"  {spent:8.4f}  {name}")
-    rest = Counter({name: spent for name, spent in of_names.items() if kind_of(name) == "others"})
-    for name, spent in rest.most_common(6):
-        print_rank_0(f"      {spent:8.4f}  of others: {name[:100]}")
-
-
 def measured(args, trainer, batch: RolloutBatch, way: str, options: argparse.Namespace, title: str) -> list[float]:
     """Run updates; return seconds, peak GiB, tokens computed, their TFLOP, loss and gradient norm."""
     args = replaced(args, share_prompts=way != "separate")
@@ -241,10 +190,10 @@ def measured(args, trainer, batch: RolloutBatch, way: str, options: argparse.Nam
     for _ in range(1 + options.updates):
         seconds.append(made_up.seconds(update))
     peak = made_up.peak_memory() / 1024
-    if options.profile:
-        print_profile(title, update)
+    if options.kernels:
+        made_up.print_profile(title, update, options.kernels)
     packs, row = len(forward.assignment(args, batch, chosen)[0]), rows[-1]
-    print_rank_0(f"{title}: {', '.join(f'{spent:.3f}' for spent in seconds)} s; {packs} micro-batches")
+    print_rank_0(f"\n{title}: {', '.join(f'{spent:.3f}' for spent in seconds)} s; {packs} micro-batches")
     tokens = row["tokens/update"] - row["tokens/shared"]
     return [median(seconds[1:]), peak, tokens, row["flops/update"], row["loss"], row["grad_norm"]]
 
@@ -256,20 +205,22 @@ def main() -> None:
     )
     parser.add_argument("--sizes", nargs="+", default=["0.6b", "4b"], choices=SIZES, help="models [0.6b 4b]")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, help="[all]")
-    parser.add_argument("--updates", type=int, default=3, metavar="N", help="measured updates of each [3]")
-    parser.add_argument("--profile", action="store_true", help="seconds of one more update by kind of kernel")
+    parser.add_argument("--updates", type=int, default=2, metavar="N", help="measured updates of each [2]")
+    parser.add_argument(
+        "--kernels", type=int, default=0, metavar="N", help="kernels of a profile to list [0: no profile]"
+    )
     options, flags = parser.parse_known_args()
-    lines = [
-        "| model | case | way | update s | peak GiB | tokens | TFLOP | TFLOP/s | loss | gradient norm | quotient |"
-    ]
-    lines.append("|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    started = time.perf_counter()
+    head = "| model | case | way | update s | peak GiB | tokens | TFLOP | TFLOP/s | loss | gradient norm | quotient |"
+    lines = [head, "|---|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for size in options.sizes:
         of_size, counts = SIZES[size]
         args = made_up.parse([*COMMON, *of_size.split(), *flags], 1)
         initialize_distributed(args)
         trainer = made_up.trainer(args)
         for case in options.cases:
-            batch = rollout(case, Text(args.vocab_size), counts[list(CASES).index(case)])
+            # With the hashes of prefixes, as a rollout of engines has it.
+            batch = with_prefixes(rollout(case, Text(args.vocab_size), counts[list(CASES).index(case)]))
             whole: list[float] = []
             for way in WAYS:
                 found = measured(args, trainer, batch, way, options, f"{size} {case} {way}")
@@ -278,6 +229,7 @@ def main() -> None:
                 quotient = "" if way == "separate" else f"{(1 - seconds / whole[0]) / (1 - flops / whole[3]):.2f}"
                 cells = f"{seconds:.3f} | {peak:.1f} | {tokens:,} | {flops:.1f} | {flops / seconds:.0f}"
                 lines.append(f"| {size} | {case} | {way} | {cells} | {loss:.5f} | {norm:.4f} | {quotient} |")
+                print_rank_0(f"{lines[-1]}\n{time.perf_counter() - started:.0f} s since the command line was read")
         made_up.release(trainer)
     print_rank_0("\n" + "\n".join(lines))
 

@@ -49,7 +49,7 @@ def measured(flags: list[str], lengths: int | list[int], options: argparse.Names
 
     for number in range(options.updates + bool(options.kernels)):
         if number == options.updates:
-            made_up.print_kernels("update", update, options.kernels)
+            made_up.print_profile("update", update, options.kernels)
         else:
             made_up.peak_memory(reset=True)
             seconds.append(made_up.seconds(update))

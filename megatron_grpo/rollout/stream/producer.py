@@ -25,7 +25,7 @@ from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import GroupMember, RewardPool, print_first_failures
 from megatron_grpo.rollout.arguments import urls_of_replica
-from megatron_grpo.rollout.collect import exchange, nothing, sample_to_score, to_batch
+from megatron_grpo.rollout.collect import Needs, exchange, nothing, sample_to_score, to_batch
 from megatron_grpo.rollout.dynamic_sampling import filter_reward, filter_weights, has_signal
 from megatron_grpo.rollout.engine import AdapterEngine, Completion, InterruptibleEngine, Request, request_seed
 from megatron_grpo.rollout.episodes import print_failures
@@ -344,7 +344,8 @@ class Producer:
         members = {c.id: GroupMember(c.id // self._size, c.id % self._size, self._size) for c in completions}
         prompts = {number: group.prompt for number, group in groups.items()}
         rewards = [group.rewards for group in groups.values() if group.rewards is not None]
-        self._exchange(prompts, completions, members, taken, training_sampling(self._args, 1), rewards)
+        needs = replace(nothing, prefixes=self._args.share_prompts)
+        self._exchange(prompts, completions, members, taken, training_sampling(self._args, 1), rewards, needs)
 
     def _exchange(
         self,
@@ -354,11 +355,12 @@ class Producer:
         places: Mapping[int, int],
         sampling: Sampling,
         rewards: Sequence[np.ndarray],
+        needs: Needs = nothing,
     ) -> None:
         batch = to_batch(prompts, completions if self._is_lead else [], members, places, sampling.num_kept)
         if self._is_lead and rewards:
             batch.rewards = np.concatenate(rewards)
-        exchange(batch, nothing, self._joint.group)
+        exchange(batch, needs, self._joint.group)
 
     # ---- evaluation and probes
 

@@ -53,6 +53,8 @@ from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 from megatron_grpo.vision.images import load_processor
 
+UNDIVIDED = 1024  # tokens of the longest sequence whose keys one program of attention reads
+
 
 class VllmColocate:
     """Engine that runs vLLM in the training processes (``--rollout-engine vllm --vllm-mode colocate``).
@@ -87,6 +89,7 @@ class VllmColocate:
         self._allocated = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
         self._engine = self._llm.llm_engine
         scheduler.collect_log_probs(self._engine)
+        self.decode_runner = scheduler.shorten_decode_steps(self._engine)
         self._speculates = args.vllm_speculative_config is not None
         if self._speculates:
             self.drafts = no_drafts()
@@ -486,7 +489,7 @@ def _build(args, directory: str):
             # Of the recurrent state, as trained; some versions read it in config.json for some architectures only.
             **({"mamba_ssm_cache_dtype": "float32"} if any(recurrent_layers(args)) else {}),
             speculative_config=args.vllm_speculative_config,
-            **on_a_cpu,
+            **(on_a_cpu or _gpu_options(args)),
         )
         return LLM(**{**options, **(args.vllm_engine_kwargs or {})})
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
@@ -545,6 +548,17 @@ def _apply_top_k_top_p(logits, k, p):
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     return apply_top_k_top_p(logits, k, p) if len(logits) else logits
+
+
+def _gpu_options(args) -> dict:
+    """Return vLLM's options for a GPU.
+
+    In CUDA graphs, FlashAttention 3 divides the keys of a sequence among up to 32 programs, and adds a kernel that
+    combines them. Short sequences gain nothing: a step of 512 takes 5 to 8% longer (docs/performance/rollouts.md).
+    """
+    if longest_of_engine(args) > UNDIVIDED:
+        return {}
+    return {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1}}
 
 
 def _cpu_options(args) -> dict:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 
 from megatron_grpo.patches import vllm as patches
@@ -49,6 +50,15 @@ def scheduler_options() -> dict[str, str]:
             f"vLLM {', '.join(others)} and {newest}, and the sources of this version differ"
         )
     return {}
+
+
+def shorten_decode_steps(engine):
+    """Give the engine's model runner the short path of `decode_runner` and return it; None without one."""
+    if not (torch.cuda.is_available() and engine.vllm_config.use_v2_model_runner and patches.DECODE_RUNNER.known()):
+        return None
+    from megatron_grpo.rollout.vllm import decode_runner
+
+    return decode_runner.install(engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
 
 
 def collect_log_probs(engine) -> None:

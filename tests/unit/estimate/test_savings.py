@@ -86,7 +86,7 @@ FITS = [  # the first three by default
 @pytest.mark.parametrize("gpu", slow_except([80], [20, 40, 60, 80, 141]))  # by default one size
 @pytest.mark.parametrize(("flags", "ranks"), slow_except(FITS[:3], FITS))
 def test_flags_that_fit(flags, ranks, gpu):
-    """The flags are allowed together, and lead to the memory that is said; without any one of them it would not fit."""
+    """The flags are allowed together, and lead to the memory that is said; without any one of them it is more."""
     trainers = ranks - 2 * ("--rollout-ranks" in flags)
     changed = run_of(f"{flags} {LONG} --dry-run", trainers)
     before = changed({})
@@ -98,11 +98,11 @@ def test_flags_that_fit(flags, ranks, gpu):
     assert with_flags(found) == needed
     if gpu_bytes(Plan(before)) <= gpu * GIB:
         assert found == {}
-    elif needed <= gpu * GIB:
+    else:
         for left_out in [flag for flag in found if flag.startswith(("--sleep", "--max-tokens", "--micro"))]:
             rest = {flag: value for flag, value in found.items() if flag != left_out}
             if left_out != "--sleep-level" or not any("--offload" in flag for flag in rest):
-                assert with_flags(rest) > gpu * GIB
+                assert with_flags(rest) > max(needed, gpu * GIB)
 
 
 def test_the_report_ends_with_them():

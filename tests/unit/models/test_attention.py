@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.data.pack import SharedPrompts, _keys_of_nodes
 from megatron_grpo.data.prefix_tree import PrefixTree
+from megatron_grpo.models import attention as packed_attention
 from megatron_grpo.models.attention import (
     PackedAttention,
     _gathered_positions,
@@ -23,7 +24,7 @@ from megatron_grpo.models.attention import (
     segments,
     shared_keys,
 )
-from megatron_grpo.models.attention_kernels import SharedKeys, Varlen
+from megatron_grpo.models.attention_kernels import Part, SharedKeys, Varlen
 from megatron_grpo.utils.errors import GrpoError
 
 GROUPS = ProcessGroupCollection(tp=Alone(), cp=Alone())
@@ -290,8 +291,8 @@ def test_gpu_layout(flash_on_cpu, cp_size, chunks, shape):
         sink = {"vanilla": None, "off-by-one": torch.zeros_like(sink), "learnable": sink}[case.softmax]
         out = torch.zeros(len(q), case.heads, case.value_size, dtype=q.dtype)
         for rank, own in enumerate(gathered.chunk(cp_size)):
-            segmented, copies = segments(cu, cp_size, rank, torch.device("cpu"), left)
-            kernel = SharedKeys(Varlen(*segmented, left, scale), copies)
+            ((_, segmented, copies),) = segments(cu, cp_size, rank, torch.device("cpu"), left)
+            kernel = SharedKeys([Part(slice(None), Varlen(*segmented, left, scale), copies)])
             if left < 0:
                 assert len(copies.rows) <= len(q) * (1 + 1 / (2 * cp_size))
             part = attend(q[own], k[gathered], v[gathered], sink, kernel)
@@ -306,9 +307,10 @@ def test_gpu_layout(flash_on_cpu, cp_size, chunks, shape):
     cp_size=st.sampled_from([1, 2, 3]),
     chunks=st.lists(st.tuples(st.integers(0, 8), st.integers(1, 5)), min_size=1, max_size=6),
     shape=st.fixed_dictionaries(shapes),
+    most=st.sampled_from([0, packed_attention.MOST_COPIES]),
 )
-def test_shared_prompts(flash_on_cpu, cp_size, chunks, shape):
-    """Each sequence begins anew, or goes on from one before it. Both kernels, all ranks."""
+def test_shared_prompts(flash_on_cpu, cp_size, chunks, shape, most):
+    """Each sequence begins anew, or goes on from one before it. Both kernels, all ranks, one and several calls."""
     multiple = 2 * cp_size if cp_size > 1 else 1
     lengths = np.array([chunk for _, chunk in chunks]) * multiple
     cu = np.append(0, np.cumsum(lengths))
@@ -345,12 +347,15 @@ def test_shared_prompts(flash_on_cpu, cp_size, chunks, shape):
         return compute
 
     def on_gpu(rank):
-        segmented, copies = segments(offsets, cp_size, rank, torch.device("cpu"), left, shared)
-        return SharedKeys(Varlen(*segmented, left, scale), copies)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(packed_attention, "MOST_COPIES", most)
+            parts = segments.__wrapped__(offsets, cp_size, rank, torch.device("cpu"), left, shared)
+        assert most or len(parts) == len(lengths) * (1 + (cp_size > 1))
+        return SharedKeys([Part(own, Varlen(*found, left, scale), copies) for own, found, copies in parts])
 
     def on_cpu(rank):
         own = blocks(offsets, cp_size, rank, left, scale, shared)
-        return SharedKeys(own, shared_keys(offsets, cp_size, shared))
+        return SharedKeys([Part(slice(None), own, shared_keys(offsets, cp_size, shared))])
 
     want = results(case, reference_attention, *case.tensors())
     for kernel_of in (on_gpu, on_cpu):

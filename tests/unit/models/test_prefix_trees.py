@@ -309,3 +309,25 @@ def test_passes_without_gradients_are_those_of_whole_sequences(world):
         assert sum(pack.real_lengths.sum() for pack in packs) < batch.lengths.sum() - 50
         got = forward.scores(own, trainer.model, pretrain_grpo.forward_step, batch, everything)
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("more", ["", f"--model-family qwen3_moe {EXPERTS} --moe-token-dispatcher-type allgather"])
+def test_a_pack_is_made_once_while_the_one_before_is_computed(more, world, monkeypatch):
+    args = made_up.parse([*MODELS["dense"].split(), *more.split(), "--max-tokens-per-microbatch", "90"], 1)
+    trainer, batch, events = made_up.trainer(args), made_up.rollout(args), []
+
+    def make(*given):
+        events.append("pack")
+        return pack_completions(*given)
+
+    def step(*given, **named):
+        output = pretrain_grpo.forward_step(*given, **named)
+        events.append("pass")
+        return output
+
+    monkeypatch.setattr(forward, "pack_completions", make)
+    packs = forward.micro_batches(args, batch, np.arange(16))
+    own = partial(step, args=args, num_microbatches=len(packs))
+    forward.forward_scores(own, packs, trainer.model, batch)
+    assert len(packs) > 2 and events == ["pack", "pass"] * len(packs)
+    assert not more or len({len(pack.tokens) for pack in packs}) == 1

@@ -9,9 +9,10 @@ from megatron_grpo.parallel.initialize import _choose_gpu
 from megatron_grpo.utils.errors import GrpoError
 
 
-def chosen(monkeypatch, rank: int, gpus: int, mode: str = "colocate", rollout_ranks: int = 0) -> int:
-    """Return the GPU of a process among ``gpus`` + 1 on one host."""
-    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus + 1}.items():
+def chosen(monkeypatch, rank: int, gpus: int, here: int, mode: str = "colocate", rollout_ranks: int = 0) -> int:
+    """Return the GPU of a rank of the second of two hosts, each with ``gpus`` GPUs and ``here`` processes."""
+    values = {"RANK": here + rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": here, "WORLD_SIZE": 2 * here}
+    for name, value in values.items():
         monkeypatch.setenv(name, str(value))
     devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -21,15 +22,19 @@ def chosen(monkeypatch, rank: int, gpus: int, mode: str = "colocate", rollout_ra
 
 
 def test_the_gpu_has_the_number_of_the_process(monkeypatch):
-    assert [chosen(monkeypatch, rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+    assert [chosen(monkeypatch, rank, 4, 4) for rank in range(4)] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("rank", [0, 4])  # torchrun shows the message of a host's first process alone
 @pytest.mark.parametrize(("mode", "rollout_ranks"), [("colocate", 0), ("colocate", 1), ("server", 0)])
-def test_a_process_without_a_gpu_is_named(monkeypatch, mode, rollout_ranks):
-    with pytest.raises(GrpoError, match=r"process 4 of host .* has no GPU: 4 are visible there\. .*--nproc-per-node 4"):
-        chosen(monkeypatch, 4, 4, mode, rollout_ranks)
+def test_processes_without_a_gpu_are_named(monkeypatch, mode, rollout_ranks, rank):
+    with pytest.raises(GrpoError, match=r"5 processes of host .* 4 are visible there: .*--nproc-per-node 4 "):
+        chosen(monkeypatch, rank, 4, 5, mode, rollout_ranks)
 
 
-def test_a_rank_that_drives_servers_needs_none(monkeypatch):
-    """docs/asynchronous.md: one process more than there are GPUs for the trainer."""
-    assert chosen(monkeypatch, 4, 4, "server", 1) == 0
+@pytest.mark.parametrize("drivers", [1, 2, 5, 7])
+def test_ranks_that_drive_servers_need_none(monkeypatch, drivers):
+    """docs/asynchronous.md: one process more than there are GPUs for the trainer. More of them are of both hosts."""
+    assert [chosen(monkeypatch, rank, 4, 5, "server", drivers) for rank in (0, 4)] == [0, 0]
+    with pytest.raises(GrpoError, match=r"6 processes of host .* --nproc-per-node 5 "):
+        chosen(monkeypatch, 0, 4, 7, "server", 1)

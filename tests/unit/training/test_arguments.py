@@ -25,6 +25,7 @@ from ranks import REPO
 from megatron_grpo.models.config import transformer_config_from_args
 from megatron_grpo.training import arguments
 from megatron_grpo.training.arguments import FLAGS, build_parser, parse_args
+from megatron_grpo.training.command_line import Accept, Help
 from megatron_grpo.utils.arguments import args_to_json, replaced
 from megatron_grpo.utils.core_flags import (
     CHOICES,
@@ -186,15 +187,21 @@ def test_underscores_are_hyphens_and_what_was_given_is_known():
 
 
 def test_every_switch_is_taken_back_by_a_later_flag():
-    """A launch script's switch and the opposite at the end of the command line are as neither flag."""
-    switches = {name for rows in FLAGS.values() for name, kind, *_ in rows if kind is bool} | {"--moe-layer-recompute"}
-    for name in switches - {"--no-save-hf"}:  # --save-hf has a value
-        opposite = name.replace("--no-", "--") if name.startswith("--no-") else name.replace("--", "--no-", 1)
-        dest = name[2:].replace("-", "_")
-        assert [getattr(parse_args(words), dest) for words in ([name, opposite], [opposite, name], [opposite])] == [
-            *(False, True, False)
-        ]
-    help_ = build_parser().format_help()
+    """Of a launch script's switch and its opposite at the end of the command line the second counts, and vice versa."""
+    parser = build_parser()
+    switches = [a for a in parser._actions if a.nargs == 0 and not isinstance(a, Accept | Help)]
+    ours = {row[0] for rows in FLAGS.values() for row in rows if row[1] is bool} | {"--bf16", "--moe-layer-recompute"}
+    assert ours < {option for switch in switches for option in switch.option_strings}
+    for switch in switches:
+        rest = [a for a in parser._actions if a.dest == switch.dest and a is not switch]
+        (opposite,) = [a for a in rest if a.nargs == 0] or rest  # that of --no-save-hf has a value
+        words = [opposite.option_strings[0], *["there"] * (opposite.nargs is None)]
+        for option in switch.option_strings:
+            last = [getattr(parser.parse_args(both), switch.dest) for both in ([option, *words], [*words, option])]
+            assert last == [opposite.const if opposite.nargs == 0 else "there", switch.const], option
+            named = "--" + option[5:] if option.startswith("--no-") else "--no-" + option[2:]
+            assert option not in ours or named in opposite.option_strings
+    help_ = parser.format_help()
     assert "--no-offload-model" not in help_ and "--offload-model" in help_
 
 
@@ -203,6 +210,18 @@ def test_a_switch_that_is_off_again_needs_nothing():
     validated("--rollout-engine megatron --vllm-enforce-eager --no-vllm-enforce-eager")
     with pytest.raises(GrpoError, match="--vllm-enforce-eager is vLLM's"):
         validated("--rollout-engine megatron --vllm-enforce-eager")
+
+
+def test_recomputation_and_the_export_of_a_script_are_taken_back():
+    """With the flags that only recomputation reads, which a script has beside it."""
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    args = validated(f"{full} --no-recompute-activations")
+    assert (args.recompute_granularity, args.recompute_method, args.recompute_num_layers) == (None, None, None)
+    selective = "--recompute-granularity selective --recompute-modules mlp"
+    assert validated(f"{selective} --no-recompute-activations").recompute_modules is None
+    assert validated(f"--no-recompute-activations {full}").recompute_granularity == "full"
+    assert validated("--save out --no-save-hf --save-hf there").save_hf == "there"
+    assert validated("--save out --save-hf there --no-save-hf").save_hf is None
 
 
 def test_an_empty_system_prompt_is_none():
@@ -239,6 +258,7 @@ def test_an_empty_system_prompt_is_none():
         ("--scale-output", "unknown flag --scale-output; --help-all lists all flags"),
         ("--no-temperature", "unknown flag --no-temperature; --help-all lists all flags"),  # not its opposite
         ("--grad-reduce-in-fp32", "megatron-core's grad_reduce_in_fp32 is --accumulate-allreduce-grads-in-fp32 here"),
+        ("--no-disable-bias-linear", "unknown flag --no-disable-bias-linear: --add-bias-linear takes"),
         ("--no-grad-reduce-in-fp32", "--no-grad-reduce-in-fp32 is --grad-reduce-in-bf16 here"),
         (
             "--max-tokens-per-gpu 9216",

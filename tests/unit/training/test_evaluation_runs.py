@@ -168,10 +168,17 @@ def test_the_best_checkpoint_is_kept_and_named(tiny_models, monkeypatch, tmp_pat
     assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "export").iterdir()}
 
 
-def test_eval_only_needs_no_flags_of_training_and_no_save(bench, seeded, monkeypatch, tmp_path, capfd):
+OF_TRAINING = """--save-interval 2 --eval-interval 2 --max-checkpoints-to-keep 1 --keep-best eval/greedy_accuracy
+    --async-save --exit-signal-handler --exit-duration-in-mins 60 --on-bad-update restore --num-completions-to-log 4
+    --eval-completions-to-log 4 --train-data-path gone.jsonl --lr 1e-6 --train-iters 8"""
+
+
+@pytest.mark.parametrize("training", ["", OF_TRAINING])
+def test_eval_only_needs_no_flags_of_training_and_no_save(bench, seeded, monkeypatch, tmp_path, capfd, training):
+    """Flags of the run may stay."""
     monkeypatch.chdir(tmp_path)
     words = f"--transformer-impl local --load-hf {bench.model} --reward-funcs exact_match --max-prompt-length 8"
-    words += f" --max-completion-length 4 --valid-data-path {bench.train} --eval-only --vllm-enforce-eager"
+    words += f" --max-completion-length 4 --valid-data-path {bench.train} --eval-only --vllm-enforce-eager {training}"
     assert launch(TRAIN, words.split()) == 0
     out = capfd.readouterr().out
     assert re.search(r"\ntrain +greedy +8 +[01]\.\d{4} ", out) and "evaluation.json" not in out

@@ -183,7 +183,7 @@ REFUSED = {
     f"{PARTIAL} --router-replay-mode R3 {MOE}": "it needs the experts of one rollout",
     f"{SERVER} http://localhost:1 --weight-sync-method ipc": "--weight-sync-method ipc is for --rollout-engine sglang",
     f"{SGLANG} http://a:1 --weight-sync-method ipc": "--weight-sync-method ipc needs servers on rank 0's host",
-    f"{SGLANG} --weight-sync-method ipc": "--weight-sync-method ipc needs GPUs: give checkpoint",
+    f"{SGLANG} --weight-sync-method ipc": "ipc needs a GPU, and this machine has none: give checkpoint",
     f"{SGLANG} --sleep-level 2": "--sleep-level needs a GPU",
     f"{SGLANG} --vllm-dtype float32": "--vllm-dtype is for an engine in the training processes",
     f"{SERVER} http://a:1 --weight-sync-method checkpoint": "--weight-sync-dir is missing: with servers on other hosts",
@@ -318,7 +318,6 @@ REFUSED = {
     "--finetune": "--finetune needs --load",
     "--no-load-optim": "--no-load-optim needs --load",
     "--use-checkpoint-args": "--use-checkpoint-args needs --load or --pretrained-checkpoint",
-    "--save-hf a --no-save-hf": "--save-hf and --no-save-hf cannot both be given",
     "--wandb-exp-name run": "--wandb-exp-name needs --wandb-project",
     "--cp-comm-type p2p": "--cp-comm-type needs --context-parallel-size 2 or more",
     "--cp-comm-type p2p --context-parallel-size 2": "with --transformer-impl local only all_gather exists",
@@ -355,7 +354,7 @@ REFUSED = {
     DELTA.replace("--attention-output-gate", ""): "model family qwen3_5_text has attention_output_gate = True",
     "--share-prompts": "--share-prompts needs --max-tokens-per-microbatch",
     f"{SHARED} --transformer-impl transformer_engine --dry-run": "--share-prompts needs --transformer-impl local",
-    f"{SHARED} --cuda-graphs --dry-run": "--cuda-graphs with --share-prompts: packs with shared prompts have not been",
+    f"{SHARED} --cuda-graphs --dry-run": "--share-prompts needs --no-cuda-graphs: packs with shared",
     "--hybrid-context-parallel --max-tokens-per-microbatch 4096": "--context-parallel-size (1) must be 2, 4, 8",
     "--hybrid-context-parallel --context-parallel-size 2": "needs --max-tokens-per-microbatch, the token budget of a",
     f"{HYBRID} --transformer-impl transformer_engine --dry-run": "--hybrid-context-parallel needs --transformer-impl",
@@ -382,7 +381,7 @@ REFUSED = {
     f"{MOE} --expert-model-parallel-size 3": "--num-experts (8) must be divisible by expert parallel size (3)",
     f"{MOE} --moe-ffn-hidden-size 90 --expert-tensor-parallel-size 4": "--moe-ffn-hidden-size (90) must be divisible",
     f"{MOE} --expert-model-parallel-size 8 {PP2}": "world_size (8) must be divisible by EP 8 x ETP 1 x PP 2 = 16",
-    f"{MOE} --vllm-enable-expert-parallel": "--vllm-enable-expert-parallel needs a GPU: vLLM's CPU build crashes",
+    f"{MOE} --vllm-enable-expert-parallel": "--vllm-enable-expert-parallel needs a GPU",
     f'{MOE} --vllm-engine-kwargs {{"enable_expert_parallel":true}}': "--vllm-enable-expert-parallel needs a GPU",
     f"{MINIMAX} --tensor-model-parallel-size 8 --sequence-parallel": "8 and 4 key/value heads: ranks that share a head",
     f"{MINIMAX} {SERVER} http://localhost:1": "a server's reload of the weights fails at its norms",
@@ -563,6 +562,26 @@ def test_architecture_comes_from_the_source_and_given_flags_must_agree():
     with pytest.raises(GrpoError) as error:
         resolve_architecture(args, source, "model/config.json")
     assert str(error.value).startswith("--num-layers is 24, but model/config.json says 28: leave the flag out")
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--max-tokens-per-microbatch 4096", None),
+        ("", "--share-prompts needs --max-tokens-per-microbatch"),
+        ("--max-tokens-per-microbatch 4096 --cuda-graphs --dry-run", "--share-prompts needs --no-cuda-graphs"),
+        (
+            "--max-tokens-per-microbatch 4096 --transformer-impl transformer_engine --dry-run",
+            "--share-prompts needs --transformer-impl local",
+        ),
+    ],
+)
+def test_prompts_are_shared_where_nothing_excludes_it(flags, note):
+    args = validated(flags)
+    assert args.share_prompts == (note is None)
+    assert of_models.share_note(args) is None if note is None else note in of_models.share_note(args)
+    given = validated(f"{flags} --no-share-prompts")
+    assert not given.share_prompts and of_models.share_note(given) is None
 
 
 def test_a_default_is_no_contradiction():

@@ -6,6 +6,7 @@ import sys
 import good_args
 import pytest
 import torch
+from ranks import REPO
 
 from megatron_grpo.environments.builtin.mcp_server import mcp_tools
 from megatron_grpo.environments.builtin.openenv_server import OpenEnv, openenv_tools
@@ -18,7 +19,9 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.packages import missing, require
 from tools import check_export
 
-TRANSFORMER_ENGINE = 'transformer-engine, which is not installed: pip install --no-build-isolation "transformer-engine['
+# The command of the file that a user installs from.
+INSTALL = re.search(r"^# +(pip install --no-build-isolation .*)$", (REPO / "requirements-gpu.txt").read_text(), re.M)[1]
+TRANSFORMER_ENGINE = f"transformer-engine, which is not installed: {INSTALL}"
 
 
 def hide(monkeypatch, *modules: str) -> None:
