@@ -58,6 +58,7 @@ VISION: dict[str, tuple[Any, dict[str, Any]]] = {
 def whole(cls, config: dict[str, Any], architecture: str) -> dict[str, Any]:
     """Return a config.json with all keys that transformers would add."""
     found = json.loads(cls.from_dict(copy.deepcopy(config)).to_json_string(use_diff=False))
+    found.pop("time_step_limit", None)  # Nemotron-H's infinity, in a spelling that transformers refuses
     return {**found, "architectures": [architecture]}
 
 
