@@ -105,6 +105,11 @@ def recurrent_layers(args: Namespace) -> list[bool]:
     return [bool(layer) for layer in args.linear_attention_freq]
 
 
+def has_recurrence(args: Namespace) -> bool:
+    """Return whether some layers of the model are recurrent."""
+    return MAMBA in (args.hybrid_layer_pattern or "") or bool(args.experimental_attention_variant)
+
+
 def attention_layers(args: Namespace) -> list[bool]:
     """Return for each decoder layer whether it has attention."""
     if args.hybrid_layer_pattern:

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from megatron_grpo.models.config import recurrent_layers, recurrent_sizes
+from megatron_grpo.models.config import has_recurrence, recurrent_sizes
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.initialize import await_ranks
 from megatron_grpo.utils.device import device
@@ -66,7 +66,7 @@ def dimensions(args: Namespace) -> Dimensions:
             "two_expert_ffn": 2 * args.moe_ffn_hidden_size,
             "shared_ffn": args.moe_shared_expert_intermediate_size or 0,
         }
-    if any(recurrent_layers(args)):
+    if has_recurrence(args):
         sizes = recurrent_sizes(args)
         v = sizes.heads * sizes.value
         dims |= {

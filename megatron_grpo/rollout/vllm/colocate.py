@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.lora.targets import targets
-from megatron_grpo.models.config import moe_layers, params_dtype, recurrent_layers, recurrent_state_bytes
+from megatron_grpo.models.config import has_recurrence, moe_layers, params_dtype, recurrent_state_bytes
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import await_ranks, host_group
 from megatron_grpo.patches import vllm as patches
@@ -487,7 +487,7 @@ def _build(args, directory: str):
             # Without videos, vLLM's profile runs the tower on no video.
             **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config and not args.engine_sees_videos else {}),
             # Of the recurrent state, as trained; some versions read it in config.json for some architectures only.
-            **({"mamba_ssm_cache_dtype": "float32"} if any(recurrent_layers(args)) else {}),
+            **({"mamba_ssm_cache_dtype": "float32"} if has_recurrence(args) else {}),
             speculative_config=args.vllm_speculative_config,
             **(on_a_cpu or _gpu_options(args)),
         )
@@ -659,7 +659,7 @@ def _cache_bytes_on_a_cpu(args) -> int:
     if draft_directory(args):  # a model that is at most as large
         layers *= 2
     size = tokens * layers * 2 * heads * channels * 4
-    if any(recurrent_layers(args)):  # a sequence has a block in every layer, and all blocks have the size of a state
+    if has_recurrence(args):  # a sequence has a block in every layer, and all blocks have the size of a state
         size = max(size, (args.vllm_max_num_seqs + 1) * layers * recurrent_state_bytes(args))
     return min(size, 2**30)
 
