@@ -38,7 +38,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 EOS, PAD = "<eos>", "<pad>"
 SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2"]
-SHAPES += ["qwen3_next", "qwen3_5_text", "gemma4_text"]
+SHAPES += ["qwen3_next", "qwen3_5_text", "gemma4_text", "nemotron_h"]
 VISION_SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "internvl", "llava_onevision"]
 POSITIVE = (
     "batch_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
@@ -106,6 +106,15 @@ def family_sizes(args: argparse.Namespace) -> dict:
             "sliding_window": 16,
             "num_kv_shared_layers": args.num_layers // 2 if args.num_layers > 3 else 0,
             "hidden_size_per_layer_input": 16,
+        }
+    if args.shape == "nemotron_h":
+        return {
+            "head_dim": args.kv_channels,
+            "hybrid_override_pattern": ("M-*-" * args.num_layers)[: args.num_layers],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": args.kv_channels,
+            "n_groups": 2,
+            "ssm_state_size": 16,
         }
     if args.shape == "minimax_m2":
         experts["intermediate_size"] = experts.pop("moe_intermediate_size")

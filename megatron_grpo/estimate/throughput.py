@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_grpo.lora.table import adapter_table
-from megatron_grpo.models.config import linear_layers
+from megatron_grpo.models.config import attention_layers, recurrent_layers, recurrent_sizes
 from megatron_grpo.models.gemma4 import PER_LAYER_INPUTS, with_layer
 from megatron_grpo.vision.kinds import Grid, is_trained, kind_of, merged, tower_shapes
 from megatron_grpo.weights import model_weights
@@ -49,10 +49,10 @@ class ModelFlops:
 
     Per token: the matrices of every layer, with --moe-router-topk experts of a mixture. Per pair of query and key
     within causal mask and window: 2 (size of a key + size of a value) in each head. Per token of a gated delta net: 6
-    products of the sizes of a key and a value in each value head (recall, correction, output). Per token of the
-    response mask: the output layer. Multi-token-prediction layers count if they are trained. Padding, recomputation and
-    elementwise operations do not count (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The backward pass has two
-    products for each one of the forward pass, and one for a frozen matrix.
+    products of the sizes of a key and a value in each value head (recall, correction, output); of Mamba-2 4, without
+    the recall. Per token of the response mask: the output layer. Multi-token-prediction layers count if they are
+    trained. Padding, recomputation and elementwise operations do not count (Chowdhery et al. 2022, arXiv 2204.02311,
+    appendix B). The backward pass has two products for each one of the forward pass, and one for a frozen matrix.
     """
 
     def __init__(self, args: Namespace):
@@ -68,11 +68,13 @@ class ModelFlops:
         adapters = [weight for weight in adapter_table(args) if not weight.expert] if args.lora_rank else []
         self.per_token_of_adapters = 2 * sum(_multiplications(args, weight) for weight in adapters)
         self.per_pair = _flops_per_pair(args)
-        self.linear = linear_layers(args)
-        self.per_token_of_linear = (
-            6 * args.linear_num_value_heads * args.linear_key_head_dim * args.linear_value_head_dim
-        )
-        full = [number for number, linear in enumerate(self.linear, start=1) if not linear]
+        self.recurrent, self.has_attention = recurrent_layers(args), attention_layers(args)
+        self.per_token_of_recurrence = 0
+        if any(self.recurrent):
+            sizes = recurrent_sizes(args)
+            products = 2 if args.hybrid_layer_pattern else 3
+            self.per_token_of_recurrence = 2 * products * sizes.heads * sizes.key * sizes.value
+        full = [number for number, attention in enumerate(self.has_attention, start=1) if attention]
         numbers = [*full, *[args.num_layers] * extra]
         # (window, FLOPs of a pair) -> layers
         self.attention = Counter(
@@ -95,7 +97,7 @@ class ModelFlops:
             for (window, per_pair), layers in self.attention.items()
         )
         of_weights = self.per_token * lengths.sum() + self.per_label * labels.sum()
-        per_token = self.per_token_of_adapters + sum(self.linear) * self.per_token_of_linear
+        per_token = self.per_token_of_adapters + sum(self.recurrent) * self.per_token_of_recurrence
         return float(of_weights), float(per_token * lengths.sum() + in_attention)
 
 
@@ -167,8 +169,8 @@ def stage_costs(args: Namespace) -> tuple[list[float], float]:
         matrices[int(weight.name.split(".")[2])] += 2 * _multiplications(args, weight)
 
     def attention(number: int) -> float:
-        if flops.linear[number - 1]:
-            return flops.per_token_of_linear
+        if not flops.has_attention[number - 1]:
+            return flops.recurrent[number - 1] * flops.per_token_of_recurrence
         pairs = _attention_pairs(np.array([longest]), _window_size(args, number))
         return _flops_per_pair(with_layer(args, number - 1)) * pairs / longest
 

@@ -26,7 +26,7 @@ from megatron_grpo.data.prefix_tree import (
 from megatron_grpo.data.schedule import Schedule, attention_coefficient, degrees_of, hybrid_schedule, schedule
 from megatron_grpo.data.share import spread
 from megatron_grpo.models import balancing, router_replay
-from megatron_grpo.models.config import linear_layers, trains_mtp
+from megatron_grpo.models.config import attention_layers, trains_mtp
 from megatron_grpo.models.fp8_training import check_fp8_device, token_multiple
 from megatron_grpo.models.gemma4 import with_layer
 from megatron_grpo.parallel.arguments import query_groups
@@ -256,7 +256,7 @@ def _attention_coefficient(args) -> float:
     key_value_heads = args.num_attention_heads if args.multi_latent_attention else query_groups(args)
     head = args.qk_head_dim + args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
     coefficient = attention_coefficient(args.hidden_size, args.num_attention_heads * head, key_value_heads * head, ffn)
-    return coefficient * linear_layers(args).count(False) / args.num_layers
+    return coefficient * sum(attention_layers(args)) / args.num_layers
 
 
 def scores(args, model: Model, forward_step: Callable, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:

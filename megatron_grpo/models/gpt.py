@@ -69,7 +69,8 @@ class PolicyModel(GPTModel):
         """
         hidden_states, *out = super()._preprocess(input_ids, position_ids, *args, padding_mask=None, **kwargs)
         pack = kwargs.get("packed_seq_params")
-        of_tokens = out[0] is None or getattr(self.rotary_pos_emb, "positions", None) is not None  # latent, M-RoPE
+        # None: latent attention, or no rotary embedding; positions: M-RoPE.
+        of_tokens = out[0] is None or getattr(self.rotary_pos_emb, "positions", None) is not None
         if isinstance(pack, SharedPack) and not of_tokens:
             out[0] = angles_of_tokens(out[0], pack.position_ids)
         if self.embedding_scale is not None and self.pre_process:
@@ -181,7 +182,8 @@ class PolicyModel(GPTModel):
 def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PolicyModel:
     """Build this pipeline stage of the policy that ``args`` describe, randomly initialised."""
     config = transformer_config_from_args(args)
-    if not config.multi_latent_attention:
+    rope = args.position_embedding_type == "rope" and not config.multi_latent_attention
+    if rope:
         inv_freq, factor = frequencies(args, args.rotary_base, args.rope_scaling)
         set_attention_factor(config, factor)
     mtp = mtp_spec(config, args, vp_stage)
@@ -200,7 +202,7 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
     )
-    if not config.multi_latent_attention:
+    if rope:
         model.rotary_pos_emb.inv_freq = inv_freq
     if mtp is not None and config.mtp_loss_scaling_factor == 0:
         model.mtp.requires_grad_(False)  # not trained: no gradient, no optimizer state, no weight decay

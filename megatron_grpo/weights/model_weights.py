@@ -15,6 +15,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_grpo.models import gemma4
+from megatron_grpo.models.config import has_recurrence, recurrent_sizes
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.initialize import await_ranks
 from megatron_grpo.utils.device import device
@@ -67,19 +68,20 @@ def dimensions(args: Namespace) -> Dimensions:
             "two_expert_ffn": 2 * args.moe_ffn_hidden_size,
             "shared_ffn": args.moe_shared_expert_intermediate_size or 0,
         }
-    if args.experimental_attention_variant:
-        keys, values = args.linear_num_key_heads, args.linear_num_value_heads
-        qk, v = keys * args.linear_key_head_dim, values * args.linear_value_head_dim
+    if has_recurrence(args):
+        sizes = recurrent_sizes(args)
+        v = sizes.heads * sizes.value
         dims |= {
-            "linear_key_heads": keys,
-            "linear_value_heads": values,
-            "linear_two_value_heads": 2 * values,
-            "linear_qk": qk,
+            "linear_key_heads": sizes.groups,
+            "linear_value_heads": sizes.heads,
+            "linear_two_value_heads": 2 * sizes.heads,
+            "linear_qk": sizes.groups * sizes.key,
             "linear_v": v,
-            "linear_value_head": args.linear_value_head_dim,
-            "linear_qkv": 2 * qk + v,
-            "linear_qkvz": 2 * qk + 2 * v,
-            "linear_width": args.linear_conv_kernel_dim,
+            "linear_value_head": sizes.value,
+            "linear_qkv": sizes.mixed,
+            "linear_qkvz": sizes.mixed + v,
+            "linear_projected": sizes.mixed + v + sizes.scalars * sizes.heads,
+            "linear_width": sizes.width,
         }
     if args.gemma4_config:
         dims |= gemma4.dimensions(args)

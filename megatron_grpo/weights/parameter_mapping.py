@@ -88,7 +88,7 @@ def gated_qkv(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> li
 
 
 def by_key_heads(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
-    """Return the layout of a gated delta net's parameters: for each key head its equal part of every tensor."""
+    """Return the layout of a recurrent layer: for each key head (Mamba-2: group) its equal part of every tensor."""
     return _grouped(lines, dims["linear_key_heads"])
 
 

@@ -196,6 +196,9 @@ DELTA = f"""--model-family qwen3_next --group-query-attention --num-query-groups
     --apply-layernorm-1p --attention-output-gate --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate
     --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2
     --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 6"""
+MAMBA = """--model-family nemotron_h --group-query-attention --num-query-groups 2 --kv-channels 8 --no-qk-layernorm
+    --no-swiglu --squared-relu --position-embedding-type none --hybrid-layer-pattern M-*M --mamba-num-heads 4
+    --mamba-head-dim 6 --mamba-num-groups 2 --mamba-state-dim 8 --norm-epsilon 1e-5"""
 LORA = "--lora-rank 4 --lora-target-modules all-linear"
 SHARDED = "--use-distributed-optimizer"
 BUCKETS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
@@ -335,6 +338,8 @@ def hybrid_chains(root):
     """Layers of different kinds, and A_log in float32 beside weights in 16 bits."""
     chains(root / "hybrid", {f"{DELTA} {SHARDED}": ["TP2 SP", "CP2 EP2", "PP2 VPP2", "TP2 SP"]})
     chains(root / "gemma4", {f"{GEMMA4} {SHARDED}": ["TP2 SP", f"PP2 VPP2: {BUCKETS}", "CP2", "TP2 SP"]})
+    chains(root / "mamba", {f"{MAMBA} {SHARDED}": ["TP2 SP", "CP2", "PP2 VPP2", "TP2 SP"]})
+    chains(root / "mamba16", {f"{MAMBA} {SHARDED} --bf16": ["TP2 SP", "DP2", "PP2"]})
     chains(root / "hybrid16", {f"{DELTA} {SHARDED} --bf16": ["TP2 SP", f"EP2: {BUCKETS}", "PP2", "TP2 SP"]})
 
 

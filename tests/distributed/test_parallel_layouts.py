@@ -60,6 +60,11 @@ DELTA = f"""{MOE} --model-family qwen3_next --apply-layernorm-1p --attention-out
  --linear-value-head-dim 12 --norm-epsilon 1e-6 --lr 1e-4"""
 # The layer of multi-token prediction has attention, as the last one.
 DELTA_MTP = f"{DELTA} --linear-attention-freq 2 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1"
+# Layers of one branch, of three kinds; groups of Mamba-2 that TP x CP divides.
+MAMBA = f"""{ATTENTION} --num-layers 8 --model-family nemotron_h --no-qk-layernorm --no-swiglu --squared-relu
+ --position-embedding-type none --group-query-attention --num-query-groups 2 --kv-channels 32
+ --hybrid-layer-pattern M-M*-*M- --mamba-num-heads 8 --mamba-head-dim 12 --mamba-num-groups 4 --mamba-state-dim 16
+ --norm-epsilon 1e-5"""
 ACROSS_HEADS = f"""{ATTENTION} --model-family minimax_m2 --group-query-attention {EXPERTS} --num-query-groups 2
  --kv-channels 32 --ffn-hidden-size 32 --qk-layernorm-across-heads --rotary-percent 0.5
  --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3"""
@@ -305,6 +310,7 @@ LAYOUTS["delta"] = [
     f"PP2 EP2: {BUDGET} --pipeline-model-parallel-layout auto --moe-grouped-gemm",
     f"TP2 SP PP2: {BUDGET} --recompute-granularity full",
 ]
+LAYOUTS["mamba"] = [layout.replace(" EP2", "").replace(" --moe-grouped-gemm", "") for layout in LAYOUTS["delta"]]
 LAYOUTS["delta_mtp"] = [*LAYOUTS["delta"][:6], f"CP2: {SHARED}", f"TP2 SP EP2: {SHARED}"]
 # By default each dimension of the dense model alone, over two ranks, and experts on two ranks.
 FEW_LAYOUTS = {
@@ -328,6 +334,7 @@ FEW_LAYOUTS = {
     "fp8_base": LAYOUTS["fp8_base"][:2],
     "gpt_oss": [LAYOUTS["gpt_oss"][number] for number in (0, 1, 3)],
     "delta": [LAYOUTS["delta"][number] for number in (0, 2, 3)],
+    "mamba": [LAYOUTS["mamba"][number] for number in (0, 2, 3, 5)],
     "delta_mtp": [LAYOUTS["delta_mtp"][number] for number in (0, 2, 3, 4)],
 }
 FEW = ("moe",)
@@ -405,11 +412,11 @@ def test_layouts_of_experts_agree(model, share, tmp_path):
     """Mixture of experts; soft caps; with the load-balancing loss, on equal micro-batches, and with those that are
     equal for all packs; latent attention with shared experts, balanced by a bias and by losses, and multi-token
     prediction; adapters of all its layers, on a base in 8 bits, too; biases, windows and sinks; norms of all heads
-    together; gated delta nets.
+    together; gated delta nets; Mamba-2.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": f"{LATENT} {BALANCING}", "gpt_oss": GPT_OSS}
     flags |= {"soft_caps": SOFT_CAPS, "gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE}
-    flags |= {"across_heads": ACROSS_HEADS, "delta": DELTA, "delta_mtp": DELTA_MTP}
+    flags |= {"across_heads": ACROSS_HEADS, "delta": DELTA, "delta_mtp": DELTA_MTP, "mamba": MAMBA}
     flags["balanced_packs"] = f"{MOE} {BALANCING}"
     flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora", "fp8_base": FP8_BASE}
     status, printed = check(flags[model], "--out", tmp_path, "--layouts", *share_of(model, share))

@@ -28,9 +28,16 @@ MODEL_TYPES = {"gemma4_moe": "gemma4_text"}  # toys that are another member of a
 SANDWICHED = ("gemma2", "gemma3_text", "gemma4_text", "glm4")
 GEMMA4 = ("gemma4_text", "gemma4_moe")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-FAMILIES = DENSE + MOE + SANDWICHED + HYBRID
+MAMBA = ("nemotron_h",)
+MAMBA_MOE = "nemotron_h_moe"  # the same family with experts, which vLLM does not compute on a CPU
+FAMILIES = DENSE + MOE + SANDWICHED + HYBRID + MAMBA
 # (family, tied embeddings)
-_OTHERS = ("gpt_oss", True), ("minimax_m2", True), ("gemma2", False)  # variants that these families do not have
+_OTHERS = (
+    ("gpt_oss", True),
+    ("minimax_m2", True),
+    ("gemma2", False),
+    ("nemotron_h", True),
+)  # variants that these families do not have
 MEMBERS = [member for family in FAMILIES for tied in (False, True) if (member := (family, tied)) not in _OTHERS]
 VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
@@ -181,6 +188,34 @@ SHAPES = {
         "num_mtp_layers": 0,
         "mtp_mlp_layer_types": ["sparse"],
     },
+    # Both kinds of branches of attention between the others; heads of another size than a state, four for each group.
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M*-M",
+        "num_hidden_layers": None,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "ssm_state_size": 12,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 8,
+        "n_groups": 4,
+    },
+    "nemotron_h_moe": {
+        "hybrid_override_pattern": "ME*ME-",
+        "num_hidden_layers": None,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "ssm_state_size": 12,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 8,
+        "n_groups": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 2.5,
+    },
     "qwen3_moe": {
         "num_hidden_layers": 4,
         "head_dim": 16,
@@ -251,15 +286,18 @@ def make(
         "eos_token_id": 2,
         "pad_token_id": 3,
     }
+    shape |= {**SHAPES.get(family, {}), **config}
+    if pattern := shape.get("hybrid_override_pattern"):  # which transformers counts
+        shape["hybrid_override_pattern"] = pattern[: shape["num_hidden_layers"]]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(MODEL_TYPES.get(family, family), **{**shape, **SHAPES.get(family, {}), **config}),
+        AutoConfig.for_model({**MODEL_TYPES, MAMBA_MOE: "nemotron_h"}.get(family, family), **shape),
         attn_implementation="eager",  # other implementations ignore Gemma 2's soft cap
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            ones = "linear_attn.norm" if family in HYBRID else "norm"  # the other norms multiply by 1 + weight
-            centre = 1.0 if ones in name or name.endswith("scale") else 0.0
+            ones = ("linear_attn.norm",) if family in HYBRID else ("norm", ".D")  # other norms multiply by 1 + weight
+            centre = 1.0 if any(part in name for part in ones) or name.endswith("scale") else 0.0
             # gpt-oss clamps values beyond 7; decays of delta nets differ by factors, as those of log(U(0, 16)) do.
             deviation = 5.0 if name.endswith("gate_up_proj_bias") else 1.0 if name.endswith("A_log") else 0.1
             parameter.copy_(centre + deviation * torch.randn(parameter.shape))

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.lora.targets import targets
-from megatron_grpo.models.config import delta_net_state_bytes, linear_layers, moe_layers, params_dtype
+from megatron_grpo.models.config import has_recurrence, moe_layers, params_dtype, recurrent_state_bytes
 from megatron_grpo.models.gemma4 import layer_kinds
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import await_ranks, host_group
@@ -488,7 +488,7 @@ def _build(args, directory: str):
             # Without videos, vLLM's profile runs the tower on no video.
             **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config and not args.engine_sees_videos else {}),
             # Of the recurrent state, as trained; some versions read it in config.json for some architectures only.
-            **({"mamba_ssm_cache_dtype": "float32"} if args.experimental_attention_variant else {}),
+            **({"mamba_ssm_cache_dtype": "float32"} if has_recurrence(args) else {}),
             speculative_config=args.vllm_speculative_config,
             **(on_a_cpu or _gpu_options(args)),
         )
@@ -589,6 +589,11 @@ def _cpu_options(args) -> dict:
             f"{flags} is {min(wrong)}, but vLLM on a CPU has attention for heads of {', '.join(map(str, sizes))} "
             "channels only: give a model with such heads, or use a GPU"
         )
+    if args.num_experts and args.squared_relu:
+        raise GrpoError(
+            "vLLM on a CPU has no experts with the square of ReLU (--squared-relu): give --rollout-engine megatron, or "
+            "use a GPU"
+        )
     if args.num_experts and args.hidden_size % 32:
         raise GrpoError(
             f"--hidden-size is {args.hidden_size}, but vLLM on a CPU has experts for multiples of 32 only: give a "
@@ -660,8 +665,8 @@ def _cache_bytes_on_a_cpu(args) -> int:
     if args.gemma4_config:  # all layers have blocks of the size of the largest
         width = max(kind.groups * kind.channels for kind in layer_kinds(args))
     size = tokens * layers * 2 * width * 4
-    if any(linear_layers(args)):  # a sequence has a block in every layer, and all blocks have the size of a state
-        size = max(size, (args.vllm_max_num_seqs + 1) * layers * delta_net_state_bytes(args))
+    if has_recurrence(args):  # a sequence has a block in every layer, and all blocks have the size of a state
+        size = max(size, (args.vllm_max_num_seqs + 1) * layers * recurrent_state_bytes(args))
     return min(size, 2**30)
 
 

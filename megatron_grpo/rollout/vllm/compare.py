@@ -5,6 +5,7 @@ comparison: vLLM's loaders thus map each tensor to its part of a fused parameter
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
@@ -112,14 +113,14 @@ def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
                         names[_storage(parameter)] = f"{prefix}.{name}"
                         if hasattr(parameter, "weight_loader"):  # that of a reload which left its layer out
                             loaders.append((parameter, parameter.weight_loader))
-                            parameter.weight_loader = _get_original_loader(parameter)
+                            parameter.weight_loader = _of_results(_get_original_loader(parameter))
                     continue
                 kept.append((layer, name, parameter))
                 if id(parameter) not in views:
                     like = restore_layer_refs(recorded[name], layer)
                     view: Any = _loadable_parameter(layer, name, parameter, like).detach()
                     view.__class__, view.__dict__ = like.__class__, dict(like.__dict__)
-                    view.weight_loader = _get_original_loader(like)  # a reload has wrapped it
+                    view.weight_loader = _of_results(_get_original_loader(like))  # a reload has wrapped it
                     views[id(parameter)] = view
                     if not view.is_meta:
                         names[_storage(view)] = f"{prefix}.{name}"
@@ -130,6 +131,17 @@ def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
             layer._parameters[name] = parameter
         for parameter, loader in loaders:
             parameter.weight_loader = loader
+
+
+def _of_results(loader: Callable) -> Callable:
+    """Return a loader that copies once what vLLM's composed loader computes from a copy in place (A of Mamba: -exp).
+
+    The second copy would compare the function of the parameter with the parameter.
+    """
+    if getattr(loader, "__qualname__", "") != "composed_weight_loader.<locals>.composed_loader":
+        return loader
+    parts = inspect.getclosurevars(loader).nonlocals
+    return lambda parameter, tensor: parts["loader"](parameter, parts["fn"](tensor))
 
 
 def _loadable_parameter(layer, name: str, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,12 @@ ABSENT: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
+    "squared_relu": False,
+    "hybrid_layer_pattern": None,
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "mamba_num_heads": None,
 }
 DENSE = {**COMMON, "num_experts": None, "multi_latent_attention": False}
 
@@ -250,7 +256,9 @@ class Family:
             if need(config, key) != activation:
                 raise GrpoError(f"config.json has {key} {config[key]!r}: only {activation!r} is supported")
             found = {**ABSENT, **self.fixed, **_read_common(config), **self.read_rope(config), **self.read(config)}
-            words = {"rope_type"} | {dest for dest, value in {**ABSENT, **self.fixed}.items() if isinstance(value, str)}
+            words = {"rope_type", "hybrid_layer_pattern", "moe_router_score_function"} | {
+                dest for dest, value in {**ABSENT, **self.fixed}.items() if isinstance(value, str)
+            }
             for dest, value in found.items():
                 if isinstance(value, str) and dest not in words:
                     raise TypeError(f"{dest} is {value!r}")

@@ -67,6 +67,10 @@ TEXTS = {
     "Mistral-Nemo-Instruct-2407": "<s>[INST]One?[/INST]1</s>[INST]Be brief.\n\nTwo?[/INST]",
     "Mixtral-8x7B-Instruct-v0.1": "<s> [INST] Be brief.\n\nOne? [/INST] 1</s> [INST] Two? [/INST]",
     "Moonlight-16B-A3B-Instruct": KIMI,
+    "NVIDIA-Nemotron-Nano-9B-v2": (
+        "<SPECIAL_10>System\nBe brief.\n<SPECIAL_11>User\nOne?\n<SPECIAL_11>Assistant\n1\n<SPECIAL_12>\n"
+        "<SPECIAL_11>User\nTwo?\n<SPECIAL_11>Assistant\n<think>\n"
+    ),
     "Phi-3-mini-4k-instruct": PHI3,
     "Phi-3.5-mini-instruct": PHI3,
     "Qwen2.5-7B-Instruct": CHATML,
@@ -98,6 +102,7 @@ ENDS = {
     "Mistral": ["</s>"],
     "Mixtral": ["</s>"],
     "Moonlight": ["<|im_end|>"],
+    "NVIDIA": ["</s>", "<SPECIAL_11>", "<SPECIAL_12>"],
     "Phi": ["<|assistant|>", "<|end|>", "<|endoftext|>"],
     "Qwen": ["<|endoftext|>", "<|im_end|>"],
     "gemma-4": ["<eos>", "<turn|>", "<|tool_response>"],
@@ -105,6 +110,7 @@ ENDS = {
     "gpt": ["<|call|>", "<|endoftext|>", "<|return|>"],
     "phi": ["<|im_end|>"],
 }
+WITHOUT_START = "NVIDIA-Nemotron-Nano-9B-v2"  # its template does not begin with what its tokenizer puts before a text
 OWN_SYSTEM_MESSAGE = "gpt-oss-20b"  # its template puts a system message with today's date before the conversation
 
 
@@ -192,6 +198,9 @@ def test_a_prompt_that_is_a_rendered_template_has_one_start(load, name, tmp_path
     ours = HuggingFaceTokenizer(directory)
     messages = CONVERSATION[1:]
     rendered = ours.render_chat(messages)
+    if name == WITHOUT_START:
+        assert ours.encode(rendered) == [ids["<s>"], *ours.apply_chat_template(messages)]
+        return
     assert ours.encode(rendered) == ours.apply_chat_template(messages)
     assert ours.encode("a") == tokenizer.encode("a") and ours.encode_rest("a") == [64]
     adds = [ids[token] for token in published(name, "tokens.json")["encode_adds"] or []]

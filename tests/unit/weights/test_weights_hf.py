@@ -7,6 +7,7 @@ import pytest
 from slow import FEW, slow_except
 from toy_checkpoints import (
     HYBRID,
+    MAMBA_MOE,
     MEMBERS,
     PADDED_VOCAB,
     SHAPES,
@@ -145,8 +146,10 @@ def test_multi_token_prediction_equals_transformers(world, tmp_path, family):
 
 
 # Every family once in float32, with tied embeddings where it has no others, and a few in bfloat16; then all.
-EXPORTS = [(*member, dtype) for dtype in (torch.float32, torch.bfloat16) for member in MEMBERS]
-QUICK_EXPORTS = [(family, ONCE[family], torch.float32) for family in (*FEW, "gpt_oss", "qwen3_next", "minimax_m2")]
+EXPORTS = [(*member, dtype) for dtype in (torch.float32, torch.bfloat16) for member in (*MEMBERS, (MAMBA_MOE, False))]
+QUICK_EXPORTS = [
+    (family, ONCE[family], torch.float32) for family in (*FEW, "gpt_oss", "qwen3_next", "minimax_m2", "nemotron_h")
+]
 QUICK_EXPORTS += [("qwen3", True, torch.float32)]
 
 
