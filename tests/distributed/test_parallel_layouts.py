@@ -90,10 +90,11 @@ SOFT_CAPS = f"""{ATTENTION} --no-qk-layernorm --model-family gemma2 --group-quer
  --no-untie-embeddings-and-output-weights"""
 # Layers 3 and 4 read the keys of layers 1 and 2; the latter has keys for values. Each layer has an embedding. Attention
 # without a scale is sharp: with a larger learning rate rounding errors of update 2 are beyond the tolerance.
+# Attention without a scale is sharp, and the loss of update 2 is -0.02: 4e-7 of it are 2e-5.
 GEMMA4 = f"""{ATTENTION} --model-family gemma4_text --group-query-attention --num-query-groups 4 --kv-channels 16
  --no-swiglu --geglu --sandwich-norm --scale-embeddings --softmax-scale 1 --final-logit-softcapping 3 --window-size 7,0
  --window-attn-skip-freq 2 --rotary-base-local 100 --no-untie-embeddings-and-output-weights --lr 4e-6
- --gemma4-config {json.dumps(_OF_GEMMA4, separators=(",", ":"))}"""
+ --tolerance 5e-5 --gemma4-config {json.dumps(_OF_GEMMA4, separators=(",", ":"))}"""
 _LAYERS = _OF_GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
 GEMMA4_MOE = f"{GEMMA4} {EXPERTS} --gemma4-config {json.dumps(_LAYERS, separators=(',', ':'))}"
 OVERLAP = check_parallel.OVERLAP
