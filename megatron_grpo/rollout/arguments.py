@@ -13,6 +13,7 @@ from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.lora.targets import is_router, linear_layers, targets
+from megatron_grpo.models.config import has_recurrence
 from megatron_grpo.parallel.arguments import check_heads
 from megatron_grpo.rollout.speculation import check_draft, check_speculation, method_of
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
@@ -458,8 +459,10 @@ def adapter_refused(args: Namespace) -> str | None:
         return "an adapter does not contain the weights of --lora-modules-to-save"
     if args.multi_latent_attention:
         return "vLLM multiplies the matrices of latent attention before use, without their adapters"
-    if args.experimental_attention_variant:
-        return "adapters of gated delta nets have not been checked in vLLM"
+    if has_recurrence(args):
+        return "adapters of models with recurrent layers have not been checked in vLLM"
+    if args.gemma4_config:
+        return "adapters of Gemma 4, whose keys may be values, have not been checked in vLLM"
     if args.vllm_quantization:
         return "--vllm-quantization quantizes the weights that are sent"
     if args.num_experts and not torch.cuda.is_available() and not args.dry_run:
@@ -739,8 +742,8 @@ def check_ledger(args: Namespace) -> None:
 def resolve_max_num_seqs(args: Namespace) -> dict[str, Any]:
     """Return the default of --vllm-max-num-seqs: what a replica or a server has of a rollout, from 256 to 512.
 
-    Fewer would cut a rollout into waves. 512 is the size of vLLM's largest CUDA graph; 256 is for evaluations, and for
-    --rollout-balancing dynamic, which needs completions that wait.
+    Fewer would cut a rollout into waves. 512 is the size of vLLM's largest CUDA graph, and from 256 on it has one for
+    each multiple of 16; 256 is for evaluations, and for --rollout-balancing dynamic, which needs completions that wait.
     """
     if args.vllm_max_num_seqs is not None:
         return {}
@@ -750,6 +753,7 @@ def resolve_max_num_seqs(args: Namespace) -> dict[str, Any]:
         batches = 1 + args.max_staleness if args.rollout_ranks else 1  # these engines begin the next ones meanwhile
         prompts = args.generation_batch_size // args.num_generations * args.over_sampling_ratio * batches
         share = ceil(prompts / max(engines, 1)) * args.num_generations
+        share = -(-share // 16) * 16
     most = (args.vllm_engine_kwargs or {}).get("max_num_batched_tokens", 512)  # vLLM demands as many of these
     return {"vllm_max_num_seqs": min(max(share, 256), max(most, 256), 512)}
 

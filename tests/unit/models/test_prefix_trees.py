@@ -46,6 +46,9 @@ MODELS = {
         --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --linear-attention-freq 2
         --experimental-attention-variant gated_delta_net --linear-num-key-heads 2 --linear-num-value-heads 4
         --linear-key-head-dim 8 --linear-value-head-dim 8 --norm-epsilon 1e-6""",
+    "Mamba-2": f"""{COMMON} --model-family nemotron_h --group-query-attention --num-query-groups 2 --kv-channels 16
+        --no-swiglu --squared-relu --position-embedding-type none --num-layers 4 --hybrid-layer-pattern M*-M
+        --mamba-num-heads 4 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 8 --norm-epsilon 1e-5""",
     "latent attention": f"""{COMMON} {LATENT} {EXPERTS} --moe-layer-freq [0,1] --moe-router-score-function sigmoid
         --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 16 --mtp-num-layers 2
         --mtp-loss-scaling-factor 0.3""",
@@ -328,3 +331,14 @@ def test_a_pack_is_made_once_while_the_one_before_is_computed(more, world, monke
     forward.forward_scores(own, packs, trainer.model, batch)
     assert len(packs) > 2 and events == ["pack", "pass"] * len(packs)
     assert not more or len({len(pack.tokens) for pack in packs}) == 1
+
+
+@pytest.mark.parametrize(("prompt", "length", "shared"), [(20, 40, 7 * 19), (5, 45, 7 * 4), (5, 60, 0)])
+def test_little_in_common_is_not_shared(prompt, length, shared, world):
+    """Eight completions of a prompt: with 28 of 360 tokens in common an update shares them, with 28 of 480 not."""
+    rng = np.random.default_rng(0)
+    begin = rng.integers(3, 30, prompt).tolist()
+    sequences = [[*begin, number + 3, *rng.integers(3, 30, length - prompt - 1).tolist()] for number in range(8)]
+    batch = rollout_of(sequences, list(range(1, 9)), [prompt] * 8, 0)
+    (pack,) = forward.micro_batches(made_up.parse(MODELS["dense"].split(), 1), batch, np.arange(8))
+    assert batch.lengths.sum() - pack.real_lengths.sum() == shared
