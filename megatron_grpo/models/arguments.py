@@ -288,8 +288,8 @@ def check_share_prompts(args: Namespace) -> None:
 
 
 def share_note(args: Namespace) -> str | None:
-    """Return the line of the start that says why --share-prompts is off; None if it is on or was given."""
-    if args.share_prompts or "share_prompts" in args.explicit:
+    """Return the line of the start that says why --share-prompts is off; None if it is on, was given, or has no use."""
+    if args.share_prompts or "share_prompts" in args.explicit or args.eval_only or args.rollout_only:
         return None
     return f"every sequence computes its whole prompt: --share-prompts needs {_needed_to_share(args)}"
 

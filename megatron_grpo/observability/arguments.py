@@ -149,7 +149,7 @@ def check_profiling(args: Namespace) -> None:
     """Raise GrpoError for flags without effect, an empty range of updates, and profiles that need a GPU."""
     for dest in ("use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"):
         needs(args, dest, "profile", "no profile is recorded without it")
-    if not args.profile:
+    if not args.profile or args.eval_only:  # an evaluation records none
         return
     start, end = args.profile_step_start, args.profile_step_end
     if not 0 <= start < end <= (args.train_iters or end):

@@ -99,16 +99,25 @@ StageCosts = Callable[[Namespace], tuple[Sequence[float], float]]
 
 
 def resolve_recomputation(args: Namespace) -> dict[str, Any]:
-    """Return what follows from --recompute-granularity, --no-recompute-activations and --moe-layer-recompute."""
+    """Return what follows from --recompute-granularity, --no-recompute-activations and --moe-layer-recompute.
+
+    GrpoError for the last two together: their order is not known here.
+    """
+    taken_back = "recompute_granularity" in args.explicit and args.recompute_granularity is None
     if args.recompute_granularity == "full":  # includes the experts
         return {
             "recompute_method": args.recompute_method or "uniform",
             "recompute_num_layers": args.recompute_num_layers or 1,
         }
+    if args.moe_layer_recompute and taken_back:
+        raise GrpoError(
+            "--no-recompute-activations and --moe-layer-recompute cannot both be given: add --no-moe-layer-recompute "
+            "to recompute nothing, or leave the first one out to recompute the experts"
+        )
     if args.moe_layer_recompute:
         modules = sorted({*(args.recompute_modules or []), "moe"})
         return {"recompute_granularity": "selective", "recompute_modules": modules}
-    if "recompute_granularity" in args.explicit and args.recompute_granularity is None:  # --no-recompute-activations
+    if taken_back:
         return dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules"))
     return {}
 

@@ -58,7 +58,9 @@ def _choose_gpu(args) -> None:
     drive servers (--rollout-ranks with --vllm-mode server) compute on no GPU and may be beyond the last.
     """
     process, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    first, here = rank() - process, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # A launcher that does not tell the number of processes may show one GPU to each of them.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if gpus == 1 else process + 1))
+    first = rank() - process
     drivers = 0
     if args.vllm_mode == "server":
         drivers = max(0, min(here, first + here - int(os.environ["WORLD_SIZE"]) + args.rollout_ranks))

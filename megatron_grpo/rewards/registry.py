@@ -25,6 +25,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -138,8 +139,10 @@ def check_file(path: Path, flag: str) -> None:
         raise GrpoError(f"{flag} {path}: no such file")
     if path.suffix == ".py":
         try:
-            compile(path.read_bytes(), path, "exec")
-        except (SyntaxError, ValueError) as error:
+            with warnings.catch_warnings():  # the file prints its warnings when it is run
+                warnings.simplefilter("ignore")
+                compile(path.read_bytes(), path, "exec")
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # of Python's parser
             raise GrpoError(f"{flag} {path}: {_error_location(error, path)}") from error
 
 

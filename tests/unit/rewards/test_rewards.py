@@ -19,7 +19,7 @@ from slow import slow_except
 from megatron_grpo.rewards import registry
 from megatron_grpo.rewards.builtin.short_answer import last_number
 from megatron_grpo.rewards.pool import GroupMember, RewardPool
-from megatron_grpo.rewards.registry import Sample, get_rewards, load_plugins, register_reward
+from megatron_grpo.rewards.registry import Sample, check_file, get_rewards, load_plugins, register_reward
 from megatron_grpo.utils.errors import GrpoError
 
 REPO = Path(__file__).resolve().parents[3]
@@ -214,6 +214,7 @@ def test_a_folder_of_a_plugin_is_named(clean_registry, tmp_path):
     [
         ("x = 1\ny = undefined\n", r"p\.py: line 3: NameError: name 'undefined' is not defined: y = undefined"),
         ("def f(:\n", r"p\.py: line 2: SyntaxError: invalid syntax: def f\(:"),
+        ("x = " + "-" * 100_000 + "1\n", r"p\.py: (MemoryError|RecursionError): "),
         ("import no_such_module\n", r"p\.py: line 2: ModuleNotFoundError"),
         (
             "@register_reward('format')\ndef f(sample): ...\n",
@@ -224,6 +225,11 @@ def test_a_folder_of_a_plugin_is_named(clean_registry, tmp_path):
 def test_mistakes_in_plugins(clean_registry, tmp_path, text, message):
     with pytest.raises(GrpoError, match=message):
         load_plugins([plugin(tmp_path / "p.py", text)])
+
+
+def test_the_check_of_a_plugin_prints_none_of_its_warnings(tmp_path, recwarn):
+    check_file(plugin(tmp_path / "p.py", "pattern = '\\d'\n"), "--external-plugins")
+    assert not recwarn.list
 
 
 def test_plugin_files(tmp_path):

@@ -15,7 +15,7 @@ from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()  # before megatron.core is imported
 
-from good_args import validated
+from good_args import MOE, validated
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -220,6 +220,11 @@ def test_recomputation_and_the_export_of_a_script_are_taken_back():
     selective = "--recompute-granularity selective --recompute-modules mlp"
     assert validated(f"{selective} --no-recompute-activations").recompute_modules is None
     assert validated(f"--no-recompute-activations {full}").recompute_granularity == "full"
+    experts = f"{MOE} --moe-layer-recompute --no-recompute-activations"
+    with pytest.raises(GrpoError, match="--no-recompute-activations and --moe-layer-recompute cannot both be given"):
+        validated(experts)
+    args = validated(f"{experts} --no-moe-layer-recompute")
+    assert (args.recompute_granularity, args.recompute_modules) == (None, None)
     assert validated("--save out --no-save-hf --save-hf there").save_hf == "there"
     assert validated("--save out --save-hf there --no-save-hf").save_hf is None
 

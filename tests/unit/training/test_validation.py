@@ -480,6 +480,7 @@ def test_query_groups_and_group_query_attention_go_together():
         f"{EVALUATED} w.jsonl --keep-best eval/w/greedy_reward",
         f"{EVALUATED} b=w.jsonl --keep-best eval/b/greedy_reward --async-save --max-checkpoints-to-keep 1",
         "--valid-data-path v.jsonl --eval-only --load-hf model",
+        "--valid-data-path v.jsonl --eval-only --load-hf model --profile --use-pytorch-profiler",
         f"{ONLY} --kl-cov-ratio 0.0002 --kl-cov-coef 0.1 --generation-batch-size 128 --save-interval 2",
         f"{ONLY} --kl-cov-ratio 0.0002 --num-iterations 5",
         f"{ONLY} --kl-cov-ratio 0.0002 --generation-batch-size 320 --steps-per-generation 5",
@@ -582,6 +583,7 @@ def test_prompts_are_shared_where_nothing_excludes_it(flags, note):
     assert of_models.share_note(args) is None if note is None else note in of_models.share_note(args)
     given = validated(f"{flags} --no-share-prompts")
     assert not given.share_prompts and of_models.share_note(given) is None
+    assert of_models.share_note(replaced(args, eval_only=True)) is None  # it computes no micro-batches
 
 
 def test_a_default_is_no_contradiction():
