@@ -80,8 +80,8 @@ def compare_log_probs(
     args: Namespace, model: forward.Model, forward_step: Callable, batch: RolloutBatch, num_replicas: int
 ) -> None:
     """Raise GrpoError if the model's log-probabilities of a probe differ from the engine's. Collective."""
-    # The probe's size is not a multiple of the micro-batch size.
-    one_by_one = replaced(args, micro_batch_size=1, max_tokens_per_microbatch=None)
+    # The probe's size is not a multiple of the micro-batch size, and its common prefixes are not known (`Needs`).
+    one_by_one = replaced(args, micro_batch_size=1, max_tokens_per_microbatch=None, share_prompts=False)
     gap = np.abs(forward.log_probs(one_by_one, model, forward_step, batch) - batch.rollout_log_probs)
     replica = np.repeat(batch.sample_ids % num_replicas, batch.lengths)
     means = [float(gap[(replica == r) & (batch.response_mask == 1)].mean()) for r in range(num_replicas)]

@@ -117,6 +117,7 @@ def test_the_replica_that_says_other_things_is_told(bf16, off, passes, monkeypat
 
     def log_probs(args, model, forward_step, batch):
         assert args.micro_batch_size == 1 and args.max_tokens_per_microbatch is None
+        assert not args.share_prompts  # no rank has the probe's `prefix_hashes`
         values = np.full(12, np.nan, np.float32)
         values[batch.response_mask == 1] = -1
         values[[4, 5, 10, 11]] -= off
@@ -131,6 +132,7 @@ def test_the_replica_that_says_other_things_is_told(bf16, off, passes, monkeypat
         mismatch_limit=None,
         micro_batch_size=512,
         max_tokens_per_microbatch=64,
+        share_prompts=True,
     )
     monkeypatch.setattr(forward, "log_probs", log_probs)
     if passes:
