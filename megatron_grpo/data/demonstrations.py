@@ -92,7 +92,7 @@ class Demonstrations(PromptDataset):
         """Return the demonstration of a row, whose images have files relative to ``directory``."""
         reader, images = self.images, None
         media = () if reader is None else reader.media
-        said = self._said(row, media)
+        said, first = self._said(row, media)
         check_media(row, media, self._args.model_family)
         if reader is not None:
             said, images = reader.read(row, said, directory)
@@ -104,8 +104,8 @@ class Demonstrations(PromptDataset):
             ids, turns = [*ids, *answer, self._tokenizer.eos_id], 1
         else:
             variables = (self._args.chat_template_kwargs or {}) | own
-            ids, mask = self._rendered([_with_objects(m) for m in said], tools or self._tools(row), variables)
-            turns = sum(message["role"] == "assistant" for message in said)
+            ids, mask = self._rendered([_with_objects(m) for m in said], first, tools or self._tools(row), variables)
+            turns = sum(message["role"] == "assistant" for message in said[first:])
         first = mask.index(1)
         if not first:
             raise GrpoError("the prompt has no tokens")
@@ -117,18 +117,21 @@ class Demonstrations(PromptDataset):
             row = without_bytes(row)
         return Demonstration(number, ids[:first], row, where, {}, images, ids[first:], mask[first:], turns)
 
-    def _said(self, row: dict[str, Any], media: Sequence[str]) -> str | list[dict[str, Any]]:
-        """Return the messages up to the assistant's last one; a prompt that is no conversation as a string."""
+    def _said(self, row: dict[str, Any], media: Sequence[str]) -> tuple[str | list[dict[str, Any]], int]:
+        """Return the messages up to the assistant's last one, and the first message that can be learnt.
+
+        Of a prompt and an answer that is the answer. A prompt that is no conversation is a string.
+        """
         key, system = self._args.prompt_key, self._args.system_prompt
         if row.get(key) is None:
-            return parse_conversation(row, key, system, media)
-        prompt = parse_prompt(row, key, system, media)
-        return prompt if isinstance(prompt, str) else [*prompt, {"role": "assistant", "content": _answer(row)}]
+            return parse_conversation(row, key, system, media), 0
+        prompt, answer = parse_prompt(row, key, system, media), {"role": "assistant", "content": _answer(row)}
+        return (prompt, 0) if isinstance(prompt, str) else ([*prompt, answer], len(prompt))
 
     def _rendered(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, variables: Mapping[str, Any]
+        self, messages: list[dict[str, Any]], first: int, tools: list[Any] | None, variables: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
-        """Return the ids of a conversation up to the end of the last turn, and their mask by role.
+        """Return the ids of a conversation up to the end of the last turn, and their mask by role from message ``first``.
 
         A turn is the difference between two renderings: of the messages before it, as the policy receives them, and of
         those and itself. GrpoError unless both begin the rendering of the whole conversation.
@@ -137,7 +140,7 @@ class Demonstrations(PromptDataset):
         whole = ids_of(messages, generation_prompt=False)
         mask, end = [0] * len(whole), 0
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if number < first or message["role"] != "assistant":
                 continue
             before = ids_of(messages[:number], generation_prompt=True)
             after = ids_of(messages[: number + 1], generation_prompt=False)
