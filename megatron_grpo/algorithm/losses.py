@@ -345,7 +345,7 @@ def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
 def _check_sft() -> None:
     raise GrpoError(
         "--loss-type sft learns demonstrations, not rollouts: give --sft-iters and --sft-data-path, and the loss of the "
-        "updates after them as --loss-type"
+        "updates after them here"
     )
 
 

@@ -131,7 +131,7 @@ class Demonstrations(PromptDataset):
     def _rendered(
         self, messages: list[dict[str, Any]], first: int, tools: list[Any] | None, variables: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
-        """Return the ids of a conversation up to the end of the last turn, and their mask by role from message ``first``.
+        """Return the ids of a conversation up to the end of the last turn, and their mask: 0 before message ``first``.
 
         A turn is the difference between two renderings: of the messages before it, as the policy receives them, and of
         those and itself. GrpoError unless both begin the rendering of the whole conversation.

@@ -50,7 +50,8 @@ class PolicyModel(GPTModel):
     ):
         """Extend megatron-core's method by ``label_positions`` ``[l]``, ``kept_token_ids`` ``[l, k]`` of the labels,
         ``entropy_gradient`` and ``temperature`` [the model's] (`vocab_parallel_log_probs`), ``rope_positions``
-        ``[3, t]`` of all tokens of the pack (`MRope`), its ``images``, and ``further_tokens`` ``[n, t]`` and ``further_labels`` ``[n, l]`` of `Pack`.
+        ``[3, t]`` of all tokens of the pack (`MRope`), its ``images``, and ``further_tokens`` ``[n, t]`` and
+        ``further_labels`` ``[n, l]`` of `Pack`.
 
         Without ``label_positions`` the head finds them in the labels, and the host waits for the device.
         """

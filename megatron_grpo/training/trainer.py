@@ -133,6 +133,9 @@ class Trainer:
             self.iteration, self.scheduler = 0, self.policy_scheduler
             self.scheduler.step(0)
             self.bad_updates.forget()
+            named = self.args.ref_load or self.args.ref_load_hf
+            if isinstance(self.reference, ReferenceModel | SwappedReference) and not named:
+                self.reference.ema_update(self.args, self.model, 1.0)  # the policy's updates begin at these weights
         if self.args.save and (not warm_up.left or self.due(self.args.save_interval)):
             self.saves.write(self.position())
 

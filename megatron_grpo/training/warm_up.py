@@ -3,7 +3,8 @@
 The updates have iterations below 0, from -N to -1: --train-iters and all intervals of the policy's updates count as
 without a warm-up. A checkpoint of the warm-up is iteration 0 and holds its position (`WarmUp.state`). The optimizer is
 the run's, and its moments go on: the first updates of the policy are still scaled by those of the warm-up. The learning
-rate is --sft-lr after the run's linear warm-up; the run's schedule begins after the last of these updates.
+rate is --sft-lr after the run's linear warm-up; the run's schedule begins after the last of these updates. A reference
+model without weights of its own (--ref-load) then takes the policy's.
 """
 
 from argparse import Namespace

@@ -28,7 +28,7 @@ TEMPLATE = (
 CONVERSATIONS = [[("hi", "yo"), ("2?", "4")], [("say a", "aa"), ("and b", "bcd")]]  # (user, assistant), each turn
 UPDATES, STOP, RATE = 4, 3, 1e-2
 FLAGS = f"""--max-prompt-length 40 --max-completion-length 40 --temperature 0.5 --sft-iters {UPDATES} --sft-lr {RATE}
- --lr-warmup-iters 1 --save-interval 2 --entropy-coef 0.1 --exit-signal-handler --clip-grad 0""".split()
+ --lr-warmup-iters 1 --save-interval 2 --entropy-coef 0.1 --exit-signal-handler --clip-grad 0 --beta 0.1""".split()
 
 
 def messages(turns):
@@ -96,6 +96,8 @@ def test_the_warm_up_counts_apart_and_learns(alone):
         assert not any(name.startswith(("reward", "ratio", "mismatch", "kl", "clip", "loss")) for name in row)
     assert not any(name.startswith("sft/") for row in rows[4:] for name in row)
     assert all("reward/mean" in row for row in rows[4:])
+    # The reference is the policy after the warm-up, and row 5 has the values before the policy's first update.
+    assert rows[4]["kl"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_run_that_stops_in_the_warm_up_goes_on_to_the_very_same_end(alone, tiny_models, tmp_path, monkeypatch):
@@ -154,6 +156,7 @@ SFT = "--sft-iters 5 --sft-data-path demos.jsonl --sft-lr 1e-5"
             "--sft-iters and --eval-only cannot both be given",
         ),
         (f"{SFT} --sft-data-path rows.txt", "rows.txt"),
+        (f"{SFT} --lora-rank 4 --beta 0.1", "--sft-iters with adapters and --beta 0.1"),
     ],
 )
 def test_flags_that_do_not_belong_together(flags, message):
