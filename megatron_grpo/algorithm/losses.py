@@ -344,8 +344,8 @@ def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
 
 def _check_sft() -> None:
     raise GrpoError(
-        "--loss-type sft learns demonstrations, not rollouts: give --sft-iters and --sft-data-path, and the loss of the "
-        "updates after them here"
+        "--loss-type sft learns demonstrations, not rollouts: give --sft-iters and --sft-data-path, and another "
+        "--loss-type for the updates after them"
     )
 
 

@@ -250,7 +250,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     scorer = build_scorer(args, inputs.reward_models) if engine is not None and engine.is_lead else None
     held_out = held_out_prompts(args, inputs.valid)
     progress.step("logs")
-    logger = _open_logs(args, iteration or (0 if warm_up is None else -1 - warm_up.left))
+    newest = iteration or (0 if warm_up is None else -1 - warm_up.left)  # row of metrics
+    logger = _open_logs(args, newest)
     before_exit(logger.end)
     timers = Timers(memory.phase, logger.show_phase)
     common = {"args": args, "dataset": inputs.train, "sampler": sampler, "timers": timers}
@@ -288,7 +289,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         logger=logger,
         timers=timers,
         device_memory=memory,
-        profiler=Profiler(args, dist.get_rank(), iteration),
+        profiler=Profiler(args, dist.get_rank(), newest if warm_up is not None and warm_up.left else iteration),
         watchdog=watchdog,
         warm_up=warm_up,
         bad_updates=bad_updates,

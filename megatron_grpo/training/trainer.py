@@ -132,6 +132,7 @@ class Trainer:
             self.logger.flush()  # no row combines updates of both kinds
             self.iteration, self.scheduler = 0, self.policy_scheduler
             self.scheduler.step(0)
+            self.profiler.after(0)
             self.bad_updates.forget()
             named = self.args.ref_load or self.args.ref_load_hf
             if isinstance(self.reference, ReferenceModel | SwappedReference) and not named:
