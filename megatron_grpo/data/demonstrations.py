@@ -111,6 +111,8 @@ class Demonstrations(PromptDataset):
             raise GrpoError("the prompt has no tokens")
         if images is not None:
             lengths = images.expanded_lengths(ids)
+            if any(own and length > 1 for own, length in zip(mask, lengths, strict=True)):
+                raise GrpoError("an image in a turn of the assistant cannot be learnt: leave the turn out")
             first = int(lengths[:first].sum())
             ids, mask = images.expand(ids), np.repeat(mask, lengths).tolist()
             images = replace(images, where=where)

@@ -422,7 +422,7 @@ class Trainer:
             raise GrpoError(message if cure in message else f"{message}. {cure}")
         if self.args.save and not self.left_early and dist.get_rank() == 0:
             unmark(self.args.save)
-        done = f"{self.source.taken} rollouts" if self.args.rollout_only else f"{self.iteration} updates"
+        done = f"{self.source.taken} rollouts" if self.args.rollout_only else f"{max(0, self.iteration)} updates"
         print_rank_0(f"done: {done}, {time.monotonic() - self.started:.0f} s")
 
     def close(self) -> None:

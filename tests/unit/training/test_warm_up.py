@@ -12,9 +12,11 @@ from bad_input_bench import Bench
 from bad_input_runs import TRAIN, launch
 from good_args import validated
 from noted_signal import raise_noted_signal
+from PIL import Image
 from run_files import metrics_of, without
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from vision_models import make, picture
 
 from megatron_grpo.algorithm.losses import sft_loss
 from megatron_grpo.estimate.dry_run import dry_run_report
@@ -128,6 +130,31 @@ def test_a_checkpoint_of_the_policys_updates_repeats_no_warm_up(alone, tmp_path,
     assert start(alone, "--load", str(alone.save), "--train-iters", "3") == 0
     rows = metrics_of(alone.save)
     assert [row["iteration"] for row in rows] == [-4, -3, -2, -1, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_images_of_demonstrations(tmp_path):
+    """A vision-language model: the loss is transformers' for the same pixels, with the image in a later turn."""
+    directory = tmp_path / "model"
+    make(directory)
+    (tmp_path / "red.png").write_bytes(picture(84, 56, 1))
+    said = [("hi", "yo"), ("<image>what?", "red")]
+    bench = Bench(tmp_path, directory)
+    demos = bench.write("sft.jsonl", json.dumps({"messages": messages(said), "images": ["red.png"]}) + "\n")
+    words = f"--max-prompt-length 80 --max-completion-length 80 --sft-iters 1 --sft-lr 1e-3 --sft-data-path {demos}"
+    assert launch(TRAIN, [*bench.good, *words.split()]) == 0
+    processor = AutoProcessor.from_pretrained(directory)
+    shown = messages(said)
+    shown[2]["content"] = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    text = processor.apply_chat_template(shown, add_generation_prompt=False, tokenize=False)
+    inputs = processor(text=[text], images=[Image.open(tmp_path / "red.png")], return_tensors="pt")
+    ids, labels = inputs["input_ids"][0], torch.full_like(inputs["input_ids"], -100)
+    for answer in ("yo<|im_end|>", "red<|im_end|>"):
+        wanted = torch.tensor(processor.tokenizer.encode(answer, add_special_tokens=False))
+        (place,) = [i for i in range(len(ids)) if torch.equal(ids[i : i + len(wanted)], wanted)]
+        labels[0, place : place + len(wanted)] = wanted
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+    assert metrics_of(bench.save)[0]["sft/loss"] == pytest.approx(model(**inputs, labels=labels).loss.item(), rel=1e-5)
 
 
 def test_the_loss_is_the_negative_log_probability():
