@@ -119,7 +119,7 @@ STRAY = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last or m.role
         ({"answer": "2"}, TEMPLATE, "no prompt: expected a column"),
         ({"messages": TURNS}, STRAY, "renders the conversation up to message 2"),
         ({"messages": TURNS}, TEMPLATE.replace("eos_token", "'!'"), "ends message 2, the assistant's, with none of"),
-        (LONG, TEMPLATE, "the demonstration has 115 tokens, more than --max-prompt-length"),
+        (LONG, TEMPLATE, "the demonstration has 103 tokens, more than --max-prompt-length"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, TEMPLATE, '"role" of message 1 of'),
     ],
 )

@@ -182,7 +182,7 @@ SFT = "--sft-iters 5 --sft-data-path demos.jsonl --sft-lr 1e-5"
             f"{SFT} --eval-only --valid-data-path v.jsonl --load-hf m --eval-interval 2",
             "--sft-iters and --eval-only cannot both be given",
         ),
-        (f"{SFT} --sft-data-path rows.txt", "rows.txt"),
+        (f"{SFT} --sft-data-path rows.csv", "rows.csv: a run reads no .csv"),
         (f"{SFT} --lora-rank 4 --beta 0.1", "--sft-iters with adapters and --beta 0.1"),
     ],
 )
