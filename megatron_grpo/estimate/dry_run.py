@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_grpo.data.prefix_tree import Prefixes, shareable_tokens
+from megatron_grpo.data.prefix_tree import Prefixes, is_worth_sharing, shareable_tokens
 from megatron_grpo.data.schedule import schedule
 from megatron_grpo.estimate.memory import GIB, MARGIN, Chunk, Plan, engine_share, gpu_bytes
 from megatron_grpo.estimate.savings import fitting, in_words
@@ -147,7 +147,9 @@ def _shared_lines(args: Namespace) -> list[str]:
     budget = args.max_tokens_per_microbatch * (cp_size if args.hybrid_context_parallel else 1)
     lengths = padded_lengths(np.full(size, prompt + completion), cp_size)
     prefixes = Prefixes(np.arange(size), common)
-    packs = len(schedule(lengths, 1, max_tokens=budget, prefixes=prefixes, cp_size=cp_size)[0])
+    packs = size
+    if is_worth_sharing((size - 1) * shared, size * (prompt + completion)):
+        packs = len(schedule(lengths, 1, max_tokens=budget, prefixes=prefixes, cp_size=cp_size)[0])
     flops, none = ModelFlops(args), np.zeros(1, np.int64)
     whole = flops.update(np.full(size, prompt + completion), np.full(size, completion))
     less = (size - packs) * flops.update(none + shared, none)

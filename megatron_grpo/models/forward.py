@@ -18,7 +18,9 @@ from megatron_grpo.data.pack import Layout, Pack, lay_out, pack_completions
 from megatron_grpo.data.prefix_tree import (
     Prefixes,
     hashed_prefixes,
+    is_worth_sharing,
     spared_by_samples,
+    spared_tokens,
     with_prefixes,
 )
 from megatron_grpo.data.schedule import Schedule, attention_coefficient, degrees_of, hybrid_schedule, schedule
@@ -79,10 +81,16 @@ def assignment(
     a pack. ``completions`` are the numbers of those to divide. ``max_tokens`` is a token budget that overrides the
     flags.
     """
+    max_tokens = max_tokens or args.max_tokens_per_microbatch
+    return _assignment(args, batch, completions, max_tokens, _shared(args, batch, completions, max_tokens))
+
+
+def _assignment(
+    args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None, prefixes: Prefixes | None
+) -> tuple[list[int], list[list[np.ndarray]]]:
+    """Return `assignment` for packs that have ``prefixes`` once."""
     lengths = batch.lengths[completions]
     samples = _samples(batch, completions)
-    max_tokens = max_tokens or args.max_tokens_per_microbatch
-    share_prompts = _shares_prompts(args, max_tokens)
     together = batch.image_keys[completions] if args.vision_config else None
     dp_size = parallel_state.get_data_parallel_world_size()
     cp_size = parallel_state.get_context_parallel_world_size()
@@ -95,25 +103,34 @@ def assignment(
     ranks: Schedule
     if args.hybrid_context_parallel and max_tokens:
         repeated = None
-        if share_prompts:
-            how["prefixes"] = _prefixes(args, batch, completions)
+        if prefixes is not None:
+            how["prefixes"] = prefixes
             repeated = {degree: _repeated(args, batch, completions, degree) for degree in degrees_of(cp_size)}
         degrees, ranks = hybrid_schedule(lengths, dp_size, cp_size, samples=samples, repeated=repeated, **how)
     else:
         # Without a budget use unpadded lengths: the packs, and the routers' auxiliary losses of a pack, are then equal
         # in every parallel configuration.
         padded = padded_lengths(lengths, cp_size, samples) if max_tokens else lengths
-        if share_prompts:
+        if prefixes is not None:
             padded = padded - _repeated(args, batch, completions, cp_size)
-            how |= {"prefixes": _prefixes(args, batch, completions), "cp_size": cp_size}
+            how |= {"prefixes": prefixes, "cp_size": cp_size}
         groups = schedule(padded, dp_size, None if max_tokens else args.micro_batch_size, **how)
         degrees, ranks = [cp_size] * len(groups[0]), [group for group in groups for _ in range(cp_size)]
     return degrees, [[completions[pack] for pack in rank] for rank in ranks]
 
 
-def _shares_prompts(args, max_tokens: int | None) -> bool:
-    """Return whether packs have common prefixes once: only with a token budget are such completions together."""
-    return bool(args.share_prompts and max_tokens)
+def _shared(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None) -> Prefixes | None:
+    """Return the prefixes that packs of these completions have once; None: packs have whole sequences.
+
+    Completions that begin alike are in one pack with a token budget only.
+    """
+    if not args.share_prompts or not max_tokens:
+        return None
+    found = _prefixes(args, batch, completions)
+    if args.vision_config and batch.samples is not None:
+        return found  # what samples of an episode repeat is not known
+    spared = spared_tokens(found.common).sum() + _repeated(args, batch, completions, 1).sum()
+    return found if is_worth_sharing(int(spared), int(batch.lengths[completions].sum())) else None
 
 
 def _samples(batch: RolloutBatch, completions: np.ndarray) -> np.ndarray | None:
@@ -168,9 +185,10 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
     Context parallelism splits the tokens of a pack over ranks, and sequence parallelism splits them again over
     tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags.
     """
-    degrees, ranks = assignment(args, batch, completions, max_tokens)
-    own = ranks[_own_place()]
-    share_prompts = _shares_prompts(args, max_tokens or args.max_tokens_per_microbatch)
+    max_tokens = max_tokens or args.max_tokens_per_microbatch
+    prefixes = _shared(args, batch, completions, max_tokens)
+    degrees, ranks = _assignment(args, batch, completions, max_tokens, prefixes)
+    own, share_prompts = ranks[_own_place()], prefixes is not None
     further = _further_tokens(args)
     pad_multiple = token_multiple(args) * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     cp_rank = parallel_state.get_context_parallel_rank()

@@ -100,14 +100,16 @@ DECODE_STEPS = Sources(
     proof="tests/unit/rollout/test_decode_steps.py",
 )
 DECODE_RUNNER = Sources(
-    "vllm/v1",
-    "outputs.py worker/gpu/async_utils.py worker/gpu/attn_utils.py worker/gpu/block_table.py "
-    "worker/gpu/buffer_utils.py worker/gpu/cudagraph_utils.py worker/gpu/input_batch.py worker/gpu/kv_connector.py "
-    "worker/gpu/lora_utils.py worker/gpu/model_runner.py worker/gpu/model_states/default.py "
-    "worker/gpu/model_states/interface.py worker/gpu/sample/gumbel.py worker/gpu/sample/logprob.py "
-    "worker/gpu/sample/sampler.py worker/gpu/sample/states.py worker/gpu/states.py worker/gpu_worker.py "
-    "worker/lora_model_runner_mixin.py",
-    {"0.26": "f78b898650e0b7c3"},
+    "vllm",
+    "model_executor/layers/logits_processor.py v1/outputs.py v1/worker/gpu/async_utils.py v1/worker/gpu/attn_utils.py "
+    "v1/worker/gpu/block_table.py v1/worker/gpu/buffer_utils.py v1/worker/gpu/cudagraph_utils.py "
+    "v1/worker/gpu/eplb_utils.py v1/worker/gpu/input_batch.py v1/worker/gpu/kv_connector.py "
+    "v1/worker/gpu/lora_utils.py v1/worker/gpu/model_runner.py v1/worker/gpu/model_states/default.py "
+    "v1/worker/gpu/model_states/interface.py v1/worker/gpu/sample/bad_words.py v1/worker/gpu/sample/gumbel.py "
+    "v1/worker/gpu/sample/logit_bias.py v1/worker/gpu/sample/logprob.py v1/worker/gpu/sample/penalties.py "
+    "v1/worker/gpu/sample/sampler.py v1/worker/gpu/sample/states.py v1/worker/gpu/states.py v1/worker/gpu_worker.py "
+    "v1/worker/lora_model_runner_mixin.py",
+    {"0.26": "a3d9c8805ea3fa1b"},
     "run a step in which every running request decodes one token by a few launches",
     by="megatron_grpo/rollout/vllm/decode_runner.py",
     proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",

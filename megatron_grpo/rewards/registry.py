@@ -132,13 +132,23 @@ def load_plugins(paths: Sequence[str | Path]) -> None:
         _loaded.add(path.resolve())
 
 
+def check_file(path: Path, flag: str) -> None:
+    """Raise GrpoError, which names ``flag``, if a user's Python file does not exist or cannot be compiled."""
+    if not path.is_file():
+        raise GrpoError(f"{flag} {path}: no such file")
+    if path.suffix == ".py":
+        try:
+            compile(path.read_bytes(), path, "exec")
+        except (SyntaxError, ValueError) as error:
+            raise GrpoError(f"{flag} {path}: {_error_location(error, path)}") from error
+
+
 def run_file(path: Path, flag: str) -> ModuleType:
     """Run a user's Python file, and return it as a module; GrpoError, which names ``flag``, if that fails.
 
     The module is in a package of the file's folder: ``from .helpers import f`` imports helpers.py there.
     """
-    if not path.is_file():
-        raise GrpoError(f"{flag} {path}: no such file")
+    check_file(path, flag)
     name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -739,8 +739,8 @@ def check_ledger(args: Namespace) -> None:
 def resolve_max_num_seqs(args: Namespace) -> dict[str, Any]:
     """Return the default of --vllm-max-num-seqs: what a replica or a server has of a rollout, from 256 to 512.
 
-    Fewer would cut a rollout into waves. 512 is the size of vLLM's largest CUDA graph; 256 is for evaluations, and for
-    --rollout-balancing dynamic, which needs completions that wait.
+    Fewer would cut a rollout into waves. 512 is the size of vLLM's largest CUDA graph, and from 256 on it has one for
+    each multiple of 16; 256 is for evaluations, and for --rollout-balancing dynamic, which needs completions that wait.
     """
     if args.vllm_max_num_seqs is not None:
         return {}
@@ -750,6 +750,7 @@ def resolve_max_num_seqs(args: Namespace) -> dict[str, Any]:
         batches = 1 + args.max_staleness if args.rollout_ranks else 1  # these engines begin the next ones meanwhile
         prompts = args.generation_batch_size // args.num_generations * args.over_sampling_ratio * batches
         share = ceil(prompts / max(engines, 1)) * args.num_generations
+        share = -(-share // 16) * 16
     most = (args.vllm_engine_kwargs or {}).get("max_num_batched_tokens", 512)  # vLLM demands as many of these
     return {"vllm_max_num_seqs": min(max(share, 256), max(most, 256), 512)}
 

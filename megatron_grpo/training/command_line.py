@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from megatron_grpo.migration.table import answer
 from megatron_grpo.patches import megatron_core
 from megatron_grpo.patches.replacement import check_all
+from megatron_grpo.rewards.registry import check_file
 from megatron_grpo.training.early_checks import check_early
 from megatron_grpo.utils.arguments import Arguments, hyphens
 from megatron_grpo.utils.batch_sizes import trainer_ranks
@@ -197,14 +198,13 @@ def _core_version() -> str:
 
 
 def plugin_files(words: Sequence[str]) -> list[str]:
-    """Return the files of --external-plugins; GrpoError if one does not exist."""
+    """Return the files of --external-plugins; GrpoError if one does not exist or cannot be compiled."""
     parser = Parser(prog="pretrain_grpo.py", add_help=False)
     parser.add_argument("--external-plugins", nargs="+", default=[], metavar="S")
     files = parser.parse_known_args(words)[0].external_plugins
     check_value("--external-plugins", [PATH], files)
     for file in files:
-        if not Path(file).is_file():
-            raise GrpoError(f"--external-plugins {file}: no such file")
+        check_file(Path(file), "--external-plugins")
     return files
 
 

@@ -3,9 +3,9 @@
     python tools/data/check.py --train-data-path a.parquet b.jsonl --tokenizer-model DIR --max-prompt-length 1024
 
 The flags are those of pretrain_grpo.py: --load-hf gives tokenizer and processor of images, --environment the tools of
-prompts, and --reward-funcs the built-in rewards whose gold answers every row must have. Without
---tokenizer-model and --load-hf lengths are in bytes. Files may have any size. Three rows
-with the same error are printed, and how many more there are. The exit code is 1 if there are bad rows.
+prompts, and --reward-funcs the built-in rewards whose gold answers every row must have. Without --tokenizer-model and
+--load-hf lengths are in bytes, and none is too long unless --max-prompt-length is given. Files may have any size.
+Three rows with the same error are printed, and how many more there are. The exit code is 1 if there are bad rows.
 """
 
 import argparse
@@ -68,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
             tokenizer = build_tokenizer(args)
         else:
             unit = "bytes"
+            if "max_prompt_length" not in args.explicit:  # its default is in tokens
+                args = replaced(args, max_prompt_length=sys.maxsize)
         images = None
         if args.vision_config:
             args = replaced(args, padded_vocab_size=padded_vocab_size(args))

@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import statistics
 import sys
 from collections import Counter
@@ -183,10 +184,13 @@ def convert_files(
 
 
 def without_repeats(bad: Iterable[str]) -> Iterator[str]:
-    """Yield the lines "PLACE: ERROR" of bad rows; of an error that many rows have, the first lines and the number."""
+    """Yield the lines "PLACE: ERROR" of bad rows; of an error that many rows have, the first lines and the number.
+
+    Errors that differ in numbers only are the same.
+    """
     counts: Counter[str] = Counter()
     for line in bad:
-        error = line.partition(": ")[2]
+        error = re.sub(r"\d+", "N", line.partition(": ")[2])
         counts[error] += 1
         if counts[error] <= _SAME:
             yield line

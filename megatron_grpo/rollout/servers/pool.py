@@ -78,8 +78,13 @@ class ServerPool:
                     server.process, server.drafts = status.process, status.drafts
                     return
                 except Fault as fault:
-                    if not fault.retryable or time.monotonic() + pause > deadline:
+                    if not fault.retryable:
                         raise GrpoError(f"{server.url}: {fault}") from fault
+                    if time.monotonic() + pause > deadline:
+                        raise GrpoError(
+                            f"server {server.url} is not there after {self.timeout:g} s ({fault}): start it, or "
+                            "correct the address; --vllm-server-timeout (--sglang-server-timeout) waits longer"
+                        ) from fault
                     if pause == 1.0:
                         log(f"waiting up to {self.timeout:g} s for server {server.url}: {fault}")
                     await asyncio.sleep(pause)

@@ -556,7 +556,7 @@ def _gpu_options(args) -> dict:
     In CUDA graphs, FlashAttention 3 divides the keys of a sequence among up to 32 programs, and adds a kernel that
     combines them. Short sequences gain nothing: a step of 512 takes 5 to 8% longer (docs/performance/rollouts.md).
     """
-    if longest_of_engine(args) > UNDIVIDED:
+    if longest_of_engine(args) > UNDIVIDED or args.multi_latent_attention:
         return {}
     return {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1}}
 

@@ -68,6 +68,7 @@ def can_have(runner: Any) -> bool:
         and not runner.sampler.compute_nans
         and runner.sampler.logprobs_mode in ("raw_logprobs", "processed_logprobs")
         and runner.cudagraph_manager is not None
+        and runner.cudagraph_manager.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         and not runner.cudagraph_manager.use_aux_hidden_state_outputs
     )
 
@@ -179,12 +180,12 @@ class DecodeRunner:
             return None
         sampling = self._sampling_of(slots)
         descriptor = runner.cudagraph_manager.dispatch(number, number, 1, adapters)
-        if sampling is None or descriptor.cg_mode != CUDAGraphMode.FULL:
+        if sampling is None or not _of_decodes(descriptor):
             return None
         rows = descriptor.num_tokens
-        graph = self._graphs.get((rows, sampling))
+        graph = self._graph(rows, sampling)
         if graph is None:
-            graph = self._graphs[rows, sampling] = self._capture(rows, sampling)
+            return None
         if runner.lora_config:
             runner._set_active_loras(*runner.lora_state.make_lora_inputs(ids, slots, np.ones(number, np.int32)))
         if self._batch is None:  # vLLM's code may have admitted requests
@@ -291,8 +292,28 @@ class DecodeRunner:
         runner.cudagraph_manager.run_fullgraph(batch.descriptor)
         self._launched = batch
 
+    def _graph(self, rows: int, sampling: _Sampling) -> _Graph | None:
+        """Return the graph of what follows the forward pass of ``rows`` rows; None without memory for it.
+
+        The largest one is captured first: the others' logits fit into its memory, which stays with the graphs.
+        """
+        if not self._graphs:
+            manager = self.runner.cudagraph_manager
+            largest = max(descriptor.num_tokens for descriptor in manager.graphs if _of_decodes(descriptor))
+            torch.cuda.empty_cache()  # an allocation within a capture cannot
+            sizes = [largest, rows]
+        else:
+            sizes = [rows]
+        for size in sizes:
+            if (size, sampling) not in self._graphs:
+                try:
+                    self._graphs[size, sampling] = self._capture(size, sampling)
+                except torch.OutOfMemoryError:
+                    self.enabled = False  # vLLM's own code needs less
+                    return None
+        return self._graphs[rows, sampling]
+
     def _capture(self, rows: int, sampling: _Sampling) -> _Graph:
-        """Return a graph of what follows the forward pass of ``rows`` rows."""
         found = torch.empty(2 * rows, dtype=torch.int32, device=self.runner.device)
         graph, own, current = torch.cuda.CUDAGraph(), self._capture_stream, torch.cuda.current_stream()
         self._slots[:rows].fill_(EMPTY)  # so that the first run changes no state
@@ -301,8 +322,10 @@ class DecodeRunner:
         with torch.cuda.stream(own):
             # Other threads may use the GPU meanwhile.
             graph.capture_begin(self.runner.cudagraph_manager.pool, capture_error_mode="thread_local")
-            self._after_forward(rows, sampling, found)
-            graph.capture_end()
+            try:
+                self._after_forward(rows, sampling, found)
+            finally:
+                graph.capture_end()
         current.wait_stream(own)
         return _Graph(graph.replay, found)
 
@@ -344,6 +367,11 @@ class _Output(AsyncModelRunnerOutput):
             # Nothing reads the ranks.
             log_probs = LogprobsLists(tokens.numpy().copy(), values[:, None], np.zeros(len(values), np.int64))
         return ModelRunnerOutput(batch.ids, batch.places, tokens.tolist(), log_probs)
+
+
+def _of_decodes(descriptor) -> bool:
+    """Return whether vLLM has a graph of this size that decodes a token of each row."""
+    return descriptor.cg_mode == CUDAGraphMode.FULL and descriptor.num_reqs == descriptor.num_tokens
 
 
 def _pinned(numbers: int) -> torch.Tensor:

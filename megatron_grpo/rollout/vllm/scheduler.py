@@ -54,7 +54,8 @@ def scheduler_options() -> dict[str, str]:
 
 def shorten_decode_steps(engine):
     """Give the engine's model runner the short path of `decode_runner` and return it; None without one."""
-    if not (torch.cuda.is_available() and engine.vllm_config.use_v2_model_runner and patches.DECODE_RUNNER.known()):
+    is_nvidia = torch.cuda.is_available() and torch.version.hip is None
+    if not (is_nvidia and engine.vllm_config.use_v2_model_runner and patches.DECODE_RUNNER.known()):
         return None
     from megatron_grpo.rollout.vllm import decode_runner
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 
 import pyarrow
@@ -169,7 +170,7 @@ def test_the_tool_names_them_all_but_three_of_each_error(malformed, capsys):
     named = [line.partition(": ") for line in lines if line.startswith(f"{path}:")]
     counted = [line.partition(" more rows: ") for line in lines[len(named) :]]
     assert {place for place, _, _ in named} < {f"{path}:{line}" for line in wrong}
-    errors = Counter(error for _, _, error in named)
+    errors = Counter(re.sub(r"\d+", "N", error) for _, _, error in named)  # numbers make no other error
     assert counted and max(errors.values()) == 3 and all(errors[error] == 3 for _, _, error in counted)
     assert len(named) + sum(int(count) for count, _, _ in counted) == COUNT
     assert f"{good:,} good rows, 1,000 bad, 0 too long, 0 outside the pass rates" in out

@@ -203,6 +203,17 @@ def test_a_row_without_a_gold_answer_is_a_bad_row(name, tmp_path, capsys):
     assert check.main(words[:2]) == 0
 
 
+def test_bytes_are_not_compared_with_a_default_in_tokens(tmp_path, capsys):
+    """GSM8K has questions of 985 characters, which are 241 tokens."""
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "a" * size}) + "\n" for size in range(981, 987)))
+    assert check.main(["--train-data-path", str(file)]) == 0
+    assert "bytes of a prompt: 981 to 986" in capsys.readouterr().out
+    assert check.main(["--train-data-path", str(file), "--max-prompt-length", "981"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 4 and lines[3].startswith("2 more rows: the prompt has N tokens")
+
+
 def test_gold_answers_are_those_of_the_rows_route():
     args = flags(reward_funcs=["gsm8k", "exact_match"], reward_routing=["a=gsm8k", "b=exact_match"])
     check_gold = gold_check(args.reward_funcs, vars(args))

@@ -328,3 +328,14 @@ def test_a_pack_is_made_once_while_the_one_before_is_computed(more, world, monke
     forward.forward_scores(own, packs, trainer.model, batch)
     assert len(packs) > 2 and events == ["pack", "pass"] * len(packs)
     assert not more or len({len(pack.tokens) for pack in packs}) == 1
+
+
+@pytest.mark.parametrize(("prompt", "length", "shared"), [(20, 40, 7 * 19), (5, 45, 7 * 4), (5, 60, 0)])
+def test_little_in_common_is_not_shared(prompt, length, shared, world):
+    """Eight completions of a prompt: with 28 of 360 tokens in common an update shares them, with 28 of 480 not."""
+    rng = np.random.default_rng(0)
+    begin = rng.integers(3, 30, prompt).tolist()
+    sequences = [[*begin, number + 3, *rng.integers(3, 30, length - prompt - 1).tolist()] for number in range(8)]
+    batch = rollout_of(sequences, list(range(1, 9)), [prompt] * 8, 0)
+    (pack,) = forward.micro_batches(made_up.parse(MODELS["dense"].split(), 1), batch, np.arange(8))
+    assert batch.lengths.sum() - pack.real_lengths.sum() == shared

@@ -13,6 +13,7 @@ STALE = "--rollout-importance-sampling-mode token_truncate --max-staleness"
     [
         (f"{BATCH} 512", 1, 512),  # one wave
         (f"{BATCH} 320", 1, 320),
+        (f"{BATCH} 264", 1, 272),  # vLLM has graphs for multiples of 16
         (f"{BATCH} 64", 1, 256),  # evaluations have more prompts
         (f"{BATCH} 4096", 1, 512),  # several waves: vLLM has no larger graph
         (f"{BATCH} 1024", 4, 256),

@@ -429,6 +429,17 @@ def test_raw_log_probs_will_do_at_temperature_1(start):
     pool.close()
 
 
+def test_a_server_that_is_not_there_ends_the_wait_with_the_cure(start):
+    double = start()
+    double.fault = "die"
+    pool = make_pool([double], timeout=0.1)
+    with pytest.raises(
+        GrpoError, match=rf"^server {double.url} is not there after 0\.1 s \(.*\): start it, or correct"
+    ):
+        pool.check()
+    pool.close()
+
+
 @pytest.mark.slow
 def test_servers_may_still_be_starting(start, monkeypatch):
     double, said = start(), []

@@ -73,7 +73,12 @@ def test_plug_ins_may_add_flags(words, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         check_flags(words.split())
     assert capsys.readouterr().err == "pretrain_grpo.py: error: --external-plugins my.py: no such file\n"
-    (tmp_path / "my.py").touch()
+    (tmp_path / "my.py").write_text("import sys\ndef mine(sample:\n")
+    with pytest.raises(SystemExit):
+        check_flags(words.split())
+    error = capsys.readouterr().err
+    assert re.search(r"--external-plugins my\.py: line 2: SyntaxError: .*: def mine\(sample:\n$", error)
+    (tmp_path / "my.py").write_text("raise ValueError('the file is not run yet')")
     check_flags(words.split())
     assert capsys.readouterr().out == "importing torch and megatron-core\n"
 

@@ -18,7 +18,6 @@ from megatron_grpo.utils.errors import GrpoError
 # Flags that a run accepts and whose values nothing reads after the checks, with their effect.
 EXPLAINED = {
     "--make-vocab-size-divisible-by": "the checks derive padded_vocab_size from it",
-    "--no-save-hf": "the checks then leave --save-hf unset",
     "--on-save-error": "of a save or a row of metrics that cannot be written: the run of the test has none",
     "--seq-length": "the checks compare the longest sequence with it",
     "--logprobs-max-tokens-per-microbatch": "the size of forward-only passes, and the run of the test has none",
