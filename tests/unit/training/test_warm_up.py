@@ -20,6 +20,7 @@ from vision_models import make, picture
 
 from megatron_grpo.algorithm.losses import sft_loss
 from megatron_grpo.estimate.dry_run import dry_run_report
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.warm_up import WarmUp
 from megatron_grpo.utils.errors import GrpoError
 
@@ -130,6 +131,27 @@ def test_a_checkpoint_of_the_policys_updates_repeats_no_warm_up(alone, tmp_path,
     assert start(alone, "--load", str(alone.save), "--train-iters", "3") == 0
     rows = metrics_of(alone.save)
     assert [row["iteration"] for row in rows] == [-4, -3, -2, -1, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_bad_update_goes_back_to_the_checkpoint_of_the_warm_up(tiny_models, tmp_path, monkeypatch, capfd):
+    judged, judge, bench = [], BadUpdates._judge, Bench(tmp_path, tiny_models["qwen3"])
+    kept = signal.getsignal(signal.SIGTERM)
+
+    def third_is_bad(self, loss, norm):
+        judged.append(loss)
+        return "made up" if len(judged) == 3 else judge(self, loss, norm)
+
+    monkeypatch.setattr(BadUpdates, "_judge", third_is_bad)
+    try:
+        assert start(bench, "--on-bad-update", "restore") == 0
+    finally:
+        signal.signal(signal.SIGTERM, kept)
+    assert "update -2 is bad: made up" in capfd.readouterr().out
+    rows = metrics_of(bench.save)
+    assert [row["update/skipped"] for row in rows[:4]] == [0, 0, 1, 0] and rows[3]["lr"] == RATE
+    # The checkpoint is that of the first update, whose learning rate was 0: update 4 has the loss of update 2.
+    assert rows[3]["sft/loss"] == pytest.approx(rows[1]["sft/loss"], rel=1e-6) != pytest.approx(rows[2]["sft/loss"])
 
 
 @pytest.mark.slow
