@@ -1,5 +1,6 @@
 """Demonstrations: rows whose assistant turns a supervised update learns, as token ids with a mask by role."""
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from megatron_grpo.data.row_prompt import (
     parse_tools,
     without_merged_nulls,
 )
-from megatron_grpo.data.tokenizer import render
+from megatron_grpo.data.tokenizer import Tokenizer, render
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import without_bytes
@@ -47,12 +48,19 @@ class Demonstrations(PromptDataset):
 
     flag, what = "--sft-data-path", "demonstrations"
 
-    def __init__(self, *arguments: Any, end_token_ids: Sequence[int], **settings: Any):
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        tokenizer: Tokenizer,
+        args: argparse.Namespace,
+        end_token_ids: Sequence[int],
+        **settings: Any,
+    ):
         self._ends = set(end_token_ids)
-        super().__init__(*arguments, training=False, **settings)
+        super().__init__(paths, tokenizer, args, training=False, **settings)
 
     def _limit(self) -> tuple[int, str]:
-        return longest_sequence(self._args), f"{longest_in_words(self._args)} tokens"
+        return longest_sequence(self._args), longest_in_words(self._args)
 
     def read(self, number: int, decode: bool = False) -> Demonstration:
         file, block, position, where = self._files.find(number)
@@ -75,7 +83,7 @@ class Demonstrations(PromptDataset):
             return found
         if self._args.truncation_strategy == "delete":
             raise LeftOut("long", found.source)
-        too_long = f"the demonstration has {length} tokens, more than {of_flags} ({limit})"
+        too_long = f"the demonstration has {length} tokens, more than {of_flags} = {limit}"
         if self._args.truncation_strategy == "raise":
             raise GrpoError(
                 f"{too_long}; raise them, or give --truncation-strategy left (cut the prompt) or delete (skip the row)"

@@ -13,7 +13,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 FLAGS = """--transformer-impl local --rollout-engine megatron --num-generations 4 --lr 1e-3 --beta 0 --train-iters 1
- --max-prompt-length 40 --max-completion-length 24 --reward-funcs exact_match --no-save-hf --global-batch-size 8
+ --max-prompt-length 60 --max-completion-length 24 --reward-funcs exact_match --no-save-hf --global-batch-size 8
  --sft-iters 3 --sft-lr 1e-3 --max-tokens-per-microbatch 96""".split()
 LAYOUTS = {
     "TP2": "--tensor-model-parallel-size 2 --sequence-parallel",
