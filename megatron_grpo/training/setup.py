@@ -435,7 +435,7 @@ def _read_inputs(args, teach_args) -> Inputs:
         check_teacher_tokenizer(args, tokenizer)
     check_draft_tokenizer(args, tokenizer)
     tools = partial(tools_of, default=args.environment)
-    parts = {"tools": tools, "images": images}
+    parts: dict[str, Any] = {"tools": tools, "images": images}
     demonstrations = None
     if args.sft_iters:
         kind = partial(Demonstrations, end_token_ids=turn_end_token_ids(args, tokenizer))
