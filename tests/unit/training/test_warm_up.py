@@ -103,6 +103,7 @@ def test_the_warm_up_counts_apart_and_learns(alone):
     assert rows[4]["kl"] == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_in_the_warm_up_goes_on_to_the_very_same_end(alone, tiny_models, tmp_path, monkeypatch):
     bench, drawn, next_batch = Bench(tmp_path, tiny_models["qwen3"]), [], WarmUp.next_batch
     kept = signal.getsignal(signal.SIGTERM)
