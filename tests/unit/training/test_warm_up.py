@@ -156,6 +156,14 @@ def test_a_bad_update_goes_back_to_the_checkpoint_of_the_warm_up(tiny_models, tm
 
 
 @pytest.mark.slow
+def test_adapters_learn_demonstrations(tiny_models, tmp_path, by_transformers):
+    bench = Bench(tmp_path, tiny_models["qwen3"])
+    assert start(bench, *"--lora-rank 4 --lora-weight-sync merged --beta 0".split()) == 0
+    losses = [row["sft/loss"] for row in metrics_of(bench.save)[:4]]
+    assert losses[:2] == pytest.approx([by_transformers[0]] * 2, rel=1e-5) and losses[3] < losses[2] < losses[1]
+
+
+@pytest.mark.slow
 def test_images_of_demonstrations(tmp_path):
     """A vision-language model: the loss is transformers' for the same pixels, with the image in a later turn."""
     directory = tmp_path / "model"
