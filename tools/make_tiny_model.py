@@ -38,7 +38,7 @@ from megatron_grpo.utils.errors import GrpoError
 
 EOS, PAD = "<eos>", "<pad>"
 SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2"]
-SHAPES += ["qwen3_next", "qwen3_5_text"]
+SHAPES += ["qwen3_next", "qwen3_5_text", "gemma4_text", "nemotron_h"]
 VISION_SHAPES = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "internvl", "llava_onevision"]
 POSITIVE = (
     "batch_size num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
@@ -97,6 +97,25 @@ def family_sizes(args: argparse.Namespace) -> dict:
         }
         own = {"num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": args.ffn_hidden_size // 4}
         return {**hybrid, **own, **experts} if args.shape == "qwen3_next" else hybrid
+    if args.shape == "gemma4_text":
+        full = ["sliding_attention", "full_attention"] * args.num_layers
+        return {
+            "head_dim": args.kv_channels,
+            "global_head_dim": 2 * args.kv_channels,
+            "layer_types": [*full[: args.num_layers - 1], "full_attention"],
+            "sliding_window": 16,
+            "num_kv_shared_layers": args.num_layers // 2 if args.num_layers > 3 else 0,
+            "hidden_size_per_layer_input": 16,
+        }
+    if args.shape == "nemotron_h":
+        return {
+            "head_dim": args.kv_channels,
+            "hybrid_override_pattern": ("M-*-" * args.num_layers)[: args.num_layers],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": args.kv_channels,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+        }
     if args.shape == "minimax_m2":
         experts["intermediate_size"] = experts.pop("moe_intermediate_size")
         routing = {"num_local_experts": 8, "scoring_func": "sigmoid", "use_routing_bias": True}
@@ -149,6 +168,8 @@ def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> 
         "dtype": "float32",
     }
     config = AutoConfig.for_model(args.shape, **{**sizes, **family_sizes(args)})
+    if args.shape == "gemma4_text":
+        config.vocab_size_per_layer_input = config.vocab_size
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # torch sets the padding's embedding to 0: if it is sampled, the gradient of a norm explodes

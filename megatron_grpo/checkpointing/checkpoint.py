@@ -77,7 +77,8 @@ ARCHITECTURE = (
     "qk_layernorm add_bias_linear add_qkv_bias num_experts moe_ffn_hidden_size moe_router_topk "
     "moe_router_score_function moe_shared_expert_intermediate_size multi_latent_attention q_lora_rank kv_lora_rank "
     "v_head_dim mtp_num_layers attention_output_gate experimental_attention_variant linear_attention_freq "
-    "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"
+    "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
+    "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"
 ).split()
 
 
@@ -416,7 +417,7 @@ def _stored_keys(directory: Path) -> set[str]:
         keys = {item.key for item in load_sharded_metadata(str(directory)).values()}
     except Exception as error:  # a damaged pickle of Megatron-LM's, which has no checksum, raises anything
         raise GrpoError(f"checkpoint {directory} is damaged: .metadata cannot be read: {error!r}") from error
-    checkpoint_directory.check_delta_nets(directory, keys)
+    checkpoint_directory.check_recurrent_layers(directory, keys)
     return keys
 
 

@@ -227,11 +227,12 @@ def _damaged_items(directory: Path) -> Iterator[str]:
                     yield f"{name} has changed since it was written, in bytes {offset} to {offset + length}"
 
 
-def check_delta_nets(directory: str | Path, keys: Iterable[str]) -> None:
-    """Raise GrpoError if a checkpoint with these ``keys`` has gated delta nets of megatron-core's own layer."""
-    if any(key.endswith(".in_proj.weight.query") for key in keys):
+def check_recurrent_layers(directory: str | Path, keys: Iterable[str]) -> None:
+    """Raise GrpoError if a checkpoint with these ``keys`` has recurrent layers of megatron-core's own."""
+    ends = {".in_proj.weight.query": "gated delta nets", ".mixer.in_proj.weight.z": "Mamba-2"}
+    if found := {kind for key in keys for end, kind in ends.items() if key.endswith(end)}:
         raise GrpoError(
-            f"checkpoint {directory} holds gated delta nets of Megatron-LM's own layer, whose projections are divided "
+            f"checkpoint {directory} holds {found.pop()} of Megatron-LM's own layer, whose projections are divided "
             "and ordered otherwise than here, and is not read: give the model's Hugging Face directory (--load-hf, or "
             "--hf-to-megatron of tools/checkpoint/convert.py)"
         )

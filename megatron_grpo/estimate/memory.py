@@ -19,16 +19,20 @@ from megatron_grpo.lora.fp8_base import fp8_weights
 from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import is_router, saved_weights
 from megatron_grpo.models.config import (
-    delta_net_state_bytes,
-    linear_layers,
+    attention_layers,
+    mlp_layers,
     moe_layers,
     params_dtype,
+    recurrent_layers,
+    recurrent_sizes,
+    recurrent_state_bytes,
     transformer_config_from_args,
 )
-from megatron_grpo.models.delta_net import CHUNK as DELTA_NET_CHUNK
 from megatron_grpo.models.fp8_training import fp8_layers
 from megatron_grpo.models.fp8_weight import BLOCK
+from megatron_grpo.models.gemma4 import PER_LAYER_INPUTS, key_source, with_layer
 from megatron_grpo.models.head import CHUNK, KEPT
+from megatron_grpo.models.recurrence import CHUNK as RECURRENT_CHUNK
 from megatron_grpo.parallel.arguments import has_packed_attention, query_groups
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import reference_args, teacher_args
@@ -169,23 +173,30 @@ class Plan:
     def drafts_share_of_cache(self) -> float:
         """Return the share of the engine's key-value cache that the drafts' layers take."""
         args, own = self.args, draft_args(self.args)
-        policys = _cache_per_token(args, linear_layers(args).count(False))
-        drafts = _cache_per_token(args, args.mtp_num_layers or 0) if method_of(args) == "mtp" else 0
+        of_last = [args.num_layers - 1] * (args.mtp_num_layers or 0)
+        drafts = _cache_per_token(args, of_last) if method_of(args) == "mtp" else 0
         if own is not None:
-            drafts = _cache_per_token(own, own.num_layers)
+            drafts = _cache_per_token(own, range(own.num_layers))
+        policys = _cache_per_token(args, [n for n, attention in enumerate(attention_layers(args)) if attention])
         return drafts / (policys + drafts)
 
     def cache(self, stage: int) -> int:
         """Return the bytes of the key-value cache on a rank of a pipeline stage (--rollout-engine megatron)."""
         args, tp = self.args, self.args.tensor_model_parallel_size
-        heads, channels = max(query_groups(args) // tp, 1), args.kv_channels
-        if args.multi_latent_attention:
-            heads = args.num_attention_heads // tp
-            channels = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
+        layers = {key_source(args, layer): layer for chunk in self.stages[stage] for layer in chunk.layers}.values()
+
+        def per_token(args: Namespace) -> int:
+            if args.multi_latent_attention:
+                channels = max(args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim)
+                return args.num_attention_heads // tp * channels
+            return max(query_groups(args) // tp, 1) * args.kv_channels
+
         tokens = args.inference_max_requests * longest_sequence(args)
-        kinds = [linear_layers(args)[layer] for chunk in self.stages[stage] for layer in chunk.layers]
-        of_attention = 2 * kinds.count(False) * tokens * heads * channels * params_dtype(args).itemsize
-        return of_attention + kinds.count(True) * args.inference_max_requests * delta_net_state_bytes(args) // tp
+        attention = [layer for layer in layers if attention_layers(args)[layer]]
+        recurrent = sum(recurrent_layers(args)[layer] for layer in layers)
+        elements = sum(per_token(with_layer(args, layer)) for layer in attention)
+        of_attention = 2 * elements * tokens * params_dtype(args).itemsize
+        return of_attention + recurrent * args.inference_max_requests * recurrent_state_bytes(args) // tp
 
     def memory(self, stage: int) -> Memory:
         """Return the bytes on a rank of a pipeline stage, without the engine's."""
@@ -310,6 +321,8 @@ class Plan:
             yield EMBEDDING
         if chunk.embedding and self.args.vision_config:
             yield TOWER
+        if chunk.embedding and PER_LAYER_INPUTS in self.weights:
+            yield PER_LAYER_INPUTS
         yield from chunk.layers
         if chunk.mtp:
             yield MTP
@@ -386,8 +399,7 @@ class Plan:
 
         Includes the recomputed activations of the layers that are in the backward pass.
         """
-        args, sparse = self.args, moe_layers(self.args) if self.args.num_experts else [False] * self.args.num_layers
-        linear = linear_layers(args)
+        args, of_layers = self.args, _kinds(self.args)
         tokens = self.tokens() / args.context_parallel_size
         every = max(args.recompute_num_layers or 1, 1)
         kept: float = 0
@@ -396,12 +408,12 @@ class Plan:
             layers = self._layers(chunk)
             numbers = [layer if isinstance(layer, int) else -1 for layer in layers]
             kinds = [
-                (sparse[number], linear[number], self._saved_share(layer))
+                (with_layer(args, number), of_layers[number], self._saved_share(layer))
                 for number, layer in zip(numbers, layers, strict=True)
             ]
-            if any(linear[number] for number in numbers):
-                at_once = max(at_once, tokens * _delta_net_chunks(args))
-            whole = [tokens * _layer(args, *kind) for kind in kinds]
+            if any(of_layers[number].recurrent for number in numbers):
+                at_once = max(at_once, tokens * _chunks(args))
+            whole = [tokens * _layer(*kind) for kind in kinds]
             if args.disable_parameter_transpose_cache:  # the backward pass needs both 8-bit copies, 2 bytes
                 whole = [size + self._quantized(layer) for size, layer in zip(whole, layers, strict=True)]
             if args.recompute_granularity == "full":
@@ -413,10 +425,14 @@ class Plan:
                     kept += inputs * ceil(len(whole) / every)
                     at_once = max(at_once, *(sum(whole[i : i + every]) for i in range(0, len(whole), every)), 0)
             else:
-                dropped = [tokens * _recomputed(args, *kind) for kind in kinds]
+                dropped = [tokens * _recomputed(*kind) for kind in kinds]
                 kept += sum(whole) - sum(dropped)
                 at_once = max(at_once, *dropped, 0)
-        tower = self._tower_activations() if self.stages[stage][0].embedding and args.vision_config else 0
+        first = self.stages[stage][0].embedding
+        tower = self._tower_activations() if first and args.vision_config else 0
+        if first and args.gemma4_config:  # projected and normed, then added to the tokens' embeddings
+            size = args.num_layers * args.gemma4_config["hidden_size_per_layer_input"]
+            kept += 2 * tokens * size / _sequence_split(args)
         return self.in_flight(stage) * kept + at_once + tower
 
     def _saved_share(self, layer: int | str) -> float:
@@ -487,29 +503,31 @@ def gpu_bytes(plan: Plan) -> float:
     return max(most, beside / (1 - share) if share < 1 else inf, engine / share)
 
 
-def _cache_per_token(args: Namespace, layers: int) -> int:
-    """Return the elements of a token in the cache of one rank of the engine, for so many layers."""
+def _cache_per_token(args: Namespace, layers: Sequence[int]) -> int:
+    """Return the elements of a token in the cache of one rank of the engine, for these layers."""
     if args.multi_latent_attention:  # every rank has the latents of all heads
-        return layers * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
-    return layers * 2 * max(query_groups(args) // args.vllm_tensor_parallel_size, 1) * args.kv_channels
+        return len(layers) * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
+    owners = {key_source(args, layer) for layer in layers} if args.gemma4_config else layers
+    sizes = [with_layer(args, layer) for layer in owners]
+    return sum(2 * max(query_groups(one) // args.vllm_tensor_parallel_size, 1) * one.kv_channels for one in sizes)
 
 
 def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
-    """Return weights, the model's or its adapters', by layer number, ``MTP``, ``TOWER``, or the name of another one.
+    """Return weights, the model's or its adapters', by layer number, module name (`MTP` ...), or their own name.
 
-    Only the first expert of each layer is listed. Expert biases of routers are buffers and not listed; duplicates in
+    Only the first expert of each layer is listed. Buffers are not listed; duplicates in
     the files are one parameter.
     """
     found: dict[int | str, list[Weight]] = {}
     seen = set()
     for weight in weights:
-        if weight.expert or weight.name in seen or weight.name.endswith("router.expert_bias"):
+        if weight.expert or weight.name in seen or weight.name.endswith(model_weights.BUFFERS):
             continue
         seen.add(weight.name)
         first, *rest = weight.name.split(".")
         is_layer = first == "decoder" and rest[0] == "layers"
         place: int | str = int(rest[1]) if is_layer else first
-        if first not in (MTP, TOWER) and not is_layer:
+        if first not in (MTP, TOWER, PER_LAYER_INPUTS) and not is_layer:
             place = weight.name.removesuffix(".weight")
         found.setdefault(place, []).append(weight)
     return found
@@ -567,32 +585,46 @@ def _attention(args: Namespace, share: float) -> tuple[float, float]:
     return projected / tp, heads * (size + args.v_head_dim) / tp + latents / _sequence_split(args)
 
 
-def _delta_net(args: Namespace) -> float:
-    """Return the elements that a gated delta net stores per token: its projection, and its output twice.
+class _Kind(NamedTuple):
+    """What a decoder layer has."""
 
-    The two scalars of each value head are float32; under context parallelism the projection is also stored by heads.
+    attention: bool
+    recurrent: bool
+    mlp: bool
+    sparse: bool  # the MLP is experts
+
+
+def _kinds(args: Namespace) -> list[_Kind]:
+    """Return the kind of each decoder layer."""
+    sparse = moe_layers(args) if args.num_experts else [False] * args.num_layers
+    both = zip(attention_layers(args), recurrent_layers(args), mlp_layers(args), sparse, strict=True)
+    return [_Kind(*kind) for kind in both]
+
+
+def _recurrence(args: Namespace) -> float:
+    """Return the elements that a recurrent layer stores per token: its projection, and its output twice.
+
+    The scalars of each head are float32; under context parallelism the projection is also stored by heads.
     """
-    keys, values = args.linear_num_key_heads, args.linear_num_value_heads
-    mixed = 2 * keys * args.linear_key_head_dim + values * (args.linear_value_head_dim + 2)
-    out = values * args.linear_value_head_dim
+    sizes = recurrent_sizes(args)
+    scalars, out = sizes.scalars * sizes.heads, sizes.heads * sizes.value
     exact = 4 / params_dtype(args).itemsize
     copies = 2 if args.context_parallel_size > 1 else 1
-    return (copies * mixed + 3 * out + 2 * exact * values) / args.tensor_model_parallel_size
+    return (copies * (sizes.mixed + scalars) + 3 * out + exact * scalars) / args.tensor_model_parallel_size
 
 
-def _delta_net_chunks(args: Namespace) -> float:
-    """Return the elements per token that the backward pass of one delta net holds while it computes its chunks again.
+def _chunks(args: Namespace) -> float:
+    """Return the elements per token that the backward pass of a recurrent layer holds while it computes chunks again.
 
     In float32: convolution and norm of queries, keys and values, their copies in chunks, the products of a chunk's
-    tokens, and the state that enters each chunk.
+    tokens, and the state that enters each chunk. Mamba-2 has no norm and no correction of values.
     """
-    size, heads = DELTA_NET_CHUNK, args.linear_num_value_heads
-    qk, v = args.linear_num_key_heads * args.linear_key_head_dim, heads * args.linear_value_head_dim
-    by_head = heads * args.linear_key_head_dim
-    products = (4 * heads + 2 * args.linear_num_key_heads) * size
-    state = by_head * args.linear_value_head_dim / size
-    exact = 4 / params_dtype(args).itemsize
-    return exact * (3 * (2 * qk + v) + 5 * v + 4 * by_head + products + state) / args.tensor_model_parallel_size
+    size, sizes = RECURRENT_CHUNK, recurrent_sizes(args)
+    v, by_head = sizes.heads * sizes.value, sizes.heads * sizes.key
+    copies, of_values, of_keys, of_pairs, of_groups = (2, 4, 2, 3, 1) if args.hybrid_layer_pattern else (3, 5, 4, 4, 2)
+    products = (of_pairs * sizes.heads + of_groups * sizes.groups) * size
+    elements = copies * sizes.mixed + of_values * v + of_keys * by_head + products + by_head * sizes.value / size
+    return 4 / params_dtype(args).itemsize * elements / args.tensor_model_parallel_size
 
 
 def _core_attention(args: Namespace) -> float:
@@ -617,7 +649,8 @@ def _gathered_keys(args: Namespace) -> int:
 
 
 def _dense_mlp(args: Namespace, share: float) -> float:
-    return (2 + share) * args.ffn_hidden_size / args.tensor_model_parallel_size
+    """Return the elements that an MLP stores per token: gate, up and product, or ReLU and its square."""
+    return ((1 if args.squared_relu else 2) + share) * args.ffn_hidden_size / args.tensor_model_parallel_size
 
 
 def _experts(args: Namespace, share: float) -> tuple[float, float]:
@@ -631,29 +664,47 @@ def _experts(args: Namespace, share: float) -> tuple[float, float]:
 
 
 def _shared_experts(args: Namespace, share: float) -> float:
-    return (2 + share) * (args.moe_shared_expert_intermediate_size or 0) / args.tensor_model_parallel_size
+    return (
+        ((1 if args.squared_relu else 2) + share)
+        * (args.moe_shared_expert_intermediate_size or 0)
+        / args.tensor_model_parallel_size
+    )
 
 
-def _norm_outputs(args: Namespace, sparse: bool, share: float) -> float:
-    """Return the elements of the two norms' outputs that a layer stores per token.
+def _norm_outputs(args: Namespace, kind: _Kind, share: float) -> float:
+    """Return the elements of the norms' outputs that a layer stores per token.
 
     Down projections of latent attention save a copy each in FP8. The router saves its input in the model's dtype; the
     shared experts use the same tensor.
     """
     attention = 2 * share if args.multi_latent_attention and share < 1 else share
-    return (attention + (1 if sparse else share)) * args.hidden_size / _sequence_split(args)
+    before = attention if kind.attention or kind.recurrent else 0
+    mlp = (1 if kind.sparse else share) if kind.mlp else 0
+    return (before + mlp) * args.hidden_size / _sequence_split(args)
 
 
-def _layer(args: Namespace, sparse: bool, linear: bool, share: float) -> float:
-    """Return the elements that a layer stores per token; ``share``: `Plan._saved_share`; ``linear``: a delta net.
+def _layer(args: Namespace, kind: _Kind, share: float) -> float:
+    """Return the elements that a layer stores per token; ``share``: `Plan._saved_share`.
 
-    Inputs and outputs of its two norms; with --sandwich-norm, inputs of two more; attention; the MLP's inner size three
-    times (gate, up, product).
+    Inputs and outputs of its norms (two, or one in a layer of one branch); with --sandwich-norm, inputs of two more;
+    attention or the recurrence; the MLP.
     """
-    mlp = sum(_experts(args, share)) + _shared_experts(args, share) if sparse else _dense_mlp(args, share)
-    inputs = (4 if args.sandwich_norm else 2) * args.hidden_size / _sequence_split(args)
-    attention = _delta_net(args) if linear else sum(_attention(args, share)) + _output_gate(args)
-    return inputs + _norm_outputs(args, sparse, share) + attention + mlp
+    norms = ((kind.attention or kind.recurrent) + kind.mlp) * (2 if args.sandwich_norm else 1)
+    found = norms * args.hidden_size / _sequence_split(args) + _norm_outputs(args, kind, share)
+    if args.gemma4_config:  # inputs of two more norms; gate, its activation, product
+        size = args.gemma4_config["hidden_size_per_layer_input"]
+        found += (2 * args.hidden_size * (size > 0) + 3 * size) / _sequence_split(args)
+        if kind.sparse:  # the MLP beside the experts, and five norms
+            found += _dense_mlp(args, share) + 5 * args.hidden_size / _sequence_split(args)
+    if kind.sparse:
+        found += sum(_experts(args, share)) + _shared_experts(args, share)
+    elif kind.mlp:
+        found += _dense_mlp(args, share)
+    if kind.recurrent:
+        found += _recurrence(args)
+    elif kind.attention:
+        found += sum(_attention(args, share)) + _output_gate(args)
+    return found
 
 
 def _output_gate(args: Namespace) -> float:
@@ -664,16 +715,16 @@ def _output_gate(args: Namespace) -> float:
     return (2 + exact) * args.num_attention_heads * args.kv_channels / args.tensor_model_parallel_size
 
 
-def _recomputed(args: Namespace, sparse: bool, linear: bool, share: float) -> float:
+def _recomputed(args: Namespace, kind: _Kind, share: float) -> float:
     """Return the elements of `_layer` that selective recomputation does not store (flash attention stores none)."""
     if args.recompute_granularity != "selective":
         return 0
-    core_attention = 0 if linear else _core_attention(args)
-    parts = {"layernorm": _norm_outputs(args, sparse, share), "core_attn": core_attention}
+    core_attention = _core_attention(args) if kind.attention else 0
+    parts = {"layernorm": _norm_outputs(args, kind, share), "core_attn": core_attention}
     if args.multi_latent_attention:
         parts["mla_up_proj"] = _attention(args, share)[0]
-    if not sparse:
-        parts["mlp"] = _dense_mlp(args, share)
+    if not kind.sparse:
+        parts["mlp"] = _dense_mlp(args, share) if kind.mlp else 0
     elif "moe" in (args.recompute_modules or ()):
         parts["moe"] = sum(_experts(args, share)) + _shared_experts(args, share)
     else:

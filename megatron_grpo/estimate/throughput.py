@@ -11,7 +11,8 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_grpo.lora.table import adapter_table
-from megatron_grpo.models.config import linear_layers
+from megatron_grpo.models.config import attention_layers, recurrent_layers, recurrent_sizes
+from megatron_grpo.models.gemma4 import PER_LAYER_INPUTS, with_layer
 from megatron_grpo.vision.kinds import Grid, is_trained, kind_of, merged, tower_shapes
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -48,30 +49,37 @@ class ModelFlops:
 
     Per token: the matrices of every layer, with --moe-router-topk experts of a mixture. Per pair of query and key
     within causal mask and window: 2 (size of a key + size of a value) in each head. Per token of a gated delta net: 6
-    products of the sizes of a key and a value in each value head (recall, correction, output). Per token of the
-    response mask: the output layer. Multi-token-prediction layers count if they are trained. Padding, recomputation and
-    elementwise operations do not count (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The backward pass has two
-    products for each one of the forward pass, and one for a frozen matrix.
+    products of the sizes of a key and a value in each value head (recall, correction, output); of Mamba-2 4, without
+    the recall. Per token of the response mask: the output layer. Multi-token-prediction layers count if they are
+    trained. Padding, recomputation and elementwise operations do not count (Chowdhery et al. 2022, arXiv 2204.02311,
+    appendix B). The backward pass has two products for each one of the forward pass, and one for a frozen matrix.
     """
 
     def __init__(self, args: Namespace):
         self.args = args
         extra = args.mtp_num_layers if args.mtp_num_layers and args.mtp_loss_scaling_factor else 0
         self.per_token = 2 * sum(_multiplications(args, weight) for weight in _matrices(args, bool(extra)))
+        self.per_token += 2 * sum(
+            prod(weight.shard_shape(1))
+            for weight in model_weights.table(args)
+            if weight.name == f"{PER_LAYER_INPUTS}.projection.weight"
+        )
         self.per_label = 2 * args.hidden_size * args.vocab_size * (1 + extra)
         adapters = [weight for weight in adapter_table(args) if not weight.expert] if args.lora_rank else []
         self.per_token_of_adapters = 2 * sum(_multiplications(args, weight) for weight in adapters)
-        heads, key, value = args.num_attention_heads, args.kv_channels, args.kv_channels
-        if args.multi_latent_attention:
-            key, value = args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
-        self.per_pair = 2 * heads * (key + value)
-        self.linear = linear_layers(args)
-        self.per_token_of_linear = (
-            6 * args.linear_num_value_heads * args.linear_key_head_dim * args.linear_value_head_dim
-        )
-        full = [number for number, linear in enumerate(self.linear, start=1) if not linear]
+        self.per_pair = _flops_per_pair(args)
+        self.recurrent, self.has_attention = recurrent_layers(args), attention_layers(args)
+        self.per_token_of_recurrence = 0
+        if any(self.recurrent):
+            sizes = recurrent_sizes(args)
+            products = 2 if args.hybrid_layer_pattern else 3
+            self.per_token_of_recurrence = 2 * products * sizes.heads * sizes.key * sizes.value
+        full = [number for number, attention in enumerate(self.has_attention, start=1) if attention]
         numbers = [*full, *[args.num_layers] * extra]
-        self.windows = Counter(_window_size(args, number) for number in numbers)
+        # (window, FLOPs of a pair) -> layers
+        self.attention = Counter(
+            (_window_size(args, number), _flops_per_pair(with_layer(args, number - 1))) for number in numbers
+        )
 
     def forward(self, lengths: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> float:
         """Return the FLOPs of a forward pass over sequences with ``lengths [n]`` and numbers of ``labels [n]``."""
@@ -84,10 +92,13 @@ class ModelFlops:
 
     def _parts(self, lengths: npt.NDArray[np.int64], labels: npt.NDArray[np.int64]) -> tuple[float, float]:
         """Return the FLOPs of a forward pass with the model's matrices, and with adapters and in attention."""
-        pairs = sum(layers * _attention_pairs(lengths, window) for window, layers in self.windows.items())
+        in_attention = sum(
+            layers * per_pair * _attention_pairs(lengths, window)
+            for (window, per_pair), layers in self.attention.items()
+        )
         of_weights = self.per_token * lengths.sum() + self.per_label * labels.sum()
-        per_token = self.per_token_of_adapters + sum(self.linear) * self.per_token_of_linear
-        return float(of_weights), float(per_token * lengths.sum() + self.per_pair * pairs)
+        per_token = self.per_token_of_adapters + sum(self.recurrent) * self.per_token_of_recurrence
+        return float(of_weights), float(per_token * lengths.sum() + in_attention)
 
 
 class TowerFlops:
@@ -158,16 +169,24 @@ def stage_costs(args: Namespace) -> tuple[list[float], float]:
         matrices[int(weight.name.split(".")[2])] += 2 * _multiplications(args, weight)
 
     def attention(number: int) -> float:
-        if flops.linear[number - 1]:
-            return flops.per_token_of_linear
+        if not flops.has_attention[number - 1]:
+            return flops.recurrent[number - 1] * flops.per_token_of_recurrence
         pairs = _attention_pairs(np.array([longest]), _window_size(args, number))
-        return flops.per_pair * pairs / longest
+        return _flops_per_pair(with_layer(args, number - 1)) * pairs / longest
 
     layers = [passes * matrices[layer] + attention_passes * attention(layer + 1) for layer in range(args.num_layers)]
     products = backward + 1 + bool(args.entropy_coef)  # models/head.py
     head = 2 * products * args.hidden_size * args.vocab_size * args.max_completion_length / longest
     trained = args.mtp_num_layers if args.mtp_num_layers and args.mtp_loss_scaling_factor else 0
     return layers, head + trained * (layers[-1] + head)
+
+
+def _flops_per_pair(args: Namespace) -> int:
+    """Return the FLOPs of a pair of query and key in a layer."""
+    key, value = args.kv_channels, args.kv_channels
+    if args.multi_latent_attention:
+        key, value = args.qk_head_dim + args.qk_pos_emb_head_dim, args.v_head_dim
+    return 2 * args.num_attention_heads * (key + value)
 
 
 def _matrices(args: Namespace, mtp: bool) -> list[Weight]:

@@ -5,10 +5,12 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from megatron_grpo.models.gemma4 import PER_LAYER_INPUTS
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Weight
 
+_PLACES = ("decoder.layers.", f"{PER_LAYER_INPUTS}.projection.")  # beginnings of Megatron names
 ALL_LINEAR, ALL_ROUTER = "all-linear", "all-router"
 _VISION = r"(?:visual|vision_tower|multi_modal_projector|image_newline)\b"  # beginnings of names of a vision part
 
@@ -16,10 +18,11 @@ _VISION = r"(?:visual|vision_tower|multi_modal_projector|image_newline)\b"  # be
 def module_name(args: Namespace, name: str) -> str:
     """Return the name of a parameter, or of a layer, of the files as transformers' modules have it.
 
-    Files of vision-language models name the two parts in several ways, transformers in one.
+    Files of vision-language models name the two parts in several ways, transformers in one; those of Nemotron-H have
+    another name of the decoder.
     """
     if not args.vision_config:
-        return name
+        return re.sub(r"^backbone\.", "model.", name)
     name = re.sub(rf"^(language_model\.)?model\.(language_model\.)?(?!{_VISION})", "model.language_model.", name)
     name = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
     return re.sub(rf"^(?={_VISION})", "model.", name)
@@ -28,16 +31,21 @@ def module_name(args: Namespace, name: str) -> str:
 def linear_layers(args: Namespace) -> dict[str, Weight]:
     """Return Hugging Face module name -> weight, for every linear layer of the decoder that can have an adapter.
 
-    Embeddings, the output layer, multi-token prediction, tensors of all experts of a layer and the gate of a shared
-    expert, a parameter without a layer of its own in megatron-core, are not among them.
+    Embeddings, the output layer, multi-token prediction, tensors of all experts of a layer, the gate of a shared
+    expert, a parameter without a layer of its own in megatron-core, and Mamba's output projection are not among them.
     """
     return {
         name.removesuffix(".weight"): weight
         for weight in model_weights.table(args)
-        if weight.name.startswith("decoder.layers.") and weight.name.endswith(".weight") and not weight.all_experts
+        if weight.name.startswith(_PLACES) and weight.name.endswith(".weight") and not weight.all_experts
         for name, shape in weight.hf.items()
-        if name.endswith(".weight") and len(shape) == 2
+        if name.endswith(".weight") and len(shape) == 2 and not _refused_by_peft(args, name)
     }
+
+
+def _refused_by_peft(args: Namespace, name: str) -> bool:
+    """Return whether PEFT refuses an adapter of this tensor's layer: Mamba's fused kernels read the weight itself."""
+    return bool(args.hybrid_layer_pattern) and name.endswith(".out_proj.weight")
 
 
 def is_router(weight: Weight) -> bool:
@@ -68,6 +76,8 @@ def _without_adapters(args: Namespace) -> dict[str, str]:
         for name in weight.hf:
             if weight.all_experts and not name.endswith("bias"):
                 found[_module(name)] = "a tensor of all experts of a layer, which has no adapter: leave it out"
+            elif _refused_by_peft(args, name):
+                found[_module(name)] = "Mamba's output projection, for which PEFT refuses adapters: leave it out"
             elif weight.name.endswith(".shared_experts.gate_weight"):
                 found[_module(name)] = (
                     "the gate of a shared expert, which has one row and no adapter: give it in --lora-modules-to-save"
@@ -96,7 +106,7 @@ def saved_weights(args: Namespace) -> list[Weight]:
             raise GrpoError(
                 f"--lora-modules-to-save: {min(of_weight & chosen)} is an expert's, which is not trained whole: {way}"
             )
-        if of_weight <= chosen and not weight.name.endswith("expert_bias"):
+        if of_weight <= chosen and not weight.name.endswith(model_weights.BUFFERS):
             saved.append(weight)
         elif part := chosen & of_weight:
             raise GrpoError(

@@ -18,7 +18,7 @@ MODEL: tuple[FlagRow, ...] = (
     ),
     ("--max-position-embeddings", COUNT, None, "maximum sequence length of the model, tokens"),
     ("--seq-length", COUNT, None, "maximum length of prompt + completion, tokens [--max-position-embeddings]"),
-    ("--position-embedding-type", ("rope",), "rope", "kind of position embedding"),
+    ("--position-embedding-type", ("rope", "none"), "rope", "kind of position embedding"),
     ("--rotary-base", COUNT, 10000, "base of the rotary frequencies (rope_theta)"),
     ("--rotary-percent", POSITIVE_SHARE, 1.0, "fraction of a head's channels with rotary embedding"),
     ("--rope-scaling", dict, None, "scaling of the rotary frequencies: rope_scaling of config.json"),
@@ -28,6 +28,7 @@ MODEL: tuple[FlagRow, ...] = (
         None,
         "base of the rotary frequencies in sliding-window layers, without scaling [--rotary-base]",
     ),
+    ("--gemma4-config", dict, None, "decoder of Gemma 4: the keys of config.json that only this family has"),
     ("--vision-config", dict, None, "vision part of the model: vision_config and the image token of config.json"),
     ("--geglu", bool, False, "a gated MLP with GELU's tanh approximation, instead of --swiglu"),
     ("--sandwich-norm", bool, False, "add norms after attention and MLP, before the residual connection"),
@@ -41,6 +42,13 @@ MODEL: tuple[FlagRow, ...] = (
     ("--attn-logit-softcapping", POSITIVE, None, "cap of attention scores: cap * tanh(score / cap)"),
     ("--final-logit-softcapping", POSITIVE, None, "cap of logits: cap * tanh(logit / cap)"),
     ("--untie-embeddings-and-output-weights", bool, False, "separate weights for the output layer and the embedding"),
+    ("--squared-relu", bool, False, "an MLP without a gate, with the square of ReLU, instead of --swiglu"),
+    (
+        "--hybrid-layer-pattern",
+        str,
+        None,
+        "kind of each layer, of one branch each: M Mamba-2, * attention, - MLP, E experts; with --mamba-num-heads",
+    ),
     ("--quick-geglu", bool, False, "gated linear units with x sigmoid(1.702 x) in place of SwiGLU's silu"),
     ("--group-query-attention", bool, False, "grouped-query attention, with --num-query-groups"),
 )
@@ -113,6 +121,8 @@ def check_model(args: Namespace) -> None:
             raise GrpoError("--group-query-attention needs --num-query-groups, the number of key/value heads")
         divides(args, "num_attention_heads", args.num_query_groups, "--num-query-groups")
     check_delta_net(args)
+    check_gemma4(args)
+    check_hybrid_pattern(args)
     if args.qk_layernorm_across_heads:
         needs(args, "qk_layernorm_across_heads", "qk_layernorm", "it says what that norms")
         if args.multi_latent_attention:
@@ -143,6 +153,51 @@ def check_delta_net(args: Namespace) -> None:
         raise GrpoError(
             "--experimental-attention-variant gated_delta_net needs --transformer-impl local, which has its layer"
         )
+
+
+def check_gemma4(args: Namespace) -> None:
+    """Refuse Gemma 4 with layers of Transformer Engine, and with ranks that would share a key/value head."""
+    if not args.gemma4_config:
+        return
+    if args.transformer_impl != "local":
+        raise GrpoError("--gemma4-config needs --transformer-impl local, which has its layers")
+    for what, groups in (
+        ("--num-query-groups", args.num_query_groups or args.num_attention_heads),
+        ("num_global_key_value_heads of --gemma4-config", args.gemma4_config["num_global_key_value_heads"]),
+    ):
+        if groups % args.tensor_model_parallel_size:
+            raise GrpoError(
+                f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: {what} ({groups}) is not a multiple "
+                "of it, and ranks cannot share a key/value head of Gemma 4: lower the tensor-parallel size"
+            )
+
+
+def check_hybrid_pattern(args: Namespace) -> None:
+    """Refuse a pattern of layers that does not fit, and heads of Mamba-2 that do not divide."""
+    pattern = args.hybrid_layer_pattern
+    if not pattern:
+        return
+    if len(pattern) != args.num_layers or not set("M*-E").issuperset(pattern) or not set("M*").intersection(pattern):
+        raise GrpoError(
+            f"--hybrid-layer-pattern is {pattern!r}: give M (Mamba-2), * (attention), - (MLP) or E (experts) for each "
+            f"of the {args.num_layers} layers, at least one of the first two"
+        )
+    experts = [int(kind == "E") for kind in pattern]
+    if any(experts) != bool(args.num_experts) or (any(experts) and args.moe_layer_freq != experts):
+        raise GrpoError(
+            f"--hybrid-layer-pattern {pattern} with --num-experts {args.num_experts} and --moe-layer-freq "
+            f"{args.moe_layer_freq}: give --num-experts and --moe-layer-freq {experts} for its E, or no experts"
+        )
+    if args.experimental_attention_variant or args.multi_latent_attention or args.mtp_num_layers:
+        raise GrpoError(
+            "--hybrid-layer-pattern with --experimental-attention-variant, --multi-latent-attention or "
+            "--mtp-num-layers: leave it out"
+        )
+    if args.mamba_num_heads is None:
+        raise GrpoError("--hybrid-layer-pattern needs --mamba-num-heads")
+    divides(args, "mamba_num_heads", args.mamba_num_groups, "--mamba-num-groups")
+    if args.transformer_impl != "local":
+        raise GrpoError("--hybrid-layer-pattern needs --transformer-impl local, which has its layers")
 
 
 def resolve_model_sizes(args: Namespace) -> dict[str, Any]:
@@ -180,6 +235,7 @@ _UNRECORDED_MODELS: Excluded = (
     ("vision_config", "the layers of a vision-language model have not been recorded yet: leave the flag out"),
     ("rotary_base_local", "two rotary embeddings in one model have not been recorded yet: leave the flag out"),
     ("attn_logit_softcapping", "the mask of soft-capped attention is made for each pack: leave the flag out"),
+    ("hybrid_layer_pattern", "the chunks of Mamba-2 are made for each pack: leave the flag out"),
     ("experimental_attention_variant", "the chunks of a delta net are made for each pack: leave the flag out"),
 )
 _UNRECORDED: Excluded = (
@@ -239,9 +295,13 @@ def share_note(args: Namespace) -> str | None:
 
 
 def check_float32_parameters(args: Namespace) -> None:
-    """Refuse the training of gated delta nets in 16 bits where `needs_one_dtype` says so."""
-    if args.experimental_attention_variant and not args.lora_rank:
+    """Refuse the training of recurrent layers in 16 bits where `needs_one_dtype` says so."""
+    if args.lora_rank:
+        return
+    if args.experimental_attention_variant:
         needs_one_dtype(args, "--experimental-attention-variant gated_delta_net")
+    if args.hybrid_layer_pattern:
+        needs_one_dtype(args, "--hybrid-layer-pattern")
 
 
 def needs_one_dtype(args: Namespace, what: str) -> None:

@@ -35,7 +35,7 @@ from megatron_grpo.models.attention_kernels import (
 from megatron_grpo.models.rope import host_offsets
 from megatron_grpo.models.row_copies import RowCopies
 from megatron_grpo.models.shared_prompts import SharedPack
-from megatron_grpo.models.softcap import MaskMod, soft_capped_attention
+from megatron_grpo.models.softcap import MaskMod, needs_flex, soft_capped_attention
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
 from megatron_grpo.parallel.zigzag import zigzag
 from megatron_grpo.utils.device import to_device
@@ -117,7 +117,7 @@ class PackedAttention(MegatronModule):
             gather = partial(tensor_parallel.gather_from_sequence_parallel_region, group=sharing_ranks(cp_size))
             key, value = gather(key), gather(value)
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        if self.softcap is not None:
+        if needs_flex(query, self.softcap):
             offsets = tuple(host_offsets(packed_seq_params).tolist())
             shared = packed_seq_params.shared if isinstance(packed_seq_params, SharedPack) else None
             mask_mod = visible_keys(offsets, cp_size, cp_rank, self.left, query.device, shared)

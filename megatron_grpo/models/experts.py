@@ -7,6 +7,7 @@ grouped matrix product, a CUTLASS kernel for bfloat16 on CUDA and a loop inside 
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import fast_gelu
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
@@ -23,6 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
+from megatron_grpo.models.config import squared_relu
 from megatron_grpo.utils.errors import GrpoError
 
 
@@ -39,12 +41,13 @@ class ExpertRowParallelLinear(RowParallelLinear):
 
 
 class GroupedExperts(MegatronModule):
-    """This rank's experts: gated MLPs that apply the router's probabilities between their two products.
+    """This rank's experts: MLPs that apply the router's probabilities between their two products.
 
     Results, initial weights and checkpoints are those of megatron-core's SequentialMLP. The weight of ``linear_fc1`` is
     ``[E, 2 * f, h]`` (an expert's gate rows, then its up rows), the weight of ``linear_fc2`` is ``[E, h, f]``. ``E`` is
     the number of experts of this expert-parallel rank; ``f`` is this rank's shard of ``moe_ffn_hidden_size``. With
-    ``config.add_bias_linear`` the biases are ``[E, 2 * f]`` and ``[E, h]``.
+    ``config.add_bias_linear`` the biases are ``[E, 2 * f]`` and ``[E, h]``. Experts without a gate (``--squared-relu``)
+    have f rows in place of 2 * f.
     """
 
     def __init__(
@@ -68,7 +71,9 @@ class GroupedExperts(MegatronModule):
                 f"--moe-grouped-gemm needs rows of a multiple of 16 bytes, {multiple} elements, but --hidden-size is "
                 f"{hidden} and each rank's shard of --moe-ffn-hidden-size is {ffn}: leave out --moe-grouped-gemm"
             )
-        self.linear_fc1 = GroupedLinear(config, num_local_experts, hidden, 2 * ffn, partition_dim=1, stride=2)
+        self.parts = 2 if config.gated_linear_unit else 1  # of the rows of linear_fc1
+        rows = self.parts * ffn
+        self.linear_fc1 = GroupedLinear(config, num_local_experts, hidden, rows, partition_dim=1, stride=self.parts)
         self.linear_fc2 = GroupedLinear(config, num_local_experts, ffn, hidden, partition_dim=2, stride=1)
         if config.perform_initialization:
             # One expert after the other, as in SequentialMLP, so that the same seed gives the same weights.
@@ -81,7 +86,8 @@ class GroupedExperts(MegatronModule):
     @staticmethod
     def can_compute(config: TransformerConfig) -> bool:
         """Return whether these experts have all that ``config`` asks for; some of it only Transformer Engine's have."""
-        usual = config.gated_linear_unit and config.activation_func in (F.silu, quick_gelu)
+        gated = (F.silu, quick_gelu, fast_gelu)
+        usual = config.activation_func in (gated if config.gated_linear_unit else (squared_relu,))
         usual = usual and config.moe_latent_size is None and not config.moe_apply_probs_on_input
         te = config.fp8 or config.fp4 or config.use_te_activation_func or config.fine_grained_activation_offloading
         return usual and not te and "moe_act" not in (config.recompute_modules or ())
@@ -104,6 +110,8 @@ class GroupedExperts(MegatronModule):
     def _activate(self, projected: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Return f(gate) * (up + offset) * probability, ``[t, f]``; probabilities may be float32 in 16-bit training.
 
+        Without a gate it is f(up) * probability.
+
         With ``activation_func_clamp_value`` c gate is clamped to (-inf, c] and up to [-c, c] (gpt-oss).
         """
         config = self.config
@@ -118,6 +126,8 @@ class GroupedExperts(MegatronModule):
                 config.glu_linear_offset,
                 config.activation_func_clamp_value,
             )
+        if not config.gated_linear_unit:
+            return (config.activation_func(projected) * probs).to(projected.dtype)
         gate, up = projected.chunk(2, dim=-1)
         if (limit := config.activation_func_clamp_value) is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -148,12 +158,12 @@ class GroupedExperts(MegatronModule):
                     key,
                     half,
                     *offsets,
-                    (axis + 1, first + tp_rank, 2 * tp_size),
+                    (axis + 1, part * tp_size + tp_rank, self.parts * tp_size),
                     replica_id=replica_id,
                     prepend_axis_num=axis + 1,
                 )
                 for offsets, expert in zip(experts, stack.detach(), strict=True)
-                for first, half in zip((0, tp_size), expert.chunk(2), strict=True)
+                for part, half in enumerate(expert.chunk(self.parts))
             ]
 
         def merge_fc1(halves):

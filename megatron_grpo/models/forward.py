@@ -26,12 +26,14 @@ from megatron_grpo.data.prefix_tree import (
 from megatron_grpo.data.schedule import Schedule, attention_coefficient, degrees_of, hybrid_schedule, schedule
 from megatron_grpo.data.share import spread
 from megatron_grpo.models import balancing, router_replay
-from megatron_grpo.models.config import linear_layers, trains_mtp
+from megatron_grpo.models.config import attention_layers, trains_mtp
 from megatron_grpo.models.fp8_training import check_fp8_device, token_multiple
+from megatron_grpo.models.gemma4 import with_layer
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.initialize import await_ranks, host_group
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple
 from megatron_grpo.utils import progress
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.device import device
 
 Model = list[torch.nn.Module]
@@ -243,13 +245,18 @@ def _repeated(args, batch: RolloutBatch, completions: np.ndarray, degree: int) -
 
 def _attention_coefficient(args) -> float:
     """Return `schedule.attention_coefficient` of the model: attention work relative to the linear layers."""
+    if args.gemma4_config:  # the mean of its layers
+        beside = args.ffn_hidden_size if args.num_experts else None  # the MLP beside the experts
+        more = {"gemma4_config": None, "moe_shared_expert_intermediate_size": beside}
+        alike = [replaced(with_layer(args, layer), **more) for layer in range(args.num_layers)]
+        return float(np.mean([_attention_coefficient(one) for one in alike]))
     ffn = args.ffn_hidden_size
     if args.num_experts:
         ffn = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
     key_value_heads = args.num_attention_heads if args.multi_latent_attention else query_groups(args)
     head = args.qk_head_dim + args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
     coefficient = attention_coefficient(args.hidden_size, args.num_attention_heads * head, key_value_heads * head, ffn)
-    return coefficient * linear_layers(args).count(False) / args.num_layers
+    return coefficient * sum(attention_layers(args)) / args.num_layers
 
 
 def scores(args, model: Model, forward_step: Callable, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:

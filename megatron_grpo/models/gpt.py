@@ -10,6 +10,7 @@ from megatron_grpo.data.pack import IGNORED_LABEL, SharedPrompts
 from megatron_grpo.models.balancing import counting
 from megatron_grpo.models.config import trains_mtp, transformer_config_from_args
 from megatron_grpo.models.expert_dispatch import replace_dispatchers
+from megatron_grpo.models.gemma4 import PerLayerInputs, Ropes
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
 from megatron_grpo.models.layer_graphs import LayerGraphs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
@@ -33,6 +34,7 @@ class PolicyModel(GPTModel):
     embedding_scale: float | None = None
     final_logit_softcapping: float | None = None
     vision: VisionTower | None  # on the first stage of a vision-language model
+    per_layer_inputs: PerLayerInputs | None  # on the first stage of a model that has them
     _images: PackImages | None = None
 
     def forward(
@@ -70,7 +72,8 @@ class PolicyModel(GPTModel):
         """
         hidden_states, *out = super()._preprocess(input_ids, position_ids, *args, padding_mask=None, **kwargs)
         pack = kwargs.get("packed_seq_params")
-        of_tokens = out[0] is None or getattr(self.rotary_pos_emb, "positions", None) is not None  # latent, M-RoPE
+        # None: latent attention, or no rotary embedding; positions: M-RoPE.
+        of_tokens = out[0] is None or getattr(self.rotary_pos_emb, "positions", None) is not None
         if isinstance(pack, SharedPack) and not of_tokens:
             out[0] = angles_of_tokens(out[0], pack.position_ids)
         if self.embedding_scale is not None and self.pre_process:
@@ -78,6 +81,8 @@ class PolicyModel(GPTModel):
             hidden_states = hidden_states * hidden_states.new_full((), self.embedding_scale)
         if self.vision is not None:
             hidden_states = self.vision(hidden_states, self._images)
+        if self.per_layer_inputs is not None:
+            hidden_states = self.per_layer_inputs(input_ids, hidden_states)
         if padding_mask is not None:
             padding_mask = own_tokens(self.config, padding_mask[0])[None]
         return hidden_states, *out[:4], padding_mask, *out[5:]
@@ -180,7 +185,8 @@ class PolicyModel(GPTModel):
 def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> PolicyModel:
     """Build this pipeline stage of the policy that ``args`` describe, randomly initialised."""
     config = transformer_config_from_args(args)
-    if not config.multi_latent_attention:
+    rope = args.position_embedding_type == "rope" and not config.multi_latent_attention
+    if rope:
         inv_freq, factor = frequencies(args, args.rotary_base, args.rope_scaling)
         set_attention_factor(config, factor)
     mtp = mtp_spec(config, args, vp_stage)
@@ -199,17 +205,21 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
         mtp_block_spec=mtp,
         vp_stage=vp_stage,
     )
-    if not config.multi_latent_attention:
+    if rope:
         model.rotary_pos_emb.inv_freq = inv_freq
     if mtp is not None and config.mtp_loss_scaling_factor == 0:
         model.mtp.requires_grad_(False)  # not trained: no gradient, no optimizer state, no weight decay
     if config.gradient_accumulation_fusion and pre_process:
         AddingEmbedding.replace(model)
     replace_dispatchers(model)
-    if args.rotary_base_local:
+    if args.gemma4_config:
+        model.rotary_pos_emb = Ropes(args)
+    elif args.rotary_base_local:
         model.rotary_pos_emb = TwoRopes(model.rotary_pos_emb, args)
     if args.mrope_section:
         model.rotary_pos_emb = MRope(model.rotary_pos_emb, args)
+    has_inputs = pre_process and args.gemma4_config and args.gemma4_config["hidden_size_per_layer_input"]
+    model.per_layer_inputs = PerLayerInputs(args, config) if has_inputs else None
     model.vision = None
     if args.vision_config and pre_process:
         model.vision = VisionTower(args, config)

@@ -1,26 +1,28 @@
 """Key/value cache for generation with the training model.
 
 Within `generating` each attention layer of the model writes the keys and values of its tokens to a cache and attends to
-the cached tokens; each gated delta net keeps its `State` of every sequence. The model is called
+the cached tokens; each recurrent layer keeps its `State` of every sequence. The model is called
 without packing (``PolicyModel.hidden_states``), because megatron-core then uses a separate row of rotary frequencies
 for each token: the row of the token's own position.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.utils import is_layer_window_attention
 from megatron.core.utils import unwrap_model
 
 from megatron_grpo.models.attention import PackedAttention, attend, blocks, visible_keys
 from megatron_grpo.models.attention_kernels import Attention, Blocks, Varlen
-from megatron_grpo.models.delta_net import GatedDeltaNet, State, delta_net
-from megatron_grpo.models.softcap import soft_cap, soft_capped_attention
+from megatron_grpo.models.recurrence import Recurrence, RecurrentLayer, State
+from megatron_grpo.models.softcap import needs_flex, soft_cap, soft_capped_attention
 
 
 @dataclass(frozen=True)
@@ -55,21 +57,28 @@ class KVCache:
     def __init__(self, model: list[torch.nn.Module], slots: int, length: int):
         self.slots, self.length = slots, length
         self.step: Step | None = None  # tokens of the current forward pass
-        self._shapes = [_shapes(attention, slots, length) for attention in _attentions(model)]
+        # Layers that read the keys of one layer (models/gemma4.py) have one cache.
+        attentions = list(_attentions(model))
+        self._owners = [getattr(attention, "keys_of", number) for number, attention in enumerate(attentions)]
+        self._shapes = dict(zip(self._owners, (_shapes(one, slots, length) for one in attentions), strict=True))
         self._dtype, self._device = next(model[0].parameters()).dtype, next(model[0].parameters()).device
-        # Keys and values [slots * length, heads, d]; of a delta net `State` of the slots.
+        # Keys and values [slots * length, heads, d]; of a recurrent layer `State` of the slots.
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def num_bytes(self) -> int:
         """Return the size of the cache of all layers on this rank."""
-        return sum(prod(shape) * (dtype or self._dtype).itemsize for shapes in self._shapes for shape, dtype in shapes)
+        shapes = chain.from_iterable(self._shapes.values())
+        return sum(prod(shape) * (dtype or self._dtype).itemsize for shape, dtype in shapes)
 
     def allocate(self) -> None:
         """Allocate the memory, if it is not allocated."""
         if not self.layers:
             # Zeros, because masked values must not be nan: 0 times nan is nan.
-            self.layers = [(self._zeros(*first), self._zeros(*second)) for first, second in self._shapes]
+            made = {
+                owner: (self._zeros(*first), self._zeros(*second)) for owner, (first, second) in self._shapes.items()
+            }
+            self.layers = [made[owner] for owner in self._owners]
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype or self._dtype, device=self._device)
@@ -80,10 +89,11 @@ class KVCache:
 
 
 def _attentions(model: list[torch.nn.Module]) -> Iterator[Any]:
-    """Yield the decoder's self-attention modules; multi-token-prediction layers are not used in generation."""
+    """Yield the decoder's layers of attention or with a state; multi-token prediction is not used in generation."""
     for chunk in unwrap_model(model):
         for layer in chunk.decoder.layers:
-            yield layer.self_attention
+            if not isinstance(layer.self_attention, IdentityOp):
+                yield layer.self_attention
 
 
 def _shapes(
@@ -94,7 +104,7 @@ def _shapes(
     With MLA keys and values differ in size; the smaller one is padded with zeros.
     """
     config = attention.config
-    if isinstance(attention, GatedDeltaNet):
+    if isinstance(attention, RecurrentLayer):
         inputs, memory = attention.state_shapes()
         return ((slots, *inputs), None), ((slots, *memory), torch.float32)
     if config.multi_latent_attention:
@@ -114,12 +124,12 @@ def generating(model: list[torch.nn.Module], cache: KVCache) -> Iterator[None]:
         for module in (module for chunk in model for module in chunk.modules()):
             _patch(undo, module, "training", False)
         for chunk in unwrap_model(model):
-            if not chunk.config.multi_latent_attention:
+            if chunk.position_embedding_type == "rope" and not chunk.config.multi_latent_attention:
                 _patch(undo, chunk, "rotary_pos_emb", RopeByPosition(chunk.rotary_pos_emb, cache))
             _patch(undo, chunk.decoder, "input_tensor", None)
         for attention, (keys, values) in zip(_attentions(model), cache.layers, strict=True):
-            if isinstance(attention, GatedDeltaNet):
-                _patch(undo, attention, "generation", CachedDeltaNet(attention, cache, State(keys, values)))
+            if isinstance(attention, RecurrentLayer):
+                _patch(undo, attention, "generation", CachedRecurrence(cache, State(keys, values)))
                 continue
             if attention.config.multi_latent_attention:
                 _patch(undo, attention, "rotary_pos_emb", RopeByPosition(attention.rotary_pos_emb, cache))
@@ -154,34 +164,34 @@ class RopeByPosition(torch.nn.Module):
         return rows if self.factor is None else (rows, self.factor)
 
 
-class CachedDeltaNet:
-    """Replacement of a gated delta net's function over packs: over prompts, and over one token of each completion.
+class CachedRecurrence:
+    """Computes a recurrent layer in generation: over prompts, and over one token of each completion.
 
-    Takes the inputs of `delta_net` for the tokens of the cache's ``step``, and returns ``[t, a, r, d_v]``, padding 0.
+    Takes the recurrence and what it reads of the tokens of the cache's ``step``; returns ``[t, a, r, d_v]``, padding 0.
     """
 
-    def __init__(self, net: GatedDeltaNet, cache: KVCache, state: State):
-        self.key_size, self.cache, self.state = net.key_size, cache, state
+    def __init__(self, cache: KVCache, state: State):
+        self.cache, self.state = cache, state
 
-    def __call__(self, qkv, weight, log_decay, beta) -> torch.Tensor:
+    def __call__(self, recurrence: Recurrence, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         step = self.cache.step
         assert step is not None
         prompts, running = step.prompt_ends[-1], len(step.slots)
-        out = qkv.new_zeros(*log_decay.shape, (qkv.shape[-1] - 2 * self.key_size) // log_decay.shape[-1])
-
-        def compute(begin: int, end: int, offsets, before: State | None) -> State:
-            own = slice(begin, end)
-            inputs = weight, log_decay[own], beta[own], self.key_size, offsets, before
-            out[own], state = delta_net(qkv[own], *inputs)
-            return state
-
+        outs = []
+        if prompts:
+            out, state = recurrence([x[:prompts] for x in tokens], step.prompt_ends, None)
+            self._keep(step.new_slots, State(*(x.index_select(0, step.new_prompts) for x in state)))
+            outs.append(out)
         if running:
             before = State(*(kept.index_select(0, step.slots) for kept in self.state))
-            self._keep(step.slots, compute(prompts, prompts + running, tuple(range(running + 1)), before))
-        if prompts:
-            state = compute(0, prompts, step.prompt_ends, None)
-            self._keep(step.new_slots, State(*(x.index_select(0, step.new_prompts) for x in state)))
-        return out
+            own = [x[prompts : prompts + running] for x in tokens]
+            out, state = recurrence(own, tuple(range(running + 1)), before)
+            self._keep(step.slots, state)
+            outs.append(out)
+        if not outs:  # padding alone: its shape
+            outs.append(recurrence([x[:0] for x in tokens], (0,), None)[0])
+        padding = len(tokens[0]) - prompts - running
+        return torch.cat((*outs, outs[0].new_zeros(padding, *outs[0].shape[1:])))
 
     def _keep(self, slots: torch.Tensor, state: State) -> None:
         for kept, new in zip(self.state, state, strict=True):
@@ -227,7 +237,7 @@ class CachedAttention(torch.nn.Module):
         """Compute causal attention within each prompt, with the kernels of training."""
         step = self.cache.step
         assert step is not None
-        if self.softcap is not None:
+        if needs_flex(q, self.softcap):
             mask_mod = visible_keys(step.prompt_ends, 1, 0, self.left, q.device)
             return soft_capped_attention(q, k, v, mask_mod, self.scale, self.softcap)
         kernel: Varlen | Blocks
@@ -243,7 +253,8 @@ class CachedAttention(torch.nn.Module):
         step = self.cache.step
         assert step is not None
         q = torch.nn.functional.pad(q, (0, self.keys.shape[-1] - q.shape[-1]))
-        if self.softcap is None and q.is_cuda:
+        own_scores = needs_flex(q, self.softcap)
+        if q.is_cuda and not own_scores:
             kernel = Decode(step, self.cache.length, self.left, self.scale)
             return Attention.apply(q, self.keys, self.values, self.sinks(q), kernel)
         grid = (self.cache.slots, self.cache.length)
@@ -256,7 +267,7 @@ class CachedAttention(torch.nn.Module):
         if self.left >= 0:
             seen &= places >= step.lengths[:, None] - 1 - self.left
         bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, float("-inf"))[:, None, None]
-        if self.softcap is None:
+        if not own_scores:
             return Attention.apply(q, keys, values, self.sinks(q), MaskedDecode(bias, self.scale))
         # In float32: scores of a 16-bit product are too inexact for the cap.
         scores = _grouped(q, keys).float() @ keys.float().transpose(2, 3) * self.scale

@@ -13,6 +13,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,13 +21,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_grpo.models import weight_gradients
+from megatron_grpo.models import gemma4, weight_gradients
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
-from megatron_grpo.models.config import linear_layers
-from megatron_grpo.models.delta_net import delta_net_spec
+from megatron_grpo.models.config import mlp_layers, recurrent_layers
+from megatron_grpo.models.delta_net import GatedDeltaNet
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
+from megatron_grpo.models.mamba import MambaMixer
 from megatron_grpo.models.mtp import FurtherTokensLayer
 from megatron_grpo.models.norm import AllHeadsNorm, BranchNorm, RMSNorm, take_residual, with_post_layernorm
+from megatron_grpo.models.recurrence import recurrent_spec
 from megatron_grpo.models.rope import rotate_pack
 from megatron_grpo.models.router import Router
 from megatron_grpo.models.self_attention import PackedSelfAttention
@@ -108,12 +111,16 @@ def decoder_spec(config: TransformerConfig, args: Namespace, vp_stage: int | Non
     """Return the specification of this (virtual) pipeline stage: its layers and the final norm."""
     _replace_names(config)
     layers = _layers(config, args)
+    if args.gemma4_config:
+        layers = gemma4.layer_specs(args, layers)
     if config.pipeline_model_parallel_layout is not None:
         own = config.pipeline_model_parallel_layout.get_layer_id_list(LayerType.decoder, vp_stage=vp_stage)
         layers = [layers[i] for i in own]
     else:
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
         layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    if args.gemma4_config:
+        layers = gemma4.end_stage(layers)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(args.transformer_impl))
 
 
@@ -170,12 +177,23 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
                 mlp.experts = GroupedExperts
             elif config.add_bias_linear and not use_te:
                 _submodules(mlp.experts).linear_fc2 = ExpertRowParallelLinear
-    linear = linear_layers(args)
-    return [_with_delta_net(layer) if linear[i] else layer for i, layer in enumerate(layers)]
+    recurrent, mlp = recurrent_layers(args), mlp_layers(args)
+    layers = [_with_recurrence(args, layer) if recurrent[i] else layer for i, layer in enumerate(layers)]
+    return [_of_one_branch(layer, mlp[i]) if args.hybrid_layer_pattern else layer for i, layer in enumerate(layers)]
 
 
-def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
-    """Return a copy of a layer's specification with a gated delta net in the place of attention."""
+def _of_one_branch(layer: ModuleSpec, mlp: bool) -> ModuleSpec:
+    """Return a copy of a layer's specification with its MLP alone, or with what stands before the MLP alone."""
+    if mlp:
+        parts = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+    else:
+        parts = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+    return replace(layer, submodules=replace(layer.submodules, **parts))
+
+
+def _with_recurrence(args: Namespace, layer: ModuleSpec) -> ModuleSpec:
+    """Return a copy of a layer's specification with a gated delta net or Mamba-2 in the place of attention."""
+    kind = MambaMixer if args.hybrid_layer_pattern else GatedDeltaNet
     linears = layer.submodules.self_attention.submodules
     names = {
         name: fused
@@ -184,7 +202,7 @@ def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
     }
     parts = replace(
         layer.submodules,
-        self_attention=delta_net_spec(linears.linear_qkv, linears.linear_proj),
+        self_attention=recurrent_spec(kind, linears.linear_qkv, linears.linear_proj),
         sharded_state_dict_keys_map=names,
     )
     return replace(layer, submodules=parts)
@@ -203,7 +221,8 @@ def _add_family_modules(args: Namespace, layer: ModuleSpec) -> None:
     if args.sandwich_norm:
         norm = _norm(args.transformer_impl)
         attention.submodules.linear_proj = with_post_layernorm(attention.submodules.linear_proj, norm)
-        mlp.linear_fc2 = with_post_layernorm(mlp.linear_fc2, norm)
+        if not isinstance(mlp, MoESubmodules):  # Gemma 4's mixtures have a norm of their own
+            mlp.linear_fc2 = with_post_layernorm(mlp.linear_fc2, norm)
     if args.qk_layernorm_across_heads:
         attention.submodules.q_layernorm = partial(AllHeadsNorm, heads=args.num_attention_heads)
         attention.submodules.k_layernorm = partial(AllHeadsNorm, heads=query_groups(args))

@@ -6,6 +6,8 @@ from functools import cache, lru_cache
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+FLASH_CHANNELS = 256  # of a head, at most, in torch's flash kernels on a GPU
+
 # flex_attention's mask_mod: (batch, head, query, key) -> whether the query sees the key; batch and head are ignored.
 MaskMod = Callable[..., torch.Tensor]
 
@@ -15,7 +17,12 @@ def soft_cap(x: torch.Tensor, cap: float | None) -> torch.Tensor:
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def soft_capped_attention(q, k, v, mask_mod: MaskMod, scale: float, cap: float) -> torch.Tensor:
+def needs_flex(q: torch.Tensor, cap: float | None) -> bool:
+    """Return whether torch's flash kernels cannot compute attention of queries ``[..., d]`` with this cap."""
+    return cap is not None or (q.is_cuda and q.shape[-1] > FLASH_CHANNELS)
+
+
+def soft_capped_attention(q, k, v, mask_mod: MaskMod, scale: float, cap: float | None) -> torch.Tensor:
     """Return softmax(soft_cap(scale q k^T)) v over the keys that each query sees, ``[t_q, heads, d_v]``.
 
     q is ``[t_q, heads, d]``, k ``[t_k, groups, d]``, v ``[t_k, groups, d_v]``. torch's flash kernels have no cap. On a
@@ -43,8 +50,8 @@ def _block_mask(mask_mod: MaskMod, queries: int, keys: int, device: torch.device
 
 
 @cache
-def _score_mod(cap: float):
-    return lambda score, batch, head, query, key: cap * torch.tanh(score / cap)
+def _score_mod(cap: float | None):
+    return None if cap is None else lambda score, batch, head, query, key: cap * torch.tanh(score / cap)
 
 
 @cache

@@ -168,6 +168,9 @@ def check_layers(args: Namespace) -> None:
     if args.experimental_attention_variant:
         both = tp * args.context_parallel_size
         divides(args, "linear_num_key_heads", both, f"TP x CP ({tp} x {args.context_parallel_size})")
+    if args.hybrid_layer_pattern:
+        both = tp * args.context_parallel_size
+        divides(args, "mamba_num_groups", both, f"TP x CP ({tp} x {args.context_parallel_size})")
     excludes(args, "use_te_activation_func", "quick_geglu", "Transformer Engine has no quick GELU")
     backends = ("auto", "local", "flash") if has_packed_attention(args) else ("auto", "flash", "fused", "unfused")
     if args.attention_backend not in backends:

@@ -80,7 +80,8 @@ RANGES = {
             "qk_pos_emb_head_dim v_head_dim original_max_position_embeddings "
             "moe_router_num_groups moe_router_group_topk moe_latent_size mrope_section hysteresis ddp_bucket_size "
             "recompute_num_layers linear_conv_kernel_dim linear_key_head_dim "
-            "linear_value_head_dim linear_num_key_heads linear_num_value_heads"
+            "linear_value_head_dim linear_num_key_heads linear_num_value_heads "
+            "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"
         ),
         COUNT_OR_0: (
             "window_attn_skip_freq no_rope_freq moe_layer_freq linear_attention_freq cpu_offloading_num_layers "

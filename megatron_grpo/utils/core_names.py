@@ -43,7 +43,7 @@ EXCLUDED = {
             "grad_sync_func param_sync_func init_method output_layer_init_method embedding_init_method "
             "_cpu_offloading_context quant_recipe"
         ),
-        "set by --swiglu and --quick-geglu": "activation_func use_fused_weighted_squared_relu",
+        "set by --swiglu, --quick-geglu and --squared-relu": "activation_func use_fused_weighted_squared_relu",
         "set by --bf16 and --fp16": "params_dtype pipeline_dtype autocast_dtype enable_autocast",
         "set by the pipeline: packs differ in length, and sent tensors are freed": (
             "variable_seq_lengths deallocate_pipeline_outputs mtp_standalone"
@@ -95,11 +95,13 @@ EXCLUDED = {
             "moe_pad_experts_for_cuda_graph_inference"
         ),
         "for megatron-core's own tests": "test_mode",
-        "Mamba layers are not supported": (
-            "is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads "
-            "mamba_training_ssm_states_dtype use_mamba_mem_eff_path"
+        "set by --hybrid-layer-pattern": "hetereogenous_dist_checkpoint",
+        "this program's Mamba-2 layer has initial weights of its own, float32 states and no fused kernel": (
+            "is_hybrid_model mamba_training_ssm_states_dtype use_mamba_mem_eff_path"
         ),
-        "heterogeneous layers are not supported": "heterogeneous_block_specs hetereogenous_dist_checkpoint",
+        "layers are described by --hybrid-layer-pattern, --moe-layer-freq and --linear-attention-freq": (
+            "heterogeneous_block_specs"
+        ),
         "only recipes of FP8 that --fp8-recipe refuses read it": (
             "fp8_quantizer_factory fp8_margin fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad tp_only_amax_red "
             "reuse_grad_buf_for_mxfp8_param_ag"

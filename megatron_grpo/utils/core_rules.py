@@ -90,6 +90,11 @@ READ_WITH_MODEL: tuple[tuple[str, Condition, str], ...] = (
         "--experimental-attention-variant gated_delta_net",
     ),
     (
+        "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads",
+        _given("hybrid_layer_pattern"),
+        "--hybrid-layer-pattern",
+    ),
+    (
         "moe_shared_expert_gate moe_shared_expert_overlap",
         _given("moe_shared_expert_intermediate_size"),
         "--moe-shared-expert-intermediate-size",

@@ -74,12 +74,16 @@ def open_weights(hf_dir: str | Path, family_name: str | None = None, mtp_layers:
         family = families.for_hf_config(config, family_name)
     except GrpoError:  # a draft model: vLLM runs more families
         family = None
-    source = quantized.reader(hf_dir, family.text_config(config) if family in families.READ_AS else config)
+    config = family.text_config(config) if family in families.READ_AS else config
+    source = quantized.reader(hf_dir, config)
     if family is not None and (family.published or family.mtp_prefix):
-        published, left_out = family.published or str, None if mtp_layers else family.mtp_prefix
+        published, left_out = family.published or str, family.unread(config)
+        if family.mtp_prefix and not mtp_layers:
+            left_out = (*left_out, family.mtp_prefix)
 
         def name_of(name: str) -> str | None:
-            return None if left_out and name.startswith(left_out) else published(name)
+            found = published(name)
+            return None if found is None or found.startswith(left_out) else found
 
         if unread := source.rename(name_of):
             print_rank_0(

@@ -14,6 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from megatron_grpo.models import gemma4
+from megatron_grpo.models.config import has_recurrence, recurrent_sizes
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.initialize import await_ranks
 from megatron_grpo.utils.device import device
@@ -29,6 +31,7 @@ FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+BUFFERS = ("router.expert_bias", ".layer_scalar")  # ends of the names of weights that are buffers, not trained
 _MTP_LAYER = "mtp.layers.{mtp}.transformer_layer"
 # Names of expert parameters in megatron-core's SequentialMLP, in Transformer Engine's grouped layers, and in
 # models/experts.py, which stacks all experts of a rank.
@@ -65,20 +68,23 @@ def dimensions(args: Namespace) -> Dimensions:
             "two_expert_ffn": 2 * args.moe_ffn_hidden_size,
             "shared_ffn": args.moe_shared_expert_intermediate_size or 0,
         }
-    if args.experimental_attention_variant:
-        keys, values = args.linear_num_key_heads, args.linear_num_value_heads
-        qk, v = keys * args.linear_key_head_dim, values * args.linear_value_head_dim
+    if has_recurrence(args):
+        sizes = recurrent_sizes(args)
+        v = sizes.heads * sizes.value
         dims |= {
-            "linear_key_heads": keys,
-            "linear_value_heads": values,
-            "linear_two_value_heads": 2 * values,
-            "linear_qk": qk,
+            "linear_key_heads": sizes.groups,
+            "linear_value_heads": sizes.heads,
+            "linear_two_value_heads": 2 * sizes.heads,
+            "linear_qk": sizes.groups * sizes.key,
             "linear_v": v,
-            "linear_value_head": args.linear_value_head_dim,
-            "linear_qkv": 2 * qk + v,
-            "linear_qkvz": 2 * qk + 2 * v,
-            "linear_width": args.linear_conv_kernel_dim,
+            "linear_value_head": sizes.value,
+            "linear_qkv": sizes.mixed,
+            "linear_qkvz": sizes.mixed + v,
+            "linear_projected": sizes.mixed + v + sizes.scalars * sizes.heads,
+            "linear_width": sizes.width,
         }
+    if args.gemma4_config:
+        dims |= gemma4.dimensions(args)
     if args.multi_latent_attention:
         dims |= {
             "q_latent": args.q_lora_rank or 0,
@@ -133,7 +139,7 @@ def table(args: Namespace) -> list[Weight]:
 def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the whole model, tensor) of each weight on this rank; the tensors share the model's memory.
 
-    The weights are the parameters, and the expert biases of routers, which are buffers. Names have no wrapper prefixes,
+    The weights are the parameters, and those of `BUFFERS`. Names have no wrapper prefixes,
     fused norms have their unfused names, and experts are yielded one by one with their global numbers. The last
     pipeline stage's copies of the embedding (tied output layer, multi-token prediction) have the embedding's name.
     Adapters (``chunk.lora``) are not among the weights.
@@ -149,6 +155,7 @@ def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tens
             if name.endswith("router.expert_bias"):
                 # Float16Module casts it to 16 bits; megatron-core restores float32 only at the first forward pass.
                 buffer.data = buffer.data.float()
+            if name.endswith(BUFFERS):
                 yield from canonical(chunk, name, buffer)
 
 

@@ -58,9 +58,17 @@ def stacked(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list
     return [Slice(i, rank * n, (rank + 1) * n) for rank in range(tp_size) for i, n in enumerate(chunks)]
 
 
-def grouped_qkv(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
-    """Return the layout of `linear_qkv`: for each query group its query heads, its key head and its value head."""
-    return _grouped(lines, dims["groups"])
+def grouped_by(groups: str) -> Layout:
+    """Return the layout of tensors that consist of so many groups, by their dimension name: for each, all its lines."""
+
+    def grouped(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
+        return _grouped(lines, dims[groups])
+
+    return grouped
+
+
+# The layout of `linear_qkv`: for each query group its query heads, its key head and its value head.
+grouped_qkv = grouped_by("groups")
 
 
 def gated_qkv(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
@@ -80,7 +88,7 @@ def gated_qkv(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> li
 
 
 def by_key_heads(lines: Sequence[int], tp_size: int, dims: Mapping[str, int]) -> list[Slice]:
-    """Return the layout of a gated delta net's parameters: for each key head its equal part of every tensor."""
+    """Return the layout of a recurrent layer: for each key head (Mamba-2: group) its equal part of every tensor."""
     return _grouped(lines, dims["linear_key_heads"])
 
 

@@ -186,11 +186,19 @@ LATENT = f"""--model-family deepseek_v3 --multi-latent-attention --q-lora-rank 1
 GEMMA = """--model-family gemma3_text --group-query-attention --num-query-groups 2 --kv-channels 8 --no-swiglu --geglu
     --sandwich-norm --apply-layernorm-1p --scale-embeddings --softmax-scale 0.25 --window-size 3,0
     --window-attn-skip-freq 2 --rotary-base-local 100"""
+_OF_GEMMA4 = """{"global_head_dim":16,"num_global_key_value_heads":2,"attention_k_eq_v":true,"num_kv_shared_layers":2,
+    "use_double_wide_mlp":true,"hidden_size_per_layer_input":4,"partial_rotary_factor":0.25}"""
+GEMMA4 = f"""--model-family gemma4_text --group-query-attention --num-query-groups 4 --kv-channels 8 --no-swiglu --geglu
+    --sandwich-norm --scale-embeddings --softmax-scale 1 --window-size 3,0 --window-attn-skip-freq 2
+    --rotary-base-local 100 --gemma4-config {"".join(_OF_GEMMA4.split())}"""
 PHI = "--model-family phi3 --group-query-attention --num-query-groups 2 --kv-channels 8 --no-qk-layernorm"
 DELTA = f"""--model-family qwen3_next --group-query-attention --num-query-groups 2 --kv-channels 8 {EXPERTS}
     --apply-layernorm-1p --attention-output-gate --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate
     --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2
     --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 6"""
+MAMBA = """--model-family nemotron_h --group-query-attention --num-query-groups 2 --kv-channels 8 --no-qk-layernorm
+    --no-swiglu --squared-relu --position-embedding-type none --hybrid-layer-pattern M-*M --mamba-num-heads 4
+    --mamba-head-dim 6 --mamba-num-groups 2 --mamba-state-dim 8 --norm-epsilon 1e-5"""
 LORA = "--lora-rank 4 --lora-target-modules all-linear"
 SHARDED = "--use-distributed-optimizer"
 BUCKETS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
@@ -297,7 +305,7 @@ def check_truth(args, model, steps):
             name = COPIES.get(name, name)
             frozen = args.mtp_loss_scaling_factor == 0 and name.startswith("model.layers.4.")
             if (
-                frozen or args.lora_rank or name.endswith("correction_bias")
+                frozen or args.lora_rank or name.endswith(("correction_bias", "layer_scalar"))
             ):  # the experts' biases are moved by the load, not by gradients
                 want = made_up(name, "weight", got.shape)
             else:
@@ -329,6 +337,9 @@ def few_chains(root):
 def hybrid_chains(root):
     """Layers of different kinds, and A_log in float32 beside weights in 16 bits."""
     chains(root / "hybrid", {f"{DELTA} {SHARDED}": ["TP2 SP", "CP2 EP2", "PP2 VPP2", "TP2 SP"]})
+    chains(root / "gemma4", {f"{GEMMA4} {SHARDED}": ["TP2 SP", f"PP2 VPP2: {BUCKETS}", "CP2", "TP2 SP"]})
+    chains(root / "mamba", {f"{MAMBA} {SHARDED}": ["TP2 SP", "CP2", "PP2 VPP2", "TP2 SP"]})
+    chains(root / "mamba16", {f"{MAMBA} {SHARDED} --bf16": ["TP2 SP", "DP2", "PP2"]})
     chains(root / "hybrid16", {f"{DELTA} {SHARDED} --bf16": ["TP2 SP", f"EP2: {BUCKETS}", "PP2", "TP2 SP"]})
 
 

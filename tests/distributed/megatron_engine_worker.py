@@ -57,7 +57,11 @@ LAYOUTS = {
         False,
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
     ),
+    "PP2, shared keys": ("gemma4_text", True, {"pipeline_model_parallel_size": 2}),
+    "TP2, shared keys": ("gemma4_text", True, {"tensor_model_parallel_size": 2}),
     "PP2, delta nets": ("qwen3_5_text", False, {"pipeline_model_parallel_size": 2}),
+    "TP2 SP, Mamba-2": ("nemotron_h", False, {"tensor_model_parallel_size": 2}),
+    "PP2, Mamba-2": ("nemotron_h", False, {"pipeline_model_parallel_size": 2}),
 }
 
 

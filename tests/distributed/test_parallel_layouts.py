@@ -60,6 +60,11 @@ DELTA = f"""{MOE} --model-family qwen3_next --apply-layernorm-1p --attention-out
  --linear-value-head-dim 12 --norm-epsilon 1e-6 --lr 1e-4"""
 # The layer of multi-token prediction has attention, as the last one.
 DELTA_MTP = f"{DELTA} --linear-attention-freq 2 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.1"
+# Layers of one branch, of three kinds; groups of Mamba-2 that TP x CP divides.
+MAMBA = f"""{ATTENTION} --num-layers 8 --model-family nemotron_h --no-qk-layernorm --no-swiglu --squared-relu
+ --position-embedding-type none --group-query-attention --num-query-groups 2 --kv-channels 32
+ --hybrid-layer-pattern M-M*-*M- --mamba-num-heads 8 --mamba-head-dim 12 --mamba-num-groups 4 --mamba-state-dim 16
+ --norm-epsilon 1e-5"""
 ACROSS_HEADS = f"""{ATTENTION} --model-family minimax_m2 --group-query-attention {EXPERTS} --num-query-groups 2
  --kv-channels 32 --ffn-hidden-size 32 --qk-layernorm-across-heads --rotary-percent 0.5
  --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3"""
@@ -70,10 +75,27 @@ ADAPTED = f"{LATENT.replace('--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1', 
 # A base in 8 bits: shards that end within a block of the whole matrix.
 FP8_BASE = f"""{ADAPTED} --lora-base-dtype fp8 --hidden-size 160 --ffn-hidden-size 272 --moe-ffn-hidden-size 144
  --moe-shared-expert-intermediate-size 144"""
+_OF_GEMMA4 = {
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "partial_rotary_factor": 0.25,
+}
 SOFT_CAPS = f"""{ATTENTION} --no-qk-layernorm --model-family gemma2 --group-query-attention --num-query-groups 2
  --kv-channels 32 --no-swiglu --geglu --apply-layernorm-1p --sandwich-norm --scale-embeddings
  --attn-logit-softcapping 5 --final-logit-softcapping 3 --softmax-scale 0.2 --window-size 7,0 --window-attn-skip-freq 2
  --no-untie-embeddings-and-output-weights"""
+# Layers 3 and 4 read the keys of layers 1 and 2; the latter has keys for values. Each layer has an embedding. Attention
+# without a scale is sharp: with a larger learning rate rounding errors of update 2 are beyond the tolerance.
+GEMMA4 = f"""{ATTENTION} --model-family gemma4_text --group-query-attention --num-query-groups 4 --kv-channels 16
+ --no-swiglu --geglu --sandwich-norm --scale-embeddings --softmax-scale 1 --final-logit-softcapping 3 --window-size 7,0
+ --window-attn-skip-freq 2 --rotary-base-local 100 --no-untie-embeddings-and-output-weights --lr 4e-6
+ --gemma4-config {json.dumps(_OF_GEMMA4, separators=(",", ":"))}"""
+_LAYERS = _OF_GEMMA4 | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
+GEMMA4_MOE = f"{GEMMA4} {EXPERTS} --gemma4-config {json.dumps(_LAYERS, separators=(',', ':'))}"
 OVERLAP = check_parallel.OVERLAP
 FUSED = "--gradient-accumulation-fusion"
 LAYOUTS = {
@@ -201,6 +223,30 @@ LAYOUTS = {
         f"PP2 VPP2: {SHARED}",
         f"CP4: {SHARED_HYBRID[4]}",
     ],
+    "gemma4": [
+        "TP1: --micro-batch-size 1",
+        f"TP1: {BUDGET}",
+        f"TP1: {SHARED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        f"DP2: {BUDGET} --use-distributed-optimizer {OVERLAP}",
+        f"TP2: {BUDGET}",
+        f"TP2 SP: {SHARED}",
+        f"PP2: {BUDGET} --decoder-first-pipeline-num-layers 1",
+        f"PP2 VPP2: {BUDGET} {OVERLAP}",
+        f"CP2: {SHARED}",
+        f"TP2 SP PP2: {BUDGET} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        f"PP4: {SHARED}",
+        f"CP4: {HYBRID[4]} --share-prompts",
+        f"DP2: {BUDGET} {FUSED} --use-distributed-optimizer",
+    ],
+    "gemma4_moe": [
+        "TP1: --micro-batch-size 1",
+        f"TP1: {BUDGET} --moe-grouped-gemm",
+        f"EP2: {BUDGET} --moe-token-dispatcher-type allgather",
+        f"TP2 SP EP2: {SHARED} --moe-grouped-gemm",
+        f"PP2 VPP2 EP2: {BUDGET} --moe-layer-recompute",
+        f"CP2 EP2: {SHARED}",
+        f"TP2 SP: {BUDGET} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ],
     "across_heads": [
         f"TP1: {BUDGET}",
         f"TP2 SP EP2: {SHARED}",
@@ -264,6 +310,7 @@ LAYOUTS["delta"] = [
     f"PP2 EP2: {BUDGET} --pipeline-model-parallel-layout auto --moe-grouped-gemm",
     f"TP2 SP PP2: {BUDGET} --recompute-granularity full",
 ]
+LAYOUTS["mamba"] = [layout.replace(" EP2", "").replace(" --moe-grouped-gemm", "") for layout in LAYOUTS["delta"]]
 LAYOUTS["delta_mtp"] = [*LAYOUTS["delta"][:6], f"CP2: {SHARED}", f"TP2 SP EP2: {SHARED}"]
 # By default each dimension of the dense model alone, over two ranks, and experts on two ranks.
 FEW_LAYOUTS = {
@@ -279,12 +326,15 @@ FEW_LAYOUTS = {
     "balanced_packs": [LAYOUTS["balanced_packs"][number] for number in (0, 5, 9, 11)],
     "latent": [LAYOUTS["latent"][number] for number in (0, 5, 11)],
     "soft_caps": [LAYOUTS["soft_caps"][number] for number in (0, 4)],
+    "gemma4": [LAYOUTS["gemma4"][number] for number in (0, 5, 7, 8)],
+    "gemma4_moe": LAYOUTS["gemma4_moe"][:3],
     "across_heads": LAYOUTS["across_heads"][:2],
     "adapters": LAYOUTS["adapters"][:2],
     "dora": LAYOUTS["dora"][:2],
     "fp8_base": LAYOUTS["fp8_base"][:2],
     "gpt_oss": [LAYOUTS["gpt_oss"][number] for number in (0, 1, 3)],
     "delta": [LAYOUTS["delta"][number] for number in (0, 2, 3)],
+    "mamba": [LAYOUTS["mamba"][number] for number in (0, 2, 3, 5)],
     "delta_mtp": [LAYOUTS["delta_mtp"][number] for number in (0, 2, 3, 4)],
 }
 FEW = ("moe",)
@@ -362,11 +412,11 @@ def test_layouts_of_experts_agree(model, share, tmp_path):
     """Mixture of experts; soft caps; with the load-balancing loss, on equal micro-batches, and with those that are
     equal for all packs; latent attention with shared experts, balanced by a bias and by losses, and multi-token
     prediction; adapters of all its layers, on a base in 8 bits, too; biases, windows and sinks; norms of all heads
-    together; gated delta nets.
+    together; gated delta nets; Mamba-2.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": f"{LATENT} {BALANCING}", "gpt_oss": GPT_OSS}
-    flags["soft_caps"] = SOFT_CAPS
-    flags |= {"across_heads": ACROSS_HEADS, "delta": DELTA, "delta_mtp": DELTA_MTP}
+    flags |= {"soft_caps": SOFT_CAPS, "gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE}
+    flags |= {"across_heads": ACROSS_HEADS, "delta": DELTA, "delta_mtp": DELTA_MTP, "mamba": MAMBA}
     flags["balanced_packs"] = f"{MOE} {BALANCING}"
     flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora", "fp8_base": FP8_BASE}
     status, printed = check(flags[model], "--out", tmp_path, "--layouts", *share_of(model, share))

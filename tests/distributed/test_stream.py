@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_torchrun
 from slow import slow_except
-from toy_checkpoints import DELTA, FAMILIES, HYBRID, SHAPES, make
+from toy_checkpoints import DELTA, FAMILIES, GEMMA4, HYBRID, SHAPES, make
 from transformers import AutoModelForCausalLM
 
 # Those of stream_worker.py.
@@ -16,14 +16,19 @@ pytestmark = pytest.mark.vllm
 # vLLM's kernels on a CPU want heads of 32 channels and experts of multiples of 32.
 MULTI_LATENT = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 32, "hidden_size": 128}
 LONGROPE = {"short_factor": [1.0 + i / 4 for i in range(12)], "long_factor": [9.0] * 12}
+WIDE = {"head_dim": 32, "global_head_dim": 64}
 # With what config.json has on the Hub and transformers leaves out.
-SIZES = dict.fromkeys(HYBRID, DELTA) | {
-    "qwen2": {"hidden_size": 256},
-    "phi3": {"hidden_size": 256, "rope_scaling": {**SHAPES["phi3"]["rope_scaling"], **LONGROPE}},
-    "deepseek_v2": {**MULTI_LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
-    "glm4_moe_lite": {**MULTI_LATENT, "v_head_dim": 32},
-    "deepseek_v3": {**MULTI_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-}
+SIZES = (
+    dict.fromkeys(HYBRID, DELTA)
+    | dict.fromkeys(GEMMA4, WIDE)
+    | {
+        "qwen2": {"hidden_size": 256},
+        "phi3": {"hidden_size": 256, "rope_scaling": {**SHAPES["phi3"]["rope_scaling"], **LONGROPE}},
+        "deepseek_v2": {**MULTI_LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+        "glm4_moe_lite": {**MULTI_LATENT, "v_head_dim": 32},
+        "deepseek_v3": {**MULTI_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    }
+)
 
 
 # Mean |difference| of log-probabilities in nats; 0.012 to 0.039 were seen. The router may choose other experts.

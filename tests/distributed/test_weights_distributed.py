@@ -155,11 +155,13 @@ def all_logits(chunks: list[torch.nn.Module], ids: torch.Tensor, args) -> torch.
     other = next((rank for rank in stages if rank != dist.get_rank()), None)
     for chunk in chunks:
         if not chunk.pre_process:
-            hidden = torch.empty(len(ids) // (tp_size if args.sequence_parallel else 1), 1, args.hidden_size)
+            dist.recv(width := torch.zeros((), dtype=torch.int64), src=other)  # Gemma 4's stages pass on more
+            hidden = torch.empty(len(ids) // (tp_size if args.sequence_parallel else 1), 1, int(width))
             dist.recv(hidden, src=other)
             chunk.set_input_tensor(hidden)
         out = forward(chunk, ids)
         if not chunk.post_process:
+            dist.send(torch.tensor(out.shape[-1]), dst=other)
             dist.send(out.contiguous(), dst=other)
             continue
         parts = [torch.empty_like(out[0]) for _ in range(tp_size)]

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():  # the modules below prepare a machine without
 
 from megatron_grpo.data.pack import SharedPrompts
 from megatron_grpo.models import delta_net
-from megatron_grpo.models.delta_net import State, delta_net_of_pack
+from megatron_grpo.models.recurrence import State, of_pack
 
 pytestmark = pytest.mark.needs("fla")
 
@@ -76,8 +76,13 @@ def test_sequences_go_on_from_others(paths):
     parent = np.array([path[-2] if len(path) > 1 else -1 for path in paths])
     shared = SharedPrompts(np.concatenate(keys), ends, np.zeros(cu[-1], np.int64), parent, np.diff(ends))
 
-    def of_pack(*tensors):
-        return [delta_net_of_pack(*tensors[:4], KEY, cu, shared)]
+    def whole_pack(*tensors):
+        qkv, weight, log_decay, beta = tensors[:4]
+
+        def compute(own, offsets, before):
+            return delta_net.delta_net(own[0], weight, *own[1:], KEY, offsets, before)
+
+        return [of_pack(compute, (qkv, log_decay, beta), cu, shared)]
 
     def one_by_one(qkv, weight, log_decay, beta, *_):
         outs = []
@@ -89,6 +94,6 @@ def test_sequences_go_on_from_others(paths):
         return [torch.cat(outs)]
 
     tensors = inputs(cu[-1], 0)
-    got, want = results(of_pack, tensors, torch.bfloat16), results(one_by_one, tensors, torch.float32)
+    got, want = results(whole_pack, tensors, torch.bfloat16), results(one_by_one, tensors, torch.float32)
     errors = [relative(a, b) for a, b in zip(got, want, strict=True)]
     assert max(errors) < 2e-2, errors

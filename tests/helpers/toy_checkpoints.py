@@ -23,11 +23,21 @@ from megatron_grpo.weights.stream import stream_hf
 
 DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
 MOE = ("qwen3_moe", "mixtral", "minimax_m2", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "gpt_oss")
-SANDWICHED = ("gemma2", "gemma3_text", "glm4")
+MOE += ("gemma4_moe",)
+MODEL_TYPES = {"gemma4_moe": "gemma4_text"}  # toys that are another member of a family -> the family's name
+SANDWICHED = ("gemma2", "gemma3_text", "gemma4_text", "glm4")
+GEMMA4 = ("gemma4_text", "gemma4_moe")
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-FAMILIES = DENSE + MOE + SANDWICHED + HYBRID
+MAMBA = ("nemotron_h",)
+MAMBA_MOE = "nemotron_h_moe"  # the same family with experts, which vLLM does not compute on a CPU
+FAMILIES = DENSE + MOE + SANDWICHED + HYBRID + MAMBA
 # (family, tied embeddings)
-_OTHERS = ("gpt_oss", True), ("minimax_m2", True), ("gemma2", False)  # variants that these families do not have
+_OTHERS = (
+    ("gpt_oss", True),
+    ("minimax_m2", True),
+    ("gemma2", False),
+    ("nemotron_h", True),
+)  # variants that these families do not have
 MEMBERS = [member for family in FAMILIES for tied in (False, True) if (member := (family, tied)) not in _OTHERS]
 VOCAB, PADDED_VOCAB = 109, 112
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}
@@ -43,6 +53,23 @@ _HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+}
+_ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+_GEMMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "num_key_value_heads": 8,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "vocab_size_per_layer_input": VOCAB,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": _ROPES,
 }
 # vLLM's kernel for delta nets on a CPU has these heads, in bfloat16.
 DELTA = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -64,6 +91,22 @@ SHAPES = {
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 100.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    # All parts of the published models, of which each has some: the last two layers share keys, and the full layer
+    # before them has keys for values.
+    "gemma4_text": {
+        **_GEMMA4,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+    },
+    "gemma4_moe": {
+        **_GEMMA4,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 32,
     },
     "glm4": {"num_hidden_layers": 4, "head_dim": 16},
     "glm": {"head_dim": 16, "attention_bias": False},
@@ -145,6 +188,34 @@ SHAPES = {
         "num_mtp_layers": 0,
         "mtp_mlp_layer_types": ["sparse"],
     },
+    # Both kinds of branches of attention between the others; heads of another size than a state, four for each group.
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M*-M",
+        "num_hidden_layers": None,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "ssm_state_size": 12,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 8,
+        "n_groups": 4,
+    },
+    "nemotron_h_moe": {
+        "hybrid_override_pattern": "ME*ME-",
+        "num_hidden_layers": None,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "ssm_state_size": 12,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 8,
+        "n_groups": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 2.5,
+    },
     "qwen3_moe": {
         "num_hidden_layers": 4,
         "head_dim": 16,
@@ -215,15 +286,18 @@ def make(
         "eos_token_id": 2,
         "pad_token_id": 3,
     }
+    shape |= {**SHAPES.get(family, {}), **config}
+    if pattern := shape.get("hybrid_override_pattern"):  # which transformers counts
+        shape["hybrid_override_pattern"] = pattern[: shape["num_hidden_layers"]]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(family, **{**shape, **SHAPES.get(family, {}), **config}),
+        AutoConfig.for_model({**MODEL_TYPES, MAMBA_MOE: "nemotron_h"}.get(family, family), **shape),
         attn_implementation="eager",  # other implementations ignore Gemma 2's soft cap
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            ones = "linear_attn.norm" if family in HYBRID else "norm"  # the other norms multiply by 1 + weight
-            centre = 1.0 if ones in name else 0.0
+            ones = ("linear_attn.norm",) if family in HYBRID else ("norm", ".D")  # other norms multiply by 1 + weight
+            centre = 1.0 if any(part in name for part in ones) or name.endswith("scale") else 0.0
             # gpt-oss clamps values beyond 7; decays of delta nets differ by factors, as those of log(U(0, 16)) do.
             deviation = 5.0 if name.endswith("gate_up_proj_bias") else 1.0 if name.endswith("A_log") else 0.1
             parameter.copy_(centre + deviation * torch.randn(parameter.shape))
@@ -232,6 +306,8 @@ def make(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # stays float32, as in transformers and on the Hub
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
+            if name.endswith("layer_scalar"):
+                buffer.data = (1 + 0.1 * torch.randn(buffer.shape)).to(dtype)
     # As published: transformers would write each expert of Qwen3.5 apart.
     model.save_pretrained(directory, max_shard_size="60KB", save_original_format=family != "qwen3_5_moe_text")
     assert len(list(directory.glob("*.safetensors"))) > 1
@@ -342,8 +418,8 @@ def build(args) -> list[torch.nn.Module]:
     """Return the Megatron model with all weights NaN, so that a weight that is not loaded is detected."""
     chunks = build_model(args, model_provider)
     for chunk in chunks:
-        biases = [buffer for name, buffer in chunk.named_buffers() if name.endswith("expert_bias")]
-        for tensor in [*chunk.parameters(), *biases]:
+        buffers = [buffer for name, buffer in chunk.named_buffers() if name.endswith(model_weights.BUFFERS)]
+        for tensor in [*chunk.parameters(), *buffers]:
             tensor.data.fill_(torch.nan)
     return chunks
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_grpo.checkpointing import data_files
-from megatron_grpo.checkpointing.checkpoint_directory import check_delta_nets, damaged
+from megatron_grpo.checkpointing.checkpoint_directory import check_recurrent_layers, damaged
 from megatron_grpo.utils.errors import GrpoError, InputError
 from megatron_grpo.weights.model_weights import FUSED_NORMS
 from megatron_grpo.weights.parameter_mapping import Weight
@@ -80,7 +80,8 @@ def written_places(args: Namespace, weights: Sequence[Weight]) -> dict[str, Plac
     """Return the place of each parameter in a checkpoint of the built model (names of norms: models/layer_specs.py)."""
     names = {weight.name for weight in weights}
     # As in TransformerBlock: layers share keys unless some may be of another kind than others.
-    alike = args.moe_layer_freq == 1 and args.linear_attention_freq in (None, 1)
+    kinds = args.moe_layer_freq == 1 and args.linear_attention_freq in (None, 1)
+    alike = kinds and not args.gemma4_config and not args.hybrid_layer_pattern
 
     def place(name: str) -> Place:
         found = _LAYER.fullmatch(name)
@@ -109,7 +110,7 @@ class Checkpoint:
             self._stored: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         except (OSError, EOFError, UnpicklingError, AttributeError, ImportError) as error:
             raise GrpoError(f"{self.directory / '.metadata'} cannot be read: {error!r}") from None
-        check_delta_nets(self.directory, self.tensors)
+        check_recurrent_layers(self.directory, self.tensors)
         self._check_files()
         self._file = cache(self._map_file)
         self._chunks = cache(self._chunks_by_index)

@@ -165,7 +165,8 @@ class MegatronEngine:
         hidden = None
         for number, chunk in enumerate(self._chunks):
             if number or not self._first:
-                shape = len(step.tokens) // parts, 1, config.hidden_size
+                channels = [getattr(layer, "input_channels", config.hidden_size) for layer in chunk.decoder.layers]
+                shape = len(step.tokens) // parts, 1, [*channels, config.hidden_size][0]
                 received = torch.empty(shape, dtype=config.pipeline_dtype, device=device())
                 dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank(), group=group)
                 chunk.set_input_tensor([received])

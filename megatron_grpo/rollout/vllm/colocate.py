@@ -35,7 +35,8 @@ import torch.distributed as dist
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.lora.targets import targets
-from megatron_grpo.models.config import delta_net_state_bytes, linear_layers, moe_layers, params_dtype
+from megatron_grpo.models.config import has_recurrence, moe_layers, params_dtype, recurrent_state_bytes
+from megatron_grpo.models.gemma4 import layer_kinds
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import await_ranks, host_group
 from megatron_grpo.patches import vllm as patches
@@ -487,7 +488,7 @@ def _build(args, directory: str):
             # Without videos, vLLM's profile runs the tower on no video.
             **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config and not args.engine_sees_videos else {}),
             # Of the recurrent state, as trained; some versions read it in config.json for some architectures only.
-            **({"mamba_ssm_cache_dtype": "float32"} if args.experimental_attention_variant else {}),
+            **({"mamba_ssm_cache_dtype": "float32"} if has_recurrence(args) else {}),
             speculative_config=args.vllm_speculative_config,
             **(on_a_cpu or _gpu_options(args)),
         )
@@ -580,11 +581,18 @@ def _cpu_options(args) -> dict:
         )
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     flags = "--qk-head-dim + --qk-pos-emb-head-dim" if args.multi_latent_attention else "--kv-channels"
-    channels = args.qk_head_dim + args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
-    if channels not in sizes:
+    channels = {args.qk_head_dim + args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels}
+    if args.gemma4_config:
+        flags, channels = f"{flags} or global_head_dim", channels | {args.gemma4_config["global_head_dim"]}
+    if wrong := channels.difference(sizes):
         raise GrpoError(
-            f"{flags} is {channels}, but vLLM on a CPU has attention for heads of {', '.join(map(str, sizes))} "
+            f"{flags} is {min(wrong)}, but vLLM on a CPU has attention for heads of {', '.join(map(str, sizes))} "
             "channels only: give a model with such heads, or use a GPU"
+        )
+    if args.num_experts and args.squared_relu:
+        raise GrpoError(
+            "vLLM on a CPU has no experts with the square of ReLU (--squared-relu): give --rollout-engine megatron, or "
+            "use a GPU"
         )
     if args.num_experts and args.hidden_size % 32:
         raise GrpoError(
@@ -653,9 +661,12 @@ def _cache_bytes_on_a_cpu(args) -> int:
     layers = args.num_layers + (args.mtp_num_layers if mtp_prefixes(args) else 0)
     if draft_directory(args):  # a model that is at most as large
         layers *= 2
-    size = tokens * layers * 2 * heads * channels * 4
-    if any(linear_layers(args)):  # a sequence has a block in every layer, and all blocks have the size of a state
-        size = max(size, (args.vllm_max_num_seqs + 1) * layers * delta_net_state_bytes(args))
+    width = heads * channels
+    if args.gemma4_config:  # all layers have blocks of the size of the largest
+        width = max(kind.groups * kind.channels for kind in layer_kinds(args))
+    size = tokens * layers * 2 * width * 4
+    if has_recurrence(args):  # a sequence has a block in every layer, and all blocks have the size of a state
+        size = max(size, (args.vllm_max_num_seqs + 1) * layers * recurrent_state_bytes(args))
     return min(size, 2**30)
 
 

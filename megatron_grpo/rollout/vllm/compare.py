@@ -5,6 +5,7 @@ comparison: vLLM's loaders thus map each tensor to its part of a fused parameter
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert, name_loa
 
 # Kernels that use experts as loaded (the first two), or with an arrangement that this module can undo (the last).
 READABLE_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU")
+_SCALAR = "layer_scalar"  # a buffer that is loaded (Gemma 4)
 
 
 def can_compare(worker) -> bool:
@@ -65,10 +67,13 @@ class _Compare(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Compare for copies into the parameters; run every other operation."""
         if func is torch.ops.aten.fill_.Scalar and _storage(args[0]) in self.parameters:
-            return args[0]  # rows that pad the vocabulary
-        if func is not torch.ops.aten.copy_.default:
+            if args[0].numel() > 1:
+                return args[0]  # rows that pad the vocabulary
+            target, source = args[0], args[0].new_full(args[0].shape, args[1])  # vLLM's copy of a single element
+        elif func is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+        else:
             return func(*args, **(kwargs or {}))
-        target, source = args[:2]
         if target.is_meta:  # an unknown arrangement, see `_loadable_parameter`
             return target
         name = self.parameters.get(_storage(target))
@@ -100,20 +105,22 @@ def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
     try:
         for prefix, layer in model.named_modules():
             recorded = get_layerwise_info(layer).restore_metadata[0]
+            if layer._buffers.get(_SCALAR) is not None:
+                names[_storage(layer._buffers[_SCALAR])] = f"{prefix}.{_SCALAR}"
             for name, parameter in list(layer._parameters.items()):
                 if parameter is None or name not in recorded:
                     if parameter is not None:  # a bias, which still has its loader
                         names[_storage(parameter)] = f"{prefix}.{name}"
                         if hasattr(parameter, "weight_loader"):  # that of a reload which left its layer out
                             loaders.append((parameter, parameter.weight_loader))
-                            parameter.weight_loader = _get_original_loader(parameter)
+                            parameter.weight_loader = _of_results(_get_original_loader(parameter))
                     continue
                 kept.append((layer, name, parameter))
                 if id(parameter) not in views:
                     like = restore_layer_refs(recorded[name], layer)
                     view: Any = _loadable_parameter(layer, name, parameter, like).detach()
                     view.__class__, view.__dict__ = like.__class__, dict(like.__dict__)
-                    view.weight_loader = _get_original_loader(like)  # a reload has wrapped it
+                    view.weight_loader = _of_results(_get_original_loader(like))  # a reload has wrapped it
                     views[id(parameter)] = view
                     if not view.is_meta:
                         names[_storage(view)] = f"{prefix}.{name}"
@@ -124,6 +131,17 @@ def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
             layer._parameters[name] = parameter
         for parameter, loader in loaders:
             parameter.weight_loader = loader
+
+
+def _of_results(loader: Callable) -> Callable:
+    """Return a loader that copies once what vLLM's composed loader computes from a copy in place (A of Mamba: -exp).
+
+    The second copy would compare the function of the parameter with the parameter.
+    """
+    if getattr(loader, "__qualname__", "") != "composed_weight_loader.<locals>.composed_loader":
+        return loader
+    parts = inspect.getclosurevars(loader).nonlocals
+    return lambda parameter, tensor: parts["loader"](parameter, parts["fn"](tensor))
 
 
 def _loadable_parameter(layer, name: str, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
-from megatron_grpo.models.config import params_dtype
+from megatron_grpo.models.config import has_recurrence, params_dtype
 from megatron_grpo.parallel.initialize import joint
 from megatron_grpo.parallel.roles import Role
 from megatron_grpo.rollout.arguments import probability_changes, replays_top_k, urls_of_replica
@@ -124,9 +124,9 @@ class VllmServer(Server):
             dtype = dtype.removeprefix("torch.")
             raise Fault(f"its dtype is {model['dtype']}, the trainer's {dtype}: start it with --dtype {dtype}")
         refuse_quantized(model["quantization"])
-        if args.experimental_attention_variant and config["cache_config"]["mamba_ssm_cache_dtype"] != "float32":
+        if has_recurrence(args) and config["cache_config"]["mamba_ssm_cache_dtype"] != "float32":
             raise Fault(
-                "it does not keep the recurrent states of gated delta nets in float32, as the trainer does: start it "
+                "it does not keep recurrent states in float32, as the trainer does: start it "
                 "with --mamba-ssm-cache-dtype float32"
             )
         mode, right, replayed = model["logprobs_mode"], [], replays_top_k(args)

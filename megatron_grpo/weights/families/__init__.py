@@ -8,6 +8,7 @@ from megatron_grpo.weights.families import (
     deepseek_v3,
     gemma2,
     gemma3,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -20,6 +21,7 @@ from megatron_grpo.weights.families import (
     minimax_m2,
     mistral,
     mixtral,
+    nemotron_h,
     phi3,
     qwen2,
     qwen2_5_vl,
@@ -54,6 +56,7 @@ FAMILIES: dict[str, Family] = {
         qwen3_vl_moe,
         mixtral,
         minimax_m2,
+        nemotron_h,
         glm,
         glm4,
         glm4_moe,
@@ -62,6 +65,7 @@ FAMILIES: dict[str, Family] = {
         deepseek_v3,
         gemma2,
         gemma3,
+        gemma4,
         gpt_oss,
         internvl,
         llava_onevision,
@@ -84,7 +88,7 @@ REFUSED = {
 }
 
 # Directories that are read as one of these families, and exported as one.
-READ_AS = (kimi_k25.FAMILY, qwen3_5.TEXT_PART, qwen3_5_moe.TEXT_PART)
+READ_AS = (gemma4.TEXT_PART, kimi_k25.FAMILY, qwen3_5.TEXT_PART, qwen3_5_moe.TEXT_PART)
 
 
 def for_hf_config(config: Config, name: str | None = None) -> Family:

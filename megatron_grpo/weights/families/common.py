@@ -30,6 +30,7 @@ ABSENT: dict[str, Any] = {
     "mrope_section": None,
     "vision_config": None,
     "rotary_base_local": None,
+    "gemma4_config": None,
     "apply_layernorm_1p": False,
     "sandwich_norm": False,
     "qk_layernorm_across_heads": False,
@@ -49,6 +50,12 @@ ABSENT: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
+    "squared_relu": False,
+    "hybrid_layer_pattern": None,
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "mamba_num_heads": None,
 }
 DENSE = {**COMMON, "num_experts": None, "multi_latent_attention": False}
 
@@ -213,6 +220,7 @@ class Family:
     `stacked`: tensors that have the matrices of all experts of a layer in some files -> name patterns of the matrices.
     `activation`: config.json key of the MLP's activation function, and its value.
     `published(name)`: the name of a tensor in the table, where files have others; None for a tensor to leave out.
+    `unread(config)`: what the names, as in the table, of further tensors to leave out begin with.
     `text_config(config)`: a config.json with the keys of the language model at its top; `hf_config`: the inverse.
     `defaults`: values of keys that a config.json leaves out, as transformers and the engine have them, where they are
     not those of `read` and `read_rope`.
@@ -232,6 +240,7 @@ class Family:
     stacked: Mapping[str, Sequence[str]] = field(default_factory=dict)
     activation: tuple[str, str] = ("hidden_act", "silu")
     published: Callable[[str], str | None] | None = None
+    unread: Callable[[Config], tuple[str, ...]] = lambda config: ()
     text_config: Callable[[Config], Config] = dict
     hf_config: Callable[[Config], Config] = dict
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -247,7 +256,9 @@ class Family:
             if need(config, key) != activation:
                 raise GrpoError(f"config.json has {key} {config[key]!r}: only {activation!r} is supported")
             found = {**ABSENT, **self.fixed, **_read_common(config), **self.read_rope(config), **self.read(config)}
-            words = {"rope_type"} | {dest for dest, value in {**ABSENT, **self.fixed}.items() if isinstance(value, str)}
+            words = {"rope_type", "hybrid_layer_pattern", "moe_router_score_function"} | {
+                dest for dest, value in {**ABSENT, **self.fixed}.items() if isinstance(value, str)
+            }
             for dest, value in found.items():
                 if isinstance(value, str) and dest not in words:
                     raise TypeError(f"{dest} is {value!r}")

@@ -42,7 +42,16 @@ def read_sigmoid_moe(config: Config, supported: Mapping[str, Any]) -> dict[str, 
     `supported`: as in read_deepseek_moe.
     """
     found = read_deepseek_moe(config, supported)
-    groups, chosen, topk = config.get("n_group") or 1, config.get("topk_group") or 1, found["moe_router_topk"]
+    return {
+        **found,
+        **read_groups(config, found["moe_router_topk"]),
+        "mtp_num_layers": config.get("num_nextn_predict_layers") or None,
+    }
+
+
+def read_groups(config: Config, topk: int) -> dict[str, Any]:
+    """Return the arguments of a sigmoid router's expert groups, from which ``topk`` experts are chosen."""
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
     if topk == 1:
         raise GrpoError(
             "config.json has num_experts_per_tok 1: Megatron-Core does not normalise a single expert's weight to 1"
@@ -54,12 +63,7 @@ def read_sigmoid_moe(config: Config, supported: Mapping[str, Any]) -> dict[str, 
             f"config.json scores groups by their best 2 experts, Megatron-Core by their best num_experts_per_tok "
             f"({topk}) // topk_group ({chosen}) = {topk // chosen}"
         )
-    return {
-        **found,
-        "moe_router_num_groups": groups,
-        "moe_router_group_topk": chosen,
-        "mtp_num_layers": config.get("num_nextn_predict_layers") or None,
-    }
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 
 def write_sigmoid_moe(args: Namespace) -> Config:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.models.config import linear_layers, moe_layers
+from megatron_grpo.models.config import moe_layers, recurrent_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import quantized
 from megatron_grpo.weights.families.common import HF, MCORE, Config, need, refuse_bias
@@ -18,11 +18,11 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 def _linear(args, layer):
-    return linear_layers(args)[layer]
+    return recurrent_layers(args)[layer]
 
 
 def _full(args, layer):
-    return not linear_layers(args)[layer]
+    return not recurrent_layers(args)[layer]
 
 
 _LAYER, _HF = MCORE + "self_attention.", HF + "linear_attn."
@@ -117,10 +117,10 @@ def check_mtp(args: Namespace) -> None:
         raise GrpoError(
             f"--mtp-num-layers is {args.mtp_num_layers}: model family {args.model_family} has one such layer: give 1"
         )
-    if linear_layers(args)[-1] or (args.num_experts and not all(moe_layers(args))):
+    if recurrent_layers(args)[-1] or (args.num_experts and not all(moe_layers(args))):
         raise GrpoError(
             f"--mtp-num-layers with model family {args.model_family} needs a last layer with attention (it has a "
-            f"delta net: {linear_layers(args)[-1]}), and experts in all layers or in none: leave the flag out"
+            f"delta net: {recurrent_layers(args)[-1]}), and experts in all layers or in none: leave the flag out"
         )
 
 
@@ -172,7 +172,7 @@ def _frequency(linear: Sequence[bool]) -> int | list[int]:
 def write_hybrid(args: Namespace, mtp: str = "mtp_num_hidden_layers") -> Config:
     """Return the config.json keys that read_hybrid reads, and ``mtp``: the number of multi-token-prediction layers."""
     check_mtp(args)
-    kinds = [LINEAR if linear else FULL for linear in linear_layers(args)]
+    kinds = [LINEAR if linear else FULL for linear in recurrent_layers(args)]
     sizes = {size: getattr(args, size) for size in _SIZES.split()}
     hybrid = {"head_dim": args.kv_channels, "attention_bias": False, "layer_types": kinds}
     # vLLM keeps the recurrent state of Qwen3.5 in the dtype of this key, and without it in that of the weights.

@@ -228,6 +228,12 @@ def test_megatron_lms_weights_are_loaded_into_a_model(convert, source, tmp_path,
     assert all(map(torch.equal, loaded[0].parameters(), expected[0].parameters()))
 
 
+def test_mamba_of_megatron_lms_layer_is_refused(tmp_path):
+    key = "decoder.layers.0.mixer.in_proj.weight.z"  # as megatron.core.ssm.mamba_mixer writes it
+    with pytest.raises(GrpoError, match=r"holds Mamba-2 of Megatron-LM's own layer, .* Hugging Face directory"):
+        checkpoint_directory.check_recurrent_layers(tmp_path, [key])
+
+
 def test_delta_nets_of_megatron_lms_layer_are_refused(convert, tmp_path):
     """Its layer divides the projection into queries, keys, values, gates and two scalars of each value head."""
     make(tmp_path / "hf", "qwen3_5_text", tied=False)

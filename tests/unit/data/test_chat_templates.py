@@ -34,6 +34,7 @@ THINKING = {  # the model's switch: (variables, end of the prompt without it, an
         "Two?<|im_end|><|im_assistant|>assistant<|im_middle|><think>",
         "Two?<|im_end|><|im_assistant|>assistant<|im_middle|><think></think>",
     ),
+    "gemma-4-E2B-it": ({"enable_thinking": True}, "<|turn>system\nBe brief.", "<|turn>system\n<|think|>\nBe brief."),
     "gpt-oss-20b": ({"reasoning_effort": "low"}, "Reasoning: medium", "Reasoning: low"),
 }
 
@@ -107,10 +108,9 @@ def test_thinking_is_switched_for_all_rows_or_for_one(name, directory, tmp_path)
     rendered, changed = (tokenizer.decode(p.ids, skip_special_tokens=False) for p in (default, one))
     assert without in rendered and having not in rendered and having in changed
     # A row's own wins.
-    own = {
-        "prompt": messages,
-        "chat_template_kwargs": {next(iter(variables)): True if "think" in str(variables) else "medium"},
-    }
+    ((variable, value),) = variables.items()
+    default_value = not value if isinstance(value, bool) else "medium"
+    own = {"prompt": messages, "chat_template_kwargs": {variable: default_value}}
     (back,) = prompts(tmp_path, switched, own)
     assert back.ids == default.ids
 

@@ -31,6 +31,10 @@ GEMMA_TURNS = (
     "One?<end_of_turn>\n<start_of_turn>model\n1<end_of_turn>\n<start_of_turn>user\nTwo?<end_of_turn>\n"
     "<start_of_turn>model\n"
 )
+GEMMA4 = (
+    "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nOne?<turn|>\n<|turn>model\n1<turn|>\n<|turn>user\nTwo?<turn|>\n"
+    "<|turn>model\n"
+)
 PHI3 = (
     "<|system|>\nBe brief.<|end|>\n<|user|>\nOne?<|end|>\n<|assistant|>\n1<|end|>\n<|user|>\nTwo?<|end|>\n"
     "<|assistant|>\n"
@@ -63,6 +67,10 @@ TEXTS = {
     "Mistral-Nemo-Instruct-2407": "<s>[INST]One?[/INST]1</s>[INST]Be brief.\n\nTwo?[/INST]",
     "Mixtral-8x7B-Instruct-v0.1": "<s> [INST] Be brief.\n\nOne? [/INST] 1</s> [INST] Two? [/INST]",
     "Moonlight-16B-A3B-Instruct": KIMI,
+    "NVIDIA-Nemotron-Nano-9B-v2": (
+        "<SPECIAL_10>System\nBe brief.\n<SPECIAL_11>User\nOne?\n<SPECIAL_11>Assistant\n1\n<SPECIAL_12>\n"
+        "<SPECIAL_11>User\nTwo?\n<SPECIAL_11>Assistant\n<think>\n"
+    ),
     "Phi-3-mini-4k-instruct": PHI3,
     "Phi-3.5-mini-instruct": PHI3,
     "Qwen2.5-7B-Instruct": CHATML,
@@ -73,6 +81,8 @@ TEXTS = {
     "Qwen3.5-35B-A3B": CHATML + "<think>\n",
     "gemma-2-2b-it": "<bos><start_of_turn>user\n" + GEMMA_TURNS,
     "gemma-3-1b-it": "<bos><start_of_turn>user\nBe brief.\n\n" + GEMMA_TURNS,
+    "gemma-4-26B-A4B-it": GEMMA4,
+    "gemma-4-E2B-it": GEMMA4,
     "gpt-oss-20b": (
         "<|start|>developer<|message|># Instructions\n\nBe brief.\n\n<|end|><|start|>user<|message|>One?<|end|>"
         "<|start|>assistant<|channel|>final<|message|>1<|end|><|start|>user<|message|>Two?<|end|><|start|>assistant"
@@ -92,12 +102,15 @@ ENDS = {
     "Mistral": ["</s>"],
     "Mixtral": ["</s>"],
     "Moonlight": ["<|im_end|>"],
+    "NVIDIA": ["</s>", "<SPECIAL_11>", "<SPECIAL_12>"],
     "Phi": ["<|assistant|>", "<|end|>", "<|endoftext|>"],
     "Qwen": ["<|endoftext|>", "<|im_end|>"],
+    "gemma-4": ["<eos>", "<turn|>", "<|tool_response>"],
     "gemma": ["<end_of_turn>", "<eos>"],
     "gpt": ["<|call|>", "<|endoftext|>", "<|return|>"],
     "phi": ["<|im_end|>"],
 }
+WITHOUT_START = "NVIDIA-Nemotron-Nano-9B-v2"  # its template does not begin with what its tokenizer puts before a text
 OWN_SYSTEM_MESSAGE = "gpt-oss-20b"  # its template puts a system message with today's date before the conversation
 
 
@@ -185,6 +198,9 @@ def test_a_prompt_that_is_a_rendered_template_has_one_start(load, name, tmp_path
     ours = HuggingFaceTokenizer(directory)
     messages = CONVERSATION[1:]
     rendered = ours.render_chat(messages)
+    if name == WITHOUT_START:
+        assert ours.encode(rendered) == [ids["<s>"], *ours.apply_chat_template(messages)]
+        return
     assert ours.encode(rendered) == ours.apply_chat_template(messages)
     assert ours.encode("a") == tokenizer.encode("a") and ours.encode_rest("a") == [64]
     adds = [ids[token] for token in published(name, "tokens.json")["encode_adds"] or []]
@@ -221,8 +237,8 @@ def test_texts_without_the_chat_template_are_counted(load, tmp_path, capsys, sys
     assert ("used unchanged, without the tokenizer's chat template" in capsys.readouterr().out) == plain
 
 
-def test_eight_published_tokenizers_begin_a_text():
-    assert sum(bool(published(name, "tokens.json")["encode_adds"]) for name in NAMES) == 8
+def test_ten_published_tokenizers_begin_a_text():
+    assert sum(bool(published(name, "tokens.json")["encode_adds"]) for name in NAMES) == 10
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,14 @@ WITH_TOOLS = {
     "Llama-3.2-3B-Instruct": "<|eot_id|>",
     "MiniMax-M2.5": "[e~[",
     "Mistral-Nemo-Instruct-2407": "</s>",
+    "NVIDIA-Nemotron-Nano-9B-v2": "<SPECIAL_12>",
     "Qwen2.5-7B-Instruct": "<|im_end|>",
     "Qwen3-30B-A3B-Instruct-2507": "<|im_end|>",
     "Qwen3-8B": "<|im_end|>",
     "gpt-oss-20b": "<|call|>",
 }
 # Whose templates show an earlier turn with other marks of reasoning than a prompt.
-REASONING = {"GLM-4.5-Air", "GLM-4.7-Flash", "Kimi-K2.5", "MiniMax-M2.5"}
+REASONING = {"GLM-4.5-Air", "GLM-4.7-Flash", "Kimi-K2.5", "MiniMax-M2.5", "NVIDIA-Nemotron-Nano-9B-v2"}
 OTHERS = sorted(set(NAMES) - REASONING)
 
 

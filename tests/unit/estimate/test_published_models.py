@@ -32,6 +32,7 @@ CARDS = {  # 10^9 parameters, as the model cards say
     "Mistral-Nemo-Instruct-2407": 12.2,
     "Mixtral-8x7B-Instruct-v0.1": 46.7,
     "Moonlight-16B-A3B-Instruct": 16,
+    "NVIDIA-Nemotron-Nano-9B-v2": 8.9,
     "Phi-3-mini-4k-instruct": 3.8,
     "Phi-3.5-mini-instruct": 3.8,
     "Qwen2.5-7B-Instruct": 7.61,
@@ -42,10 +43,12 @@ CARDS = {  # 10^9 parameters, as the model cards say
     "Qwen3.5-35B-A3B": 35,
     "gemma-2-2b-it": 2.6,
     "gemma-3-1b-it": 1,
+    "gemma-4-26B-A4B-it": 25.2,
+    "gemma-4-E2B-it": 4.6,
     "gpt-oss-20b": 21,
     "phi-4": 14,
 }
-FEW = ("Moonlight-16B-A3B-Instruct", "gemma-3-1b-it", "gpt-oss-20b", "phi-4")
+FEW = ("NVIDIA-Nemotron-Nano-9B-v2", "Moonlight-16B-A3B-Instruct", "gemma-3-1b-it", "gpt-oss-20b", "phi-4")
 FLAGS = """--lr 1e-3 --train-iters 1 --global-batch-size 64 --transformer-impl local --dry-run --load-hf unused
     --max-prompt-length 128 --max-completion-length 128"""
 
@@ -84,7 +87,9 @@ def test_a_family_reads_the_whole_config(name):
     shape = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
     read = (args.num_layers, args.hidden_size, args.num_attention_heads, args.vocab_size, args.max_position_embeddings)
     assert read == tuple(config[key] for key in shape)
-    assert args.rotary_base == {**config, **config.get("rope_parameters", {})}["rope_theta"]
+    if args.position_embedding_type == "rope":
+        rope = config.get("rope_parameters", {})
+        assert args.rotary_base == {**config, **rope.get("full_attention", rope)}["rope_theta"]
 
 
 @pytest.mark.parametrize("name", slow_except(FEW, NAMES))

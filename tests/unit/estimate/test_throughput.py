@@ -9,6 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    NemotronHConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -52,10 +55,24 @@ LATENT = {
     "num_key_value_heads": 4,
     "num_nextn_predict_layers": 0,
 }
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 100,
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
 MODELS = {
     "dense": (Qwen3ForCausalLM, Qwen3Config(**SHAPE)),
     "tied": (Qwen3ForCausalLM, Qwen3Config(**SHAPE | {"tie_word_embeddings": True})),
     "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SHAPE | EXPERTS)),
+    "gemma4": (Gemma4ForCausalLM, Gemma4TextConfig(**SHAPE | GEMMA4)),
+    "gemma4 with experts": (Gemma4ForCausalLM, Gemma4TextConfig(**SHAPE | GEMMA4 | GEMMA4_EXPERTS)),
     "latent": (DeepseekV3ForCausalLM, DeepseekV3Config(**{k: v for k, v in SHAPE.items() if k != "head_dim"} | LATENT)),
 }
 
@@ -79,11 +96,11 @@ def test_as_torch_counts_them(name):
     kind, config = MODELS[name]
     config._attn_implementation = config._experts_implementation = "eager"
     model, length = kind(config), 7
-    flops = ModelFlops(arguments(config))
+    flops = ModelFlops(arguments(config, "--transformer-impl", "local"))
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(torch.arange(length)[None])
-    unseen = length * (length - 1) // 2 * config.num_hidden_layers
-    expected = counted.get_total_flops() - unseen * flops.per_pair
+    per_pair = sum(layers * of_layer for (_, of_layer), layers in flops.attention.items())
+    expected = counted.get_total_flops() - length * (length - 1) // 2 * per_pair
     assert flops.forward(np.array([length]), np.array([length])) == expected
 
 
@@ -118,6 +135,26 @@ def test_delta_nets_by_hand():
     pairs_of_longest = 2 * 4 * (head + head) * (7 * 8 // 2) / 7
     assert costs[0] == costs[2] == 3 * (2 * (net + mlp) + recurrence)
     assert costs[1] == 3 * (2 * (attention + mlp) + pairs_of_longest)
+
+
+def test_mamba_by_hand():
+    """Of four layers two are Mamba-2 with 2 groups and 6 heads, one attends, one is an MLP without a gate."""
+    shape = {key: value for key, value in SHAPE.items() if key not in ("num_hidden_layers", "hidden_act")}
+    sizes = {"ssm_state_size": 8, "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 2}
+    config = NemotronHConfig(**shape, **sizes, hybrid_override_pattern="M*-M")
+    args = arguments(config, "--transformer-impl", "local")
+    mlp, head = 2 * 32 * 40, 16
+    attention = 32 * (4 + 2 + 2) * head + 4 * head * 32
+    mixer = 32 * (2 * 6 * 5 + 2 * 2 * 8 + 6) + 6 * 5 * 32
+    tokens, pairs = 5 + 2, (1 + 2 + 3 + 4 + 5) + (1 + 2)
+    recurrence = 2 * 2 * 6 * 8 * 5  # of each head: what a token writes to the state, and its output
+    layers = 2 * (attention + 2 * mixer + mlp) * tokens + 2 * recurrence * tokens + 2 * 4 * (head + head) * pairs
+    lengths, labels = np.array([5, 2]), np.array([3, 0])
+    assert ModelFlops(args).forward(lengths, labels) == layers + 2 * 32 * 100 * 3
+    args = replaced(args, max_prompt_length=2, max_completion_length=5)
+    costs, _ = throughput.stage_costs(args)
+    pairs_of_longest = 2 * 4 * (head + head) * (7 * 8 // 2) / 7
+    assert costs == [3 * (2 * mixer + recurrence), 3 * (2 * attention + pairs_of_longest), 3 * 2 * mlp, costs[0]]
 
 
 def test_adapters_by_hand():

@@ -1,5 +1,7 @@
 """Adapters against PEFT's on the same transformers model in float32: outputs, gradients, updated matrices, files."""
 
+import re
+
 import pytest
 from slow import slow_except
 from toy_checkpoints import VOCAB, build, make, packed, toy_args
@@ -34,7 +36,11 @@ CASES = [
     ("qwen3", ["k_proj"], {"modules_to_save": ["lm_head", "embed_tokens", "norm"]}),
     ("glm4", "all-linear", {}),
     ("gemma3_text", "all-linear", {}),
+    ("gemma4_text", "all-linear", {}),
+    ("gemma4_moe", ["q_proj", "o_proj", *MLP], {}),
     ("qwen3_5_text", "all-linear", {}),
+    ("nemotron_h", ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"], {}),
+    ("nemotron_h", ["in_proj", "q_proj", "down_proj"], {"modules_to_save": ["lm_head", "norm_f"]}),
     ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj", *MLP], {}),
     ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
     ("minimax_m2", ["q_proj", "k_proj", "v_proj", "o_proj"], {"modules_to_save": ["q_norm", "k_norm"]}),
@@ -80,8 +86,8 @@ def with_separate_experts(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         before = model(IDS[None]).logits
         for layer in model.model.layers:
-            if hasattr(layer.mlp, "experts"):
-                layer.mlp.experts = SeparateExperts(layer.mlp.experts)
+            if hasattr(mlp := getattr(layer, "mlp", None), "experts"):
+                mlp.experts = SeparateExperts(mlp.experts)
         assert (model(IDS[None]).logits - before).abs().max() < 1e-4
     model.config.model_type = "separate"  # PEFT converts the names of the types whose experts transformers has stacked
     return model
@@ -178,12 +184,12 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
     optimizer.step()
     updated = {_plain(name): p.detach() for name, p in peft.named_parameters() if p.requires_grad}
     for name, tensor in [*stream_adapter([model], args), *stream_saved([model], args)]:
-        assert relative(tensor, updated[name]) < 1e-5, name
+        assert relative(tensor, updated[_module(name)]) < 1e-5, name
 
     # The base is what it was, the merged weights are PEFT's, and PEFT loads the files of the updated adapter.
     merged = dict(peft.merge_and_unload().named_parameters())
     for name, tensor in stream_merged([model], args):
-        if name in merged:
+        if (name := _module(name)) in merged:
             assert (tensor - merged[name]).abs().max() < 1e-5, name
     files.save_adapter(args, [model], tmp_path / "ours")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
@@ -209,7 +215,11 @@ def _parameters(args, model):
 
 def _by_name(weight, tensor) -> dict[str, torch.Tensor]:
     (name,) = weight.hf
-    return {name: weight.split([tensor])[0]}
+    return {_module(name): weight.split([tensor])[0]}
+
+
+def _module(name: str) -> str:
+    return re.sub("^backbone[.]", "model.", name)  # Nemotron-H's files
 
 
 def _plain(name: str) -> str:

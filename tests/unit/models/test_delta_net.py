@@ -19,14 +19,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from megatron_grpo.data.pack import SharedPrompts
-from megatron_grpo.models import delta_net
-from megatron_grpo.models.delta_net import (
-    State,
-    causal_convolution,
-    delta_net_of_pack,
-    gated_delta_rule,
-    unit_length,
-)
+from megatron_grpo.models import delta_net, recurrence
+from megatron_grpo.models.delta_net import gated_delta_rule, unit_length
+from megatron_grpo.models.recurrence import State, causal_convolution, of_pack
 
 KEY_HEADS, VALUES, KEY, VALUE = 2, 3, 5, 4
 # A token, less than a chunk, exactly two chunks, an empty sequence, and more than three chunks.
@@ -34,13 +29,20 @@ LENGTHS = [1, 7, 16, 0, 29]
 CU = (0, *np.cumsum(LENGTHS).tolist())
 
 
+def delta_net_of_pack(qkv, weight, log_decay, beta, key_size, cu_seqlens, shared):
+    def compute(tokens, offsets, before):
+        return delta_net.delta_net(tokens[0], weight, *tokens[1:], key_size, offsets, before)
+
+    return of_pack(compute, (qkv, log_decay, beta), cu_seqlens, shared)
+
+
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(delta_net, "CHUNK", 8)
-    for cached in (delta_net._chunks, delta_net._convolution_places, delta_net._levels):
+    monkeypatch.setattr(recurrence, "CHUNK", 8)
+    for cached in (recurrence.chunks_of, recurrence._convolution_places, recurrence._levels):
         cached.cache_clear()
     yield
-    delta_net._chunks.cache_clear()
+    recurrence.chunks_of.cache_clear()
 
 
 def inputs(tokens: int, seed: int = 0, dtype=torch.float64) -> tuple[torch.Tensor, ...]:
@@ -95,7 +97,7 @@ def test_gradients_of_the_rule():
 
 def test_as_transformers_computes_it():
     """Both of its functions, in float32, with chunks of 64 tokens, for sequences of 200 tokens of strong decay."""
-    delta_net.CHUNK = 64
+    recurrence.CHUNK = 64
     tensors = inputs(400, seed=1, dtype=torch.float32)
     got, state = gated_delta_rule(*tensors, (0, 200, 400))
     q, k, v, log_decay, beta = tensors
@@ -133,16 +135,17 @@ def test_convolution_of_packed_sequences(width):
     x = torch.randn(CU[-1], 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, width, dtype=torch.float64, requires_grad=True)
     before = torch.randn(len(LENGTHS), width - 1, 6, dtype=torch.float64, requires_grad=True)
-    got, last = causal_convolution(x, weight, CU, before)
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    got, last = causal_convolution(x, weight, CU, before, bias)
     longer = [torch.cat((before[n], x[CU[n] : CU[n + 1]])) for n in range(len(LENGTHS))]
     want = [
-        torch.nn.functional.conv1d(part.T[None], weight[:, None], groups=6)[0].T
+        torch.nn.functional.conv1d(part.T[None], weight[:, None], bias, groups=6)[0].T
         for part in longer
         if len(part) >= width
     ]
     torch.testing.assert_close(got, torch.cat(want))
     torch.testing.assert_close(last, torch.stack([part[len(part) - width + 1 :] for part in longer]))
-    gradients = [torch.autograd.grad(out.square().sum(), [x, weight, before]) for out in (got, torch.cat(want))]
+    gradients = [torch.autograd.grad(out.square().sum(), [x, weight, before, bias]) for out in (got, torch.cat(want))]
     torch.testing.assert_close(*gradients)
 
 

@@ -46,6 +46,9 @@ MODELS = {
         --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --linear-attention-freq 2
         --experimental-attention-variant gated_delta_net --linear-num-key-heads 2 --linear-num-value-heads 4
         --linear-key-head-dim 8 --linear-value-head-dim 8 --norm-epsilon 1e-6""",
+    "Mamba-2": f"""{COMMON} --model-family nemotron_h --group-query-attention --num-query-groups 2 --kv-channels 16
+        --no-swiglu --squared-relu --position-embedding-type none --num-layers 4 --hybrid-layer-pattern M*-M
+        --mamba-num-heads 4 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 8 --norm-epsilon 1e-5""",
     "latent attention": f"""{COMMON} {LATENT} {EXPERTS} --moe-layer-freq [0,1] --moe-router-score-function sigmoid
         --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 16 --mtp-num-layers 2
         --mtp-loss-scaling-factor 0.3""",

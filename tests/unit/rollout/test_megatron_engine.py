@@ -105,9 +105,9 @@ def test_aborted_requests_do_not_come_back(engine):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", slow_except(["qwen3_5_text"], HYBRID))
+@pytest.mark.parametrize("family", slow_except(["qwen3_5_text"], (*HYBRID, "nemotron_h")))
 def test_an_interrupted_completion_of_a_hybrid_goes_on(toys, family):
-    """With other weights: the states of delta nets are computed again from the prompt and the tokens so far."""
+    """With other weights: the states of recurrent layers are computed again from the prompt and the tokens so far."""
     root, models = toys
     assert models[family]  # makes the checkpoint
     model, engine = make_engine(root / f"{family}-{TIED[family]}")

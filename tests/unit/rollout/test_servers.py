@@ -391,6 +391,7 @@ REFUSED = {
     "experts": ({}, {"num_experts": 4}, "cannot reload experts"),
     "tied": ({}, {"untie_embeddings_and_output_weights": False}, "keeps the old output layer"),
     "states": ({}, {"experimental_attention_variant": "gated_delta_net"}, "--mamba-ssm-cache-dtype float32"),
+    "states of Mamba": ({}, {"hybrid_layer_pattern": "M*"}, "--mamba-ssm-cache-dtype float32"),
     "latent": ({}, {"multi_latent_attention": True}, "VLLM_MLA_DISABLE=1"),
 }
 

@@ -81,6 +81,7 @@ def test_parameter_count_of_the_default_shape(tmp_path):
         ("deepseek_v3", "mlp.gate.e_score_correction_bias", "q_norm"),
         ("glm4_moe_lite", "kv_a_proj_with_mqa.weight", "q_norm"),
         ("minimax_m2", "q_norm.weight", "shared_experts"),
+        ("gemma4_text", "per_layer_input_gate.weight", "q_proj.bias"),
     ],
 )
 def test_shapes(tmp_path, shape, has, lacks):

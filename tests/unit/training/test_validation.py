@@ -98,6 +98,9 @@ HYBRID = "--context-parallel-size 2 --hybrid-context-parallel --max-tokens-per-m
 DELTA = """--model-family qwen3_5_text --apply-layernorm-1p --attention-output-gate --rotary-percent 0.25
  --experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 4
  --linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 16"""
+MAMBA = """--model-family nemotron_h --hybrid-layer-pattern M-M*-M --num-layers 6 --no-swiglu --squared-relu
+ --position-embedding-type none --untie-embeddings-and-output-weights --no-qk-layernorm --mamba-num-heads 16
+ --mamba-num-groups 4"""
 MINIMAX = """--model-family minimax_m2 --num-experts 8 --moe-ffn-hidden-size 192 --qk-layernorm-across-heads
  --moe-router-score-function sigmoid --moe-router-enable-expert-bias --untie-embeddings-and-output-weights"""
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
@@ -332,6 +335,18 @@ REFUSED = {
         "--lora-modules-to-save A_log in 16 bits needs --use-distributed-optimizer: A_log is float32"
     ),
     f"{DELTA} --bf16": "gated_delta_net in 16 bits needs --use-distributed-optimizer: A_log is float32",
+    "--mamba-num-heads 8": "--mamba-num-heads has no effect without --hybrid-layer-pattern",
+    f"{MAMBA} --hybrid-layer-pattern M-M": "--hybrid-layer-pattern is 'M-M': give M (Mamba-2), * (attention)",
+    f"{MAMBA} --hybrid-layer-pattern M-M*-X": "--hybrid-layer-pattern is 'M-M*-X': give M (Mamba-2), * (attention)",
+    f"{MAMBA} --hybrid-layer-pattern M-M*-E": "give --num-experts and --moe-layer-freq [0, 0, 0, 0, 0, 1] for its E",
+    f"{MAMBA} --mamba-num-groups 3": "--mamba-num-heads (16) must be divisible by --mamba-num-groups (3)",
+    f"{MAMBA} --mamba-num-groups 2 --context-parallel-size 2 --tensor-model-parallel-size 2": (
+        "--mamba-num-groups (2) must be divisible by TP x CP (2 x 2) (4)"
+    ),
+    f"{MAMBA} --mtp-num-layers 1": "--hybrid-layer-pattern with --experimental-attention-variant, --multi-latent",
+    f"{MAMBA} --bf16": "--hybrid-layer-pattern in 16 bits needs --use-distributed-optimizer: A_log is float32",
+    f"{MAMBA} --transformer-impl transformer_engine --dry-run": "--hybrid-layer-pattern needs --transformer-impl local",
+    MAMBA.replace("--squared-relu", "--geglu"): "model family nemotron_h has squared_relu = True",
     f"{DELTA} --transformer-impl transformer_engine --dry-run": "gated_delta_net needs --transformer-impl local",
     DELTA.replace("qwen3_5_text", "qwen3").replace(
         "--rotary-percent 0.25", ""

@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from math import prod
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -22,6 +24,7 @@ from transformers import (
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -31,11 +34,13 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from megatron_grpo.models.config import linear_layers, moe_layers
+from megatron_grpo.models.config import attention_layers, mlp_layers, moe_layers, recurrent_layers
+from megatron_grpo.models.gemma4 import layer_kinds
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
 from megatron_grpo.weights.families.common import ABSENT
+from megatron_grpo.weights.model_weights import table
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -201,6 +206,7 @@ PHI4_MINI = {
     LLAMA31_8B,
     MINIMAX_M25,
     MIXTRAL_8X7B,
+    NEMOTRON_NANO_9B_V2,
 ) = (
     published(name, "config.json")
     for name in (
@@ -214,6 +220,7 @@ PHI4_MINI = {
         "Llama-3.1-8B-Instruct",
         "MiniMax-M2.5",
         "Mixtral-8x7B-Instruct-v0.1",
+        "NVIDIA-Nemotron-Nano-9B-v2",
     )
 )
 GLM4_9B_CHAT = {
@@ -256,9 +263,9 @@ QWEN3_NEXT_80B = {
     "tie_word_embeddings": False,
     "vocab_size": 151936,
 }
-QWEN35_27B, QWEN35_35B_A3B = (
+QWEN35_27B, QWEN35_35B_A3B, GEMMA4_E2B, GEMMA4_26B = (
     json.loads((REPO / "tests/data/instruct_models" / name / "config.json").read_text())
-    for name in ("Qwen3.5-27B", "Qwen3.5-35B-A3B")
+    for name in ("Qwen3.5-27B", "Qwen3.5-35B-A3B", "gemma-4-E2B-it", "gemma-4-26B-A4B-it")
 )
 
 
@@ -269,16 +276,25 @@ def _text_part(config: dict, architecture: str) -> dict:
     return {**text, "rope_parameters": rope, "tie_word_embeddings": config["tie_word_embeddings"]}
 
 
+def _other_rope(**change) -> dict:
+    """Gemma 4's rotary parameters, with a change in layers without a window."""
+    rope = GEMMA4_E2B["text_config"]["rope_parameters"]
+    return {**rope, "full_attention": {**rope["full_attention"], **change}}
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
 CONFIGS = {
     "gpt_oss": GPT_OSS_20B,
     "gemma2": GEMMA2_2B,
     "gemma3_text": GEMMA3_1B,
+    "gemma4_text": _text_part(GEMMA4_E2B, "Gemma4ForCausalLM"),
     "glm4": GLM4_9B_0414,
     "glm": GLM4_9B_CHAT,
     "mistral": MISTRAL_7B,
     "minimax_m2": MINIMAX_M25,
     "mixtral": MIXTRAL_8X7B,
+    # transformers refuses its own spelling of an infinite bound.
+    "nemotron_h": {key: value for key, value in NEMOTRON_NANO_9B_V2.items() if key != "time_step_limit"},
     "phi3": PHI4_MINI,
     "glm4_moe": GLM45_AIR,
     "glm4_moe_lite": GLM47_FLASH,
@@ -296,11 +312,13 @@ CLASSES = {
     "gpt_oss": GptOssConfig,
     "gemma2": Gemma2Config,
     "gemma3_text": Gemma3TextConfig,
+    "gemma4_text": Gemma4TextConfig,
     "glm4": Glm4Config,
     "glm": GlmConfig,
     "mistral": MistralConfig,
     "minimax_m2": MiniMaxM2Config,
     "mixtral": MixtralConfig,
+    "nemotron_h": NemotronHConfig,
     "phi3": Phi3Config,
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
@@ -372,6 +390,27 @@ def test_published_gemmas_and_glms_become_megatron_arguments():
         "untie_embeddings_and_output_weights": (False, False, True, True),
     }
     assert {key: tuple(arguments[key] for arguments in found) for key in expected} == expected
+
+
+def test_the_layers_of_published_gemma4s():
+    """E2B shares the keys of layers 14 and 15 (from 1) among 20 layers; 26B has keys for values where all is seen."""
+    for config, layers, kinds in (
+        (GEMMA4_E2B, 35, {(256, 1, True, 6144), (256, 1, False, 12288), (512, 1, True, 6144), (512, 1, False, 12288)}),
+        (GEMMA4_26B, 30, {(256, 8, True, 2112), (512, 2, True, 2112)}),
+    ):
+        args = model_args(families.for_hf_config(config).args_from_hf(config))
+        found = layer_kinds(args)
+        assert len(found) == layers
+        assert {(kind.channels, kind.groups, kind.has_keys, kind.ffn) for kind in found} == kinds
+        assert [kind.windowed for kind in found] == [
+            kind == "sliding_attention" for kind in config["text_config"]["layer_types"]
+        ]
+    assert not any(kind.has_values for kind in found if not kind.windowed)
+    found = families.for_hf_config(GEMMA4_26B).args_from_hf(GEMMA4_26B)
+    expected = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 704, "softmax_scale": 1.0}
+    assert {key: found[key] for key in expected} == expected
+    e2b = model_args(families.for_hf_config(GEMMA4_E2B).args_from_hf(GEMMA4_E2B))
+    assert {kind.source for kind in layer_kinds(e2b)[15:]} == {13, 14}
 
 
 def test_rotary_embeddings_of_both_kinds_of_gemma3s_layers():
@@ -455,7 +494,8 @@ def test_layers_with_experts_are_those_of_transformers(name, change):
 
 def test_the_text_part_of_a_vision_language_model_is_read():
     """Published Qwen3.5 models have a vision tower; the language model within is that of the text families."""
-    for whole, name in ((QWEN35_27B, "qwen3_5_text"), (QWEN35_35B_A3B, "qwen3_5_moe_text")):
+    names = (QWEN35_27B, "qwen3_5_text"), (QWEN35_35B_A3B, "qwen3_5_moe_text"), (GEMMA4_E2B, "gemma4_text")
+    for whole, name in names:
         family = families.for_hf_config(whole, name)
         assert family.name == name
         assert family.args_from_hf(whole) == families.FAMILIES[name].args_from_hf(CONFIGS[name])
@@ -489,8 +529,57 @@ def test_layers_with_delta_nets_are_those_of_transformers(name, change):
     family = families.for_hf_config(config)
     arguments = family.args_from_hf(config)
     args = model_args(arguments)
-    assert linear_layers(args) == [hasattr(layer, "linear_attn") for layer in model.model.layers]
+    assert recurrent_layers(args) == [hasattr(layer, "linear_attn") for layer in model.model.layers]
     assert family.args_from_hf(family.hf_from_args(args)) == arguments
+
+
+# The experts of Nemotron 3 Nano 30B-A3B (aiconfigurator's copy), for which its config.json has other sizes, too.
+NANO_3 = {
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_hidden_layers": 52,
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 64,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 6,
+    "num_key_value_heads": 2,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 1,
+}
+
+
+@pytest.mark.parametrize("change", [{}, NANO_3])
+def test_layers_of_nemotron_are_those_of_transformers(change):
+    config = NEMOTRON_NANO_9B_V2 | change
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(NemotronHConfig.from_dict(dict(config)))
+    family = families.for_hf_config(config)
+    arguments = family.args_from_hf(config)
+    args = model_args(arguments)
+    mixers = [layer.mixer for layer in model.model.layers]
+    assert recurrent_layers(args) == [hasattr(mixer, "A_log") for mixer in mixers]
+    assert attention_layers(args) == [hasattr(mixer, "q_proj") for mixer in mixers]
+    assert mlp_layers(args) == [hasattr(mixer, "up_proj") or hasattr(mixer, "experts") for mixer in mixers]
+    assert not change or moe_layers(args) == [hasattr(mixer, "experts") for mixer in mixers]
+    assert sum(map(prod, _shapes(args))) == sum(parameter.numel() for parameter in model.parameters())
+    written = family.hf_from_args(args)
+    assert family.args_from_hf(written) == arguments
+    # As transformers 5 writes it: names of layers in place of letters.
+    again = NemotronHConfig.from_dict(dict(written)).to_dict() | {"architectures": config["architectures"]}
+    assert "hybrid_override_pattern" not in again and family.args_from_hf(again) == arguments
+
+
+def _shapes(args):
+    """The shapes of all tensors in the files but the routers' biases, which are buffers in transformers."""
+    weights = table(replaced(args, padded_vocab_size=args.vocab_size))
+    return [shape for one in weights if not one.name.endswith("expert_bias") for shape in one.hf.values()]
 
 
 def test_megatron_counts_every_nth_layer_from_the_first():
@@ -507,7 +596,7 @@ def test_dense_layers_after_others_are_no_deepseek():
         families.for_args(args).hf_from_args(args)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "nemotron_h"])  # it has no rotary embedding
 def test_both_spellings_of_rope_give_the_same_arguments(name):
     """transformers 5 writes rope_parameters in place of rope_theta and rope_scaling."""
     new = CLASSES[name].from_dict(dict(CONFIGS[name])).to_dict()
@@ -549,10 +638,15 @@ def test_arguments_become_the_configuration_again(name):
         assert theirs["rope_parameters"].pop("type") == "longrope"
     if name == "glm4_moe_lite":  # says that whole heads are rotated
         assert theirs.pop("partial_rotary_factor") == theirs["rope_parameters"].pop("partial_rotary_factor") == 1.0
+    if name == "nemotron_h":
+        assert theirs.pop("time_step_rank") == 256  # read by neither
     assert ours == theirs
+    if name == "nemotron_h":
+        return
     # What knows only one of the two spellings finds it.
     rope = written["rope_parameters"]
-    assert written["rope_theta"] == rope.get("full_attention", rope)["rope_theta"] == arguments["rotary_base"]
+    if name != "gemma4_text":  # younger than the second spelling
+        assert written["rope_theta"] == rope.get("full_attention", rope)["rope_theta"] == arguments["rotary_base"]
 
 
 def test_model_type_serves_where_there_are_no_architectures():
@@ -629,11 +723,35 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("gemma2", {"sliding_window": None}, "lacks 'sliding_window'"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "transformers ignores for Gemma 3"),
         ("gemma3_text", {"rope_scaling": YARN}, "only 'linear' in layers without a window is supported"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "only causal attention is supported"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 7}, r"vocab_size_per_layer_input 7: only vocab_size \(262144\)"),
+        ("gemma4_text", {"layer_types": ["sliding_attention"] * 35}, "the last layer must be full_attention"),
+        ("gemma4_text", {"num_kv_shared_layers": 31}, "needs one of its kind before the first of them"),
+        ("gemma4_text", {"num_experts": 8}, "num_experts and no enable_moe_block"),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"4": {"head_dim": 64}}},
+            "one head_dim and one num_key_value_heads",
+        ),
+        ("gemma4_text", {"rope_parameters": _other_rope(factor=2.0)}, "rope_type 'proportional' without a factor"),
+        (
+            "gemma4_text",
+            {"rope_parameters": _other_rope(rope_type="yarn")},
+            "rope_type 'proportional' without a factor",
+        ),
         ("glm4", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
         ("qwen3_moe", {"attention_bias": True}, "attention_bias true"),
         ("qwen3_moe", {"num_experts": None}, "lacks 'num_experts'"),
         ("qwen3_moe", {"num_experts_per_tok": 1}, "norm_topk_prob true and num_experts_per_tok 1"),
         ("qwen3_moe", {"mlp_only_layers": list(range(48))}, "no layer with experts"),
+        ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32 True: only False"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True: only False"),
+        ("nemotron_h", {"conv_kernel": 3}, "conv_kernel 3: only 4"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias true"),
+        ("nemotron_h", {"attention_head_dim": 64}, "attention_head_dim 64: name it head_dim"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-A"}, r"the layers 'M-A': only Mamba-2 \(M\), attention"),
+        ("nemotron_h", {**NANO_3, "moe_latent_size": 64}, "moe_latent_size 64: only None"),
+        ("nemotron_h", {**NANO_3, "n_shared_experts": 2}, "n_shared_experts 2: only 1"),
         ("qwen3_next", {"attn_output_gate": False}, "attn_output_gate False: only True"),
         ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid': only 'silu'"),
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 3}, "layer_types of 3 layers"),

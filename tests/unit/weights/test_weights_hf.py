@@ -7,6 +7,7 @@ import pytest
 from slow import FEW, slow_except
 from toy_checkpoints import (
     HYBRID,
+    MAMBA_MOE,
     MEMBERS,
     PADDED_VOCAB,
     SHAPES,
@@ -78,6 +79,13 @@ def test_logits_equal_transformers(world, tmp_path, family, tied):
         ("mistral", {"sliding_window": None, "rope_scaling": {"rope_type": "yarn", **YARN}}),
         ("mixtral", {"sliding_window": 10}),
         ("phi3", {"rope_scaling": None, "partial_rotary_factor": 1.0, "sliding_window": None, "hidden_size": 64}),
+        # As E2B and E4B, and as 31B.
+        ("gemma4_text", {"attention_k_eq_v": False, "num_global_key_value_heads": None}),
+        (
+            "gemma4_text",
+            {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0},
+        ),
+        ("gemma4_moe", {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "use_double_wide_mlp": True}),
         ("glm4_moe", {"attention_bias": False, "use_qk_norm": False, "partial_rotary_factor": 1.0}),
         (
             "glm4_moe",
@@ -138,8 +146,10 @@ def test_multi_token_prediction_equals_transformers(world, tmp_path, family):
 
 
 # Every family once in float32, with tied embeddings where it has no others, and a few in bfloat16; then all.
-EXPORTS = [(*member, dtype) for dtype in (torch.float32, torch.bfloat16) for member in MEMBERS]
-QUICK_EXPORTS = [(family, ONCE[family], torch.float32) for family in (*FEW, "gpt_oss", "qwen3_next", "minimax_m2")]
+EXPORTS = [(*member, dtype) for dtype in (torch.float32, torch.bfloat16) for member in (*MEMBERS, (MAMBA_MOE, False))]
+QUICK_EXPORTS = [
+    (family, ONCE[family], torch.float32) for family in (*FEW, "gpt_oss", "qwen3_next", "minimax_m2", "nemotron_h")
+]
 QUICK_EXPORTS += [("qwen3", True, torch.float32)]
 
 
@@ -485,6 +495,32 @@ def test_stacked_experts_of_multi_token_prediction(world, tmp_path):
     hf.load_hf(others := build(args), args, tmp_path)
     assert len([name for name in names if block in name]) == 2
     assert all(map(torch.equal, chunks[0].parameters(), others[0].parameters()))
+
+
+def test_published_files_of_gemma4_have_more_than_the_language_model(world, tmp_path, capsys):
+    """Towers, and the keys and values that layers 2 and 3 would have if they did not share those of others."""
+    make(tmp_path / "text", "gemma4_text", tied=True)
+    text = tensors_of(tmp_path / "text")
+    published = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in text.items()}
+    more = [f"language_model.layers.{n}.self_attn.{name}" for n in (2, 3) for name in ("k_proj", "v_proj", "k_norm")]
+    more += ["vision_tower.patch_embedder.input_proj", "audio_tower.layers.0.norm", "embed_vision.embedding_projection"]
+    published |= {f"model.{name}.weight": torch.ones(2, 2) for name in more}
+    (tmp_path / "whole").mkdir()
+    save_file(published, tmp_path / "whole" / "model.safetensors")
+    config = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "tie_word_embeddings": True}
+    config["text_config"] = hf.read_config(tmp_path / "text")
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+    args = toy_args(tmp_path / "whole")
+    hf.load_hf(chunks := build(args), args, tmp_path / "whole")
+    assert f"{len(more)} tensors are not read" in capsys.readouterr().out
+    hf.save_hf(chunks, args, tmp_path / "out")
+    written = tensors_of(tmp_path / "out")
+    assert written.keys() == text.keys() and all(same_bits(text[name], written[name]) for name in text)
+    assert hf.read_config(tmp_path / "out")["architectures"] == ["Gemma4ForCausalLM"]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.arange(40)
+    with torch.no_grad():
+        assert (again(ids[None]).logits[0] - logits(chunks[0], ids)[:, :VOCAB]).abs().max() < 1e-4
 
 
 def test_multi_token_prediction_that_files_lack(world, tmp_path):
