@@ -9,6 +9,8 @@ passes ``model_provider`` and `forward_step` to ``setup``. `train` is the algori
     advantages   each completion is compared with the others of its prompt
     updates      ``--num-iterations x --steps-per-generation`` optimizer steps over packed micro-batches
 
+Before the first rollout, ``--sft-iters`` supervised updates learn demonstrations.
+
 The parts are in megatron_grpo/, a folder for each capability. algorithm/ has the mathematics; training/ has the set-up
 (setup.py), the parts of a run and its position (trainer.py), one optimizer step (train_step.py), and the rules that
 refuse invalid configurations (resolve.py). docs/arguments.md lists every flag.
@@ -128,6 +130,7 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
         further_tokens=batch.get("further_tokens"),  # with trained multi-token prediction
         further_labels=batch.get("further_labels"),
         entropy_gradient=args.entropy_coef > 0,  # the head is faster without
+        temperature=args.temperature,
     )
     return output, partial(loss_func, args, batch, num_microbatches, pack.cp_size)
 
@@ -168,7 +171,14 @@ def evaluate(args, trainer: Trainer) -> dict[str, float]:
 
 
 def train(args, trainer: Trainer) -> None:
-    """Repeat rollout, advantages and updates until ``--train-iters`` updates are done."""
+    """Repeat rollout, advantages and updates until ``--train-iters`` updates are done, after the supervised warm-up."""
+    while trainer.warming_up():
+        assert trainer.warm_up is not None
+        batch = trainer.demonstrations()  # as completions: the turns of the assistant are in the loss
+        with trainer.timers("update"):
+            row = update(trainer.warm_up.args, trainer, batch, np.arange(batch.num_completions))
+        trainer.finish_warm_up_update(batch, row)
+
     if args.val_before_train and trainer.iteration == 0:
         trainer.log(evaluate(args, trainer))
 

@@ -42,7 +42,9 @@ from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.resolve import resolve_args, resolve_origin
 from megatron_grpo.training.setup import build_model_and_optimizer
 from megatron_grpo.training.train_step import train_step
+from megatron_grpo.training.warm_up import SETTINGS
 from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
 from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.vision.images import ImageReader
@@ -81,12 +83,16 @@ def main() -> None:
     resume = bool(args.load) and latest_iteration(args.load) is not None
     args = resolve_origin(args, resume=resume)
     args = resolve_args(args, int(os.environ.get("WORLD_SIZE", "1")))
+    if record["iteration"] < 0:  # of the supervised warm-up
+        args = replaced(args, **SETTINGS)
     # Every rank trains.
     args = replaced(args, rollout_ranks=0, train_iters=args.train_iters or record["iteration"])
     initialize_distributed(args)
     set_random_seed(args.seed)
     model, optimizer, scheduler, *_ = build_model_and_optimizer(args, model_provider, resume=resume, ref_args=None)
     if args.vision_config:
+        if record["iteration"] < 0:
+            raise GrpoError("an update of the supervised warm-up of a vision-language model cannot be repeated")
         give_images(args, model, batch)
     iteration = checkpoint.load_checkpoint(args, model, optimizer, scheduler)[0] if resume else 0
     weights = f"weights of iteration {iteration}" if resume else "the initial weights, because --load has no checkpoint"
@@ -109,9 +115,10 @@ def main() -> None:
         rows.append((number, loss / copies, norm / copies))
     rows.sort(key=lambda row: (np.isfinite(row[1:]).all(), -row[2]))
     print_rank_0(f"{'completion':>10} {'data row':>8} {'tokens':>7} {'advantage':>10} {'loss':>12} {'grad norm':>12}")
+    advantages = np.full(batch.num_completions, np.nan) if batch.advantages is None else batch.advantages
     for number, loss, norm in rows[: options.rows]:
         numbers = f"{number:10} {batch.row_ids[number]:8} {batch.response_lengths[number]:7}"
-        print_rank_0(f"{numbers} {batch.advantages[number]:10.4g} {loss:12.6g} {norm:12.6g}")
+        print_rank_0(f"{numbers} {advantages[number]:10.4g} {loss:12.6g} {norm:12.6g}")
     bad = sum(not np.isfinite(row[1:]).all() for row in rows)
     loss, norm = repeat(forward.micro_batches(args, batch, completions))
     print_rank_0(f"the update: loss {loss:.6g}, gradient norm {norm:.6g}; {bad} of {len(rows)} completions not finite")

@@ -342,5 +342,24 @@ def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
     return PolicyLoss(-advantages * log_probs)
 
 
+def _check_sft() -> None:
+    raise GrpoError(
+        "--loss-type sft learns demonstrations, not rollouts: give --sft-iters and --sft-data-path, and another "
+        "--loss-type for the updates after them"
+    )
+
+
+@register_loss("sft", aggregation="dapo", level="token", check=_check_sft, example=None)
+def sft_loss(log_probs: Tensor) -> PolicyLoss:
+    """Return the loss of supervised learning, L = -log_probs, [t]: the cross-entropy of the demonstrated tokens, nats.
+
+    There is no ratio, no clip and no advantage. --sft-iters selects it.
+
+    Source: Ouyang et al. 2022, "Training language models to follow instructions with human feedback",
+    arXiv:2203.02155, section 3.5.
+    """
+    return PolicyLoss(-log_probs)
+
+
 def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

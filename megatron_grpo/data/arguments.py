@@ -12,8 +12,8 @@ from megatron_grpo.data.held_out_files import valid_paths
 from megatron_grpo.parallel.zigzag import padded_lengths
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.flags import COUNT, PATH, SHARE, TEXT, FlagRow
-from megatron_grpo.utils.rules import flag, required
+from megatron_grpo.utils.flags import COUNT, PATH, POSITIVE, SHARE, TEXT, FlagRow
+from megatron_grpo.utils.rules import excludes, flag, needs, required
 
 TOKENIZERS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
 
@@ -72,6 +72,17 @@ DATA: tuple[FlagRow, ...] = (
     ),
 )
 
+SFT: tuple[FlagRow, ...] = (
+    ("--sft-iters", COUNT, None, "number of supervised updates before the first rollout"),
+    (
+        "--sft-data-path",
+        [PATH],
+        None,
+        "files of demonstrations, as for --train-data-path: messages, or a prompt and its answer",
+    ),
+    ("--sft-lr", POSITIVE, None, "learning rate of these updates, constant after the run's warm-up"),
+)
+
 CURRICULUM: tuple[FlagRow, ...] = (
     ("--curriculum", bool, False, "order the prompts of each epoch from easy to hard, by the column pass_rate"),
     ("--min-pass-rate", SHARE, None, "skip training prompts with a lower pass_rate [keep all]"),
@@ -97,6 +108,28 @@ def check_data(args: Namespace) -> None:
     for dest in ("chat_template", "chat_template_kwargs", "trust_remote_code"):
         if getattr(args, dest) and args.tokenizer_type != "HuggingFaceTokenizer":
             raise GrpoError(f"{flag(dest)} needs --tokenizer-type HuggingFaceTokenizer")
+
+
+def check_sft(args: Namespace) -> None:
+    """Refuse a supervised warm-up without data or learning rate, or before recorded rollouts."""
+    for dest in ("sft_data_path", "sft_lr"):
+        needs(args, dest, "sft_iters", "it is of the supervised updates")
+        if args.sft_iters and not args.dry_run:
+            required(args, dest, "--sft-iters needs it")
+    for dest, reason in {
+        "eval_only": "an evaluation makes no updates",
+        "rollout_only": "the engine would sample with other weights than a run without the warm-up",
+        "train_only": "the recorded completions are of a policy after its warm-up: start from its weights",
+        "replay_rollouts": "the recorded completions are of a policy after its warm-up: start from its weights",
+    }.items():
+        excludes(args, "sft_iters", dest, reason)
+    if args.sft_iters and args.lora_rank and args.beta > 0 and not args.reference_adapter:
+        raise GrpoError(
+            f"--sft-iters with adapters and --beta {args.beta:g}: the reference is the model without adapters, before "
+            "the supervised updates: give --beta 0, or --reference-adapter"
+        )
+    for path in read_blend(args.sft_data_path or [])[0]:
+        check_row_file(path)
 
 
 def resolve_chat_template(args: Namespace) -> dict[str, Any]:

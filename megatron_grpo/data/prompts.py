@@ -97,6 +97,8 @@ class PromptDataset:
     ``read_by_rank_0``: its `reading`; this process then indexes and checks nothing itself.
     """
 
+    flag, what = "--train-data-path", "prompts"
+
     def __init__(
         self,
         paths: Sequence[str | Path],
@@ -115,7 +117,7 @@ class PromptDataset:
         indices = read_by_rank_0.indices if read_by_rank_0 else None
         self._files = RowFiles(words, WINDOW_BYTES * (len(words) if self._weights else 1), indices)
         if not len(self._files):
-            raise GrpoError(f"no prompts: {', '.join(words)} has no rows: give files that have some")
+            raise GrpoError(f"no {self.what}: {', '.join(words)} has no rows: give files that have some")
         self._routes = reward_routes(args.reward_routing, args.reward_funcs or [])
         self._low = 0.0 if args.min_pass_rate is None else args.min_pass_rate
         self._high = 1.0 if args.max_pass_rate is None else args.max_pass_rate
@@ -145,7 +147,7 @@ class PromptDataset:
             self._bounds = np.searchsorted(self._numbers, self._bounds)
         unused = np.flatnonzero(np.diff(self._bounds) == 0)
         if self._weights and len(unused):
-            raise GrpoError(f"{words[unused[0]]} has a weight in --train-data-path but no prompts: leave it out")
+            raise GrpoError(f"{words[unused[0]]} has a weight in {self.flag} but no {self.what}: leave it out")
 
     def reading(self) -> Reading:
         """Return what this process has found in the files, for the others."""
@@ -162,7 +164,7 @@ class PromptDataset:
         numbers, rates, self.engine_decodes, total = [], [], False, len(self._files)
         self.has_videos = False
         answers, in_json, with_start, plain = AnswerCounts(), 0, 0, 0
-        for number in tqdm(range(total), "checking prompts", disable=rank() > 0 or total < _PROGRESS_FROM):
+        for number in tqdm(range(total), f"checking {self.what}", disable=rank() > 0 or total < _PROGRESS_FROM):
             progress.advance()
             try:
                 prompt = self.read(number, decode=True)
@@ -181,11 +183,11 @@ class PromptDataset:
         if self._bad and self._args.bad_rows == "raise":
             raise self._bad_rows()
         if not numbers:
-            raise GrpoError(f"no prompts left: {'; '.join(self.summary())}")
+            raise GrpoError(f"no {self.what} left: {'; '.join(self.summary())}")
         for line in self.summary():
             print_rank_0(line)
         more = f" and {len(words) - 1} more files" if len(words) > 1 else ""
-        print_rank_0("; ".join(filter(None, (f"{words[0]}{more}: {len(numbers):,} prompts", answers.line()))))
+        print_rank_0("; ".join(filter(None, (f"{words[0]}{more}: {len(numbers):,} {self.what}", answers.line()))))
         if in_json:
             print_rank_0(f"{in_json:,} prompts are JSON text of messages: they are parsed, and rendered as messages")
         if with_start:
@@ -292,7 +294,7 @@ class PromptDataset:
             begin, end = int(self._bounds[first]), int(self._bounds[last])
             rates = None if self.pass_rates is None else self.pass_rates[begin:end]
             blocks = self._files.blocks.part(*self._files.block_bounds[[first, last]]) if self.streamed else None
-            return PromptSampler(end - begin, self._args.seed, not self._args.no_shuffle, rates, blocks)
+            return PromptSampler(end - begin, self._args.seed, not self._args.no_shuffle, rates, blocks, self.flag)
 
         count = len(self._files.files)
         if self._weights is None:
@@ -301,23 +303,28 @@ class PromptDataset:
 
     def summary(self) -> list[str]:
         """Return one line for each reason for which rows were skipped or cut."""
-        limit, total = self._args.max_prompt_length, f"of {len(self._files):,} prompts"
+        (_, of_flags), total = self._limit(), f"of {len(self._files):,} {self.what}"
         lines = {
             "bad": ("left out", f"{total} that are invalid: {'; '.join(self._bad)}"),
             "long": (
                 "left out",
-                f"{total} that are longer than --max-prompt-length {limit} (raise it, or give --truncation-strategy "
-                "left to keep their last tokens)",
+                f"{total} that are longer than {of_flags} (raise it, or give --truncation-strategy left to keep their "
+                "last tokens)",
             ),
             "rate": (
                 "left out",
                 f"{total} with a pass_rate below --min-pass-rate ({self._low:g}) or above --max-pass-rate "
                 f"({self._high:g})",
             ),
-            "cut": ("cut", f"{total} on the left to --max-prompt-length {limit}"),
+            "cut": ("cut", f"{total} on the left to {of_flags}"),
         }
         counts = self._counts
         return [f"{did} {counts[name]:,} {what}" for name, (did, what) in lines.items() if counts[name]]
+
+    def _limit(self) -> tuple[int | None, str]:
+        """Return the most tokens of a row, and the flags that say so."""
+        limit = self._args.max_prompt_length
+        return limit, f"--max-prompt-length {limit}"
 
     def _count_left_out(self, left: LeftOut) -> None:
         self._counts[left.reason] += 1
@@ -421,5 +428,5 @@ def draw(dataset: PromptDataset, sampler: PromptSampler | BlendedSampler, count:
                 break
             number = sampler.replace(number)
         else:
-            raise GrpoError(f"no prompts left in all files: {'; '.join(dataset.summary())}")
+            raise GrpoError(f"no {dataset.what} left in all files: {'; '.join(dataset.summary())}")
     return prompts

@@ -20,25 +20,11 @@ def parse_prompt(
     A last assistant message of ``messages`` is the reference answer (answer_column.py) and no part of the prompt.
     With a system prompt, a string becomes the user's message after it. Raises GrpoError with the expected format.
     """
-    column = key if row.get(key) is not None else "messages"
-    prompt = row.get(column)
-    if prompt is None:
-        found = ", ".join(f"{name} (null)" if value is None else name for name, value in row.items()) or "no column"
-        raise GrpoError(f'no prompt: expected a column "{key}" (--prompt-key) or "messages", found {found}')
-    if isinstance(prompt, str) and (messages_in_text := messages_of_text(prompt)) is not None:
-        prompt = messages_in_text
-    if isinstance(prompt, str):
-        _check_text(f'"{column}"', prompt)
-        return (
-            prompt if system is None else [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-        )
-    if not isinstance(prompt, list):
-        raise GrpoError(f'"{column}" must be a string or a list of messages, found {kind(prompt)}')
-    if not prompt:
-        raise GrpoError(f'"{column}" is an empty list of messages')
-    messages = [
-        _check_message(f'message {number} of "{column}"', message, media) for number, message in enumerate(prompt, 1)
-    ]
+    column, messages = _parse_column(row, key, media)
+    if isinstance(messages, str):
+        if system is None:
+            return messages
+        return [{"role": "system", "content": system}, {"role": "user", "content": messages}]
     if column == "messages" and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages:
@@ -48,6 +34,51 @@ def parse_prompt(
             f'"{column}" ends with an assistant message, but the model generates that message: leave it out, or name '
             'the column "messages" if that message is the reference answer'
         )
+    return _after_system(messages, column, system)
+
+
+def parse_conversation(
+    row: dict[str, Any], key: str, system: str | None = None, media: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the messages of column ``messages`` up to the last one of the assistant; arguments as of `parse_prompt`.
+
+    Raises GrpoError if there is none, or nothing before the first one.
+    """
+    _, messages = _parse_column({"messages": row.get("messages")}, key, media)
+    if isinstance(messages, str):
+        raise GrpoError('"messages" must be a list of messages, found a string')
+    spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not spoken:
+        raise GrpoError('"messages" has no message of the assistant: a demonstration needs one')
+    if spoken[0] == 0:
+        raise GrpoError('"messages" begins with an assistant message: the prompt is missing before it')
+    return _after_system(messages[: spoken[-1] + 1], "messages", system)
+
+
+def _parse_column(row: Mapping[str, Any], key: str, media: Collection[str]) -> tuple[str, str | list[dict[str, Any]]]:
+    """Return column ``key`` or "messages", whichever the row has, and its string or checked messages."""
+    column = key if row.get(key) is not None else "messages"
+    prompt = row.get(column)
+    if prompt is None:
+        found = ", ".join(f"{name} (null)" if value is None else name for name, value in row.items()) or "no column"
+        raise GrpoError(f'no prompt: expected a column "{key}" (--prompt-key) or "messages", found {found}')
+    if isinstance(prompt, str) and (messages_in_text := messages_of_text(prompt)) is not None:
+        prompt = messages_in_text
+    if isinstance(prompt, str):
+        _check_text(f'"{column}"', prompt)
+        return column, prompt
+    if not isinstance(prompt, list):
+        raise GrpoError(f'"{column}" must be a string or a list of messages, found {kind(prompt)}')
+    if not prompt:
+        raise GrpoError(f'"{column}" is an empty list of messages')
+    messages = [
+        _check_message(f'message {number} of "{column}"', message, media) for number, message in enumerate(prompt, 1)
+    ]
+    return column, messages
+
+
+def _after_system(messages: list[dict[str, Any]], column: str, system: str | None) -> list[dict[str, Any]]:
+    """Return the messages after the one of --system-prompt; GrpoError if they have one of their own."""
     if system is None:
         return messages
     if messages[0]["role"] == "system":

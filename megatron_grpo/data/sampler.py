@@ -29,7 +29,9 @@ class PromptSampler:
         shuffle: bool = True,
         pass_rates: np.ndarray | None = None,
         blocks: Blocks | None = None,
+        flag: str = "--train-data-path",
     ):
+        self.flag = flag  # names the data in messages
         self.num_prompts, self.seed, self.shuffle = num_prompts, seed, shuffle
         self.curriculum, self._pass_rates = pass_rates is not None, pass_rates
         self._blocks = blocks
@@ -106,7 +108,7 @@ class PromptSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position; raise GrpoError if the position belongs to another order."""
         flags = {
-            "num_prompts": "--train-data-path (number of prompts)",
+            "num_prompts": f"{self.flag} (number of rows)",
             "seed": "--seed",
             "shuffle": "shuffling (--no-shuffle)",
             "curriculum": "--curriculum",
@@ -177,7 +179,7 @@ class BlendedSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position; raise GrpoError if the position belongs to another order."""
-        _check_same(state.get("weights"), self.weights, "--train-data-path (weights)")
+        _check_same(state.get("weights"), self.weights, f"{self.samplers[0].flag} (weights)")
         for sampler, source in zip(self.samplers, state["sources"], strict=True):
             sampler.load_state_dict(source)
         self.drawn, self.returned = list(state["drawn"]), list(state["returned"])

@@ -6,7 +6,7 @@ import binascii
 import functools
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,9 +41,13 @@ class Tokenizer(Protocol):
         """Return the text of ids, without special tokens such as end-of-sequence by default."""
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        generation_prompt: bool = True,
     ) -> list[int]:
-        """Return the ids of a conversation, with the generation prompt of the assistant's answer at the end.
+        """Return the ids of a conversation, with the generation prompt of the assistant's answer at the end or without.
 
         ``variables`` are further variables of the chat template, such as ``{"enable_thinking": False}``.
         """
@@ -162,7 +166,11 @@ class HuggingFaceTokenizer:
         return jinja2.meta.find_undeclared_variables(syntax)
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        generation_prompt: bool = True,
     ) -> list[int]:
         if not self._tokenizer.chat_template:
             raise GrpoError(
@@ -176,12 +184,13 @@ class HuggingFaceTokenizer:
                 f"the chat template has no variable {', '.join(unknown)}: correct --chat-template-kwargs, or the row's "
                 f"chat_template_kwargs; the template reads {', '.join(sorted(self._template_variables))}"
             )
-        return self._known(self._apply(messages, tools, variables, tokenize=True, return_dict=False))
+        how = {"add_generation_prompt": generation_prompt, "tokenize": True, "return_dict": False}
+        return self._known(self._apply(messages, tools, variables, **how))
 
     def render_chat(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
     ) -> str:
-        return self._apply(messages, tools, variables, tokenize=False)
+        return self._apply(messages, tools, variables, add_generation_prompt=True, tokenize=False)
 
     @functools.cached_property
     def _takes_parts_only(self) -> bool:
@@ -208,9 +217,7 @@ class HuggingFaceTokenizer:
                 for message in messages
             ]
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, **options, **(variables or {})
-            )
+            return self._tokenizer.apply_chat_template(messages, tools=tools, **options, **(variables or {}))
         # A template is a program, and can raise any error for messages that it does not expect.
         except Exception as error:
             raise GrpoError(f"the chat template in {self.directory} refuses these messages: {error}") from error
@@ -261,7 +268,11 @@ class SentencePieceTokenizer:
         return self._tokenizer.decode(ids)  # control tokens never have text
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        generation_prompt: bool = True,
     ) -> list[int]:
         raise GrpoError(
             "chat messages need a chat template, and a SentencePiece model has none; give the prompts as plain strings "
@@ -327,7 +338,11 @@ class TikTokenizer:
         return self._encoding.decode([i for i in ids if i >= self._specials or not skip_special_tokens])
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, variables: Mapping[str, Any] | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        generation_prompt: bool = True,
     ) -> list[int]:
         raise GrpoError(
             "chat messages need a chat template, and a tiktoken vocabulary has none; give the prompts as plain strings "
@@ -360,6 +375,35 @@ def _check_tiktoken(path: Path) -> int:
     if len(seen) < 256:
         raise GrpoError(f"--tokenizer-model {path}: has {len(seen)} tokens; expected {form}")
     return len(seen)
+
+
+def render(
+    how: Callable[..., Any],
+    messages: Sequence[dict[str, Any]],
+    tools: list[Any] | None,
+    variables: Mapping[str, Any],
+    **options: Any,
+) -> Any:
+    """Return what ``how``, a method of a tokenizer, makes of a conversation.
+
+    A template gets the arguments of tool calls as objects, or as JSON text: OpenAI's protocol has text, most templates
+    expect objects, and DeepSeek's joins text.
+    """
+    try:
+        return how(list(messages), tools, variables, **options)
+    except GrpoError:
+        as_text = [_with_json_arguments(message) for message in messages]
+        if as_text == list(messages):
+            raise
+        return how(as_text, tools, variables, **options)
+
+
+def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def build_tokenizer(args: argparse.Namespace) -> Tokenizer:

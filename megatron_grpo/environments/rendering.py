@@ -8,11 +8,10 @@ this place: they end alike from the end of the turn on.
 import datetime
 import hashlib
 import itertools
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_grpo.data.tokenizer import ChatTokenizer
+from megatron_grpo.data.tokenizer import ChatTokenizer, render
 from megatron_grpo.utils.errors import GrpoError
 
 Message = dict[str, Any]
@@ -70,12 +69,12 @@ class TurnRenderer:
     ) -> list[int]:
         """Return the ids of a conversation as the template renders it, with the generation prompt."""
         variables = dict(variables or {}) | {"strftime_now": self._now.strftime}
-        return self._rendered(self._tokenizer.apply_chat_template, messages, tools, variables)
+        return render(self._tokenizer.apply_chat_template, messages, tools, variables)
 
     def text(self, messages: Sequence[Message], tools: list[Any] | None, variables: Mapping[str, Any]) -> str:
         """Return the text of `whole`."""
         given = dict(variables) | {"strftime_now": self._now.strftime}
-        return self._rendered(self._tokenizer.render_chat, messages, tools, given)
+        return render(self._tokenizer.render_chat, messages, tools, given)
 
     def rewritten(
         self,
@@ -137,7 +136,7 @@ class TurnRenderer:
                     {**call, "function": {"name": call["function"]["name"], "arguments": {"a": text}}} for call in calls
                 ]
             conversation = [*messages, made_up, *messages_after]
-            return self._rendered(self._tokenizer.render_chat, conversation, tools, variables)
+            return render(self._tokenizer.render_chat, conversation, tools, variables)
 
         first, second = rendered("A", new), rendered("B", new)
         if first == second:
@@ -153,21 +152,6 @@ class TurnRenderer:
         # Behind the text there may be tool calls, then the end of the turn.
         places = [place for end in self.ends if (place := same.find(end)) >= 0]
         return same[min(places) :] if places and turn.get("tool_calls") else same
-
-    @staticmethod
-    def _rendered(render: Callable, messages: Sequence[Message], tools, variables: dict[str, Any]) -> Any:
-        """Return what ``render`` makes of a conversation.
-
-        A template gets the arguments of tool calls as objects, or as JSON text: OpenAI's protocol has text, most
-        templates expect objects, and DeepSeek's joins text.
-        """
-        try:
-            return render(list(messages), tools, variables)
-        except GrpoError:
-            as_text = [_with_json_arguments(message) for message in messages]
-            if as_text == list(messages):
-                raise
-            return render(as_text, tools, variables)
 
     def _without_sampled_end(self, ids: list[int], last_token: int) -> list[int]:
         """Return ``ids`` without the end of the turn if the policy sampled one.
@@ -190,14 +174,6 @@ def _digest(text: str) -> bytes:
 
 def _changed(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     return f"{content}?" if isinstance(content, str) else [*content, {"type": "text", "text": "?"}]
-
-
-def _with_json_arguments(message: Message) -> Message:
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", ())
-    ]
-    return {**message, "tool_calls": calls} if calls else message
 
 
 def _common_end(first: str, second: str) -> str:

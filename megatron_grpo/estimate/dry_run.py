@@ -88,6 +88,7 @@ def dry_run_report(args: Namespace, world_size: int) -> str:
         "batch arithmetic",
         *batch_arithmetic(args, world_size).lines(),
         *_shared_lines(args),
+        *_warm_up_lines(args),
         "",
         f"pipeline stages of a model of {plan.whole_model():,} parameters",
         *_stage_lines(plan),
@@ -157,6 +158,18 @@ def _shared_lines(args: Namespace) -> list[str]:
         f"shared prompts: a group of {size} with a prompt of {prompt} and completions of {completion} tokens computes "
         f"{tokens - (size - packs) * shared:,} of {tokens:,} tokens and {1 - less / whole:.0%} of the FLOPs; memory is "
         "that of micro-batches with as many tokens that share nothing"
+    ]
+
+
+def _warm_up_lines(args: Namespace) -> list[str]:
+    """Return the line about the supervised warm-up."""
+    if not args.sft_iters:
+        return []
+    data = " ".join(args.sft_data_path or ["no --sft-data-path yet"])
+    rate = "no --sft-lr yet" if args.sft_lr is None else f"learning rate {args.sft_lr:g}"
+    return [
+        f"supervised warm-up: {args.sft_iters:,} updates before the first rollout, each of {args.global_batch_size:,} "
+        f"demonstrations ({data}), {rate}"
     ]
 
 

@@ -47,17 +47,20 @@ class PolicyModel(GPTModel):
         further_tokens: torch.Tensor | None = None,
         further_labels: torch.Tensor | None = None,
         entropy_gradient: bool = True,
+        temperature: float | None = None,
         **kwargs,
     ):
-        """Extend megatron-core's method by ``label_positions`` ``[l]``, ``kept_token_ids`` ``[l, k]`` of the labels and
-        ``entropy_gradient`` (`vocab_parallel_log_probs`), ``rope_positions`` ``[3, t]`` of all tokens of the pack
-        (`MRope`), its ``images``, and ``further_tokens`` ``[n, t]`` and ``further_labels`` ``[n, l]`` of `Pack`.
+        """Extend megatron-core's method by ``label_positions`` ``[l]``, ``kept_token_ids`` ``[l, k]`` of the labels,
+        ``entropy_gradient`` and ``temperature`` [the model's] (`vocab_parallel_log_probs`), ``rope_positions``
+        ``[3, t]`` of all tokens of the pack (`MRope`), its ``images``, and ``further_tokens`` ``[n, t]`` and
+        ``further_labels`` ``[n, l]`` of `Pack`.
 
         Without ``label_positions`` the head finds them in the labels, and the host waits for the device.
         """
         self._label_positions = label_positions
         self._kept_token_ids, self._images, self._entropy_gradient = kept_token_ids, images, entropy_gradient
         self._further = further_tokens, further_labels
+        self._temperature = self.temperature if temperature is None else temperature
         if self.config.mrope_section:
             self.rotary_pos_emb.positions = rope_positions
         return super().forward(*args, **kwargs)
@@ -143,7 +146,7 @@ class PolicyModel(GPTModel):
             hidden[:, 0].index_select(0, kept),
             weight,
             labels,
-            self.temperature,
+            self._temperature,
             self.vocab_size_without_padding,
             parallel_state.get_tensor_model_parallel_group(),
             cap=self.final_logit_softcapping,

@@ -42,6 +42,8 @@ METRICS = {
     "completion/length_min": "length of the shortest completion, sampled tokens",
     "completion/length_max": "length of the longest completion, sampled tokens",
     "completion/truncated": "fraction of completions truncated at --max-completion-length",
+    "sft/loss": "cross-entropy of the demonstrated tokens of a supervised update (--sft-iters), nats a token",
+    "sft/tokens": "demonstrated tokens in the loss of this update",
     "loss": "loss that was differentiated, including the KL term",
     "kl": "k3 estimate of KL(policy || reference), mean over completion tokens, for every --kl-estimator",
     "entropy": "entropy of the policy's next-token distribution, mean over completion tokens, nats",
@@ -126,6 +128,7 @@ HEADINGS = {
     "": "Learning",
     "clip": "Learning",
     "teacher": "Learning",
+    "sft": "Learning",
     "ratio": "Learning",
     "update": "Learning",
     "moe": "Learning",
@@ -149,6 +152,9 @@ HEADINGS = {
 TITLES = (*dict.fromkeys(HEADINGS.values()), "Other")
 
 REMEDIES = {
+    "sft/loss": "Flat from the start: raise --sft-lr. Near 0: the rows are learnt by heart, and the completions of a "
+    "prompt become alike; lower --sft-iters, or give more rows.",
+    "sft/tokens": "A count: small beside the tokens of the rows if prompts are long.",
     "reward/mean": "Flat from the start: see reward/zero_std_groups (no signal) and read completions.jsonl. Rising "
     "while eval/* falls: reward hacking; make the reward stricter. Collapsing: lower --lr, raise --beta.",
     "reward/std": "Near 0: all completions of a prompt are equally good, so there is no gradient. Raise --temperature "

@@ -43,7 +43,7 @@ _MAXIMA = {"completion/length_max", "ratio/max", "mismatch/max_abs", "memory/pea
 _MINIMA = {"completion/length_min", "ratio/min"}
 _LAST_VALUES = {"lr", "params_norm", "tokens/total", "consumed/prompts", "consumed/left_out"}
 _SUMS = {"tokens/update", "tokens/rollout", "flops/update", "reward/failures", "drafts/proposed", "drafts/accepted"}
-_SUMS |= {"tokens/shared", "update/skipped", "stream/trainer_wait", "stream/engine_idle"}
+_SUMS |= {"sft/tokens", "tokens/shared", "update/skipped", "stream/trainer_wait", "stream/engine_idle"}
 
 
 class Timers:
@@ -105,8 +105,9 @@ SECONDS_BETWEEN_DRAWS = 0.5  # of the progress bar
 class MetricsLogger:
     """Logger that writes metrics to console, files in ``--save`` and trackers, as the arguments specify.
 
-    ``start_iteration``: number of updates done before (0 for a new run). A resumed run keeps the rows of the files in
-    ``--save`` up to this update and deletes later ones, because it writes them again. A new run empties the files.
+    ``start_iteration``: newest update before (0 for a new run; below 0 in a supervised warm-up, whose trackers count
+    from 0). A resumed run keeps the rows of the files in ``--save`` up to this update and deletes later ones, because
+    it writes them again. A new run empties the files.
     """
 
     def __init__(self, args, rank: int, total_iterations: int, start_iteration: int):
@@ -122,7 +123,7 @@ class MetricsLogger:
         self.trackers: list = []
         self.peak_tflops = peak_tflops(args)
         self.recent: deque[tuple[int, float]] = deque(maxlen=20)  # (updates, seconds) of the last rows, for the ETA
-        self.written = start_iteration  # update of the last row
+        self.written = max(0, start_iteration)  # update of the last row
         self.bar: Any = None  # tqdm's, while this logger is active
         self.judged: list[dict] = []  # what findings read of the rows so far
         self.rollout: dict[str, Any] | None = None  # progress of the rollout under way, for status.json
@@ -139,11 +140,13 @@ class MetricsLogger:
             self.open_files()
             self.judged = [_judged(row) for row in read_lines(Path(args.save, "metrics.jsonl"))]
             self.status = StatusFile(Path(args.save), self._status)
-        self.trackers = build_trackers(args, start_iteration)
+        self.first_step = args.sft_iters or 0  # of the trackers, W&B among them, which take no steps below 0
+        resumed = start_iteration not in (0, -1 - self.first_step)
+        self.trackers = build_trackers(args, start_iteration + self.first_step, resumed)
         # disable=None: no bar if the output is not a terminal.
         self.bar = tqdm(
             total=total_iterations,
-            initial=start_iteration,
+            initial=max(0, start_iteration),
             bar_format="{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}{postfix}",
             desc="training",
             disable=None,
@@ -160,12 +163,12 @@ class MetricsLogger:
     def log(self, iteration: int, metrics: dict[str, float]) -> None:
         """Add the metrics of one update (a subset of METRICS); write a row every ``--log-interval`` updates.
 
-        An evaluation before training has ``iteration`` 0.
+        An evaluation before training has ``iteration`` 0, updates of a supervised warm-up have those below.
         """
         check_names(metrics)
         if not self.active:
             return
-        self.bar.update(iteration - self.iteration)
+        self.bar.update(max(0, iteration) - max(0, self.iteration))
         self.iteration = iteration
         self.interval.append(metrics)
         if iteration % self.args.log_interval == 0 or iteration == self.total:
@@ -175,7 +178,7 @@ class MetricsLogger:
 
     def _status(self) -> dict[str, Any]:
         """Return the fields of status.json that this logger knows."""
-        return {"update": self.iteration, "total": self.total, "rollout": self.rollout}
+        return {"update": max(0, self.iteration), "total": self.total, "rollout": self.rollout}
 
     def show_phase(self, phase: str) -> None:
         """Show in the progress bar what the run does now."""
@@ -227,7 +230,7 @@ class MetricsLogger:
         if self.files:
             self._append(f"{table}.jsonl", *({"iteration": iteration} | sample for sample in samples))
         if self.args.log_completions and samples:
-            self._to_trackers("log_table", iteration, table, *completion_table(samples))
+            self._to_trackers("log_table", iteration + self.first_step, table, *completion_table(samples))
 
     def flush(self) -> None:
         """Write everything to the disk (fsync); call this before a checkpoint is saved.
@@ -277,13 +280,13 @@ class MetricsLogger:
         remaining, with_kl = self._remaining_seconds(row), self.args.beta > 0
         for line in console_lines(self.iteration, self.total, row, remaining, terminal_width(), with_kl):
             print_rank_0(line)
-        self._to_trackers("log_row", self.iteration, row)
+        self._to_trackers("log_row", self.iteration + self.first_step, row)
 
     def _remaining_seconds(self, row: dict) -> float | None:
         """Return the seconds that the remaining updates take at the speed of the last rows; None without a speed."""
         if self.iteration > self.written and "time/step" in row:
             self.recent.append((self.iteration - self.written, row["time/step"]))
-        self.written = self.iteration
+        self.written = max(0, self.iteration)
         updates, seconds = (sum(column) for column in zip(*self.recent)) if self.recent else (0, 0.0)
         return (self.total - self.iteration) * seconds / updates if updates else None
 
@@ -369,8 +372,8 @@ def without_nan(value):
 def truncate_after(path: Path, iteration: int) -> int:
     """Delete the rows of a JSON-lines file with a later ``iteration`` than the given one; all rows for iteration 0.
 
-    Damaged lines are deleted, too; returns their number, besides the last one, which a killed run leaves incomplete.
-    The file is replaced atomically.
+    Updates of a supervised warm-up are below 0. Damaged lines are deleted, too; returns their number, besides the last
+    one, which a killed run leaves incomplete. The file is replaced atomically.
     """
     if not path.exists():
         return 0
@@ -380,7 +383,7 @@ def truncate_after(path: Path, iteration: int) -> int:
         for line in old:
             ended = line.endswith("\n")
             try:
-                keep = iteration > 0 and json.loads(line)["iteration"] <= iteration
+                keep = iteration != 0 and json.loads(line)["iteration"] <= iteration
             except (ValueError, KeyError, TypeError):
                 damaged += ended
                 continue
@@ -402,6 +405,13 @@ _COLUMNS = [
     ("clip", "clip", "6.4f"),
     ("logp diff", "mismatch/mean_abs", "7.1e"),
     ("lr", "lr", "8.2e"),
+]
+_SFT_COLUMNS = [
+    ("loss", "sft/loss", "7.4f"),
+    ("tokens", "sft/tokens", "7,.0f"),
+    ("grad norm", "grad_norm", "7.3f"),
+    ("lr", "lr", "8.2e"),
+    ("update", "time/update", "6.2f"),
 ]
 _SECONDS = ("rollout", "scoring", "logprobs", "update", "sync")
 
@@ -428,6 +438,9 @@ def console_lines(
 
     lines = []
     position = f"{iteration:>{len(str(total))}}/{total}"
+    if "sft/loss" in row:
+        parts = [f"{title} {row[name]:{form}}" for title, name, form in _SFT_COLUMNS if name in row]
+        return [_fitting(f"warm-up {iteration}", None, parts, width)]
     if any(not name.startswith(("eval/", "time/", "memory/")) for name in row):  # an evaluation alone has these three
         values = row | ({"clip": row["clip/low"] + row["clip/high"]} if {"clip/low", "clip/high"} <= row.keys() else {})
         columns = [column for column in _COLUMNS if with_kl or column[0] != "kl"]

@@ -26,14 +26,17 @@ FIELDS = "file", "kind", "prompt", "completion", "advantage", "length", "finish_
 Rows = Sequence[Sequence[Any]]
 
 
-def build_trackers(args: Namespace, start_iteration: int) -> list[Any]:
-    """Open the trackers that the arguments name; raise GrpoError if one fails, for example without a login."""
-    trackers: list[Any] = [TensorBoard(args, start_iteration)] if args.tensorboard_dir else []
+def build_trackers(args: Namespace, start_step: int, resumed_run: bool) -> list[Any]:
+    """Open the trackers that the arguments name; raise GrpoError if one fails, for example without a login.
+
+    ``start_step``: the newest step before.
+    """
+    trackers: list[Any] = [TensorBoard(args, start_step)] if args.tensorboard_dir else []
     kinds = {"wandb": Wandb, "swanlab": SwanLab, "mlflow": Mlflow, "trackio": Trackio}
     used = {name: kind for name, kind in kinds.items() if getattr(args, f"{name}_project")}
     if not used:
         return trackers
-    ids, resumed = run_ids(args.save, list(used), start_iteration > 0)
+    ids, resumed = run_ids(args.save, list(used), resumed_run)
     for name, kind in used.items():
         trackers.append(kind(args, ids[name], name in resumed))
         ids[name] = trackers[-1].id
@@ -72,12 +75,12 @@ def completion_table(samples: Sequence[dict[str, Any]]) -> tuple[list[str], Rows
 class TensorBoard:
     """Scalars and Markdown tables in ``--tensorboard-dir``; a resumed run replaces later steps."""
 
-    def __init__(self, args: Namespace, start_iteration: int):
+    def __init__(self, args: Namespace, start_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
         _hide_tracebacks_of_tensorboards_threads()
         try:
-            self.writer = SummaryWriter(args.tensorboard_dir, purge_step=start_iteration + 1)
+            self.writer = SummaryWriter(args.tensorboard_dir, purge_step=start_step + 1)
         except OSError as error:
             raise GrpoError(
                 f"--tensorboard-dir {args.tensorboard_dir} cannot be written: {error.strerror}; make room there"

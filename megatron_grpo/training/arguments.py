@@ -19,7 +19,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron_grpo.algorithm.arguments import ADVANTAGE, LOSS
 from megatron_grpo.algorithm.registry import ADVANTAGES, LOSSES, Flag
 from megatron_grpo.checkpointing.arguments import CHECKPOINTS
-from megatron_grpo.data.arguments import CURRICULUM, DATA
+from megatron_grpo.data.arguments import CURRICULUM, DATA, SFT
 from megatron_grpo.environments.arguments import ENVIRONMENTS
 from megatron_grpo.estimate.arguments import DRY_RUN
 from megatron_grpo.lora.arguments import ADAPTER_FILES, LORA
@@ -190,6 +190,7 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "parallelism": PARALLELISM,
     "memory while the engine generates": OFFLOAD,
     "data": DATA,
+    "supervised warm-up": SFT,
     "images": VISION,
     "rollout": ROLLOUT,
     "reuse and sampling": (*DYNAMIC_SAMPLING, *PARTIAL_ROLLOUTS, *PLACED, *CURRICULUM, STRUCTURED_OUTPUTS),

@@ -59,6 +59,12 @@ class BadUpdates:
         self.losses.extend(state.get("losses", []))
         self.in_a_row = state.get("in_a_row", 0)
 
+    def forget(self) -> None:
+        """Forget the updates so far: those that follow have another loss."""
+        self.norms.clear()
+        self.losses.clear()
+        self.in_a_row = 0
+
     def step(self, optimizer, loss: float, further_norm: Callable[[], float] | None = None) -> tuple[bool, float]:
         """Run ``optimizer.step()`` unless the update is bad; return (done, gradient norm) and set ``problem``.
 

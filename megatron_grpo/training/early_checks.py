@@ -37,6 +37,7 @@ def absent_data(args: Namespace) -> list[str]:
     """Return the flags, with their values, that name data files of the run which this machine does not have."""
     train = [] if args.eval_only else args.train_data_path or []
     files = {"train_data_path": train, "valid_data_path": valid_paths(args.valid_data_path)}
+    files["sft_data_path"] = args.sft_data_path or []
     return [f"{flag(dest)} {path}" for dest, words in files.items() for path in absent_files(words)]
 
 

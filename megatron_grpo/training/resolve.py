@@ -18,6 +18,7 @@ from megatron_grpo.checkpointing.checkpoint_directory import read_checkpoint_arg
 from megatron_grpo.data.arguments import (
     check_data,
     check_pass_rates,
+    check_sft,
     check_tokenizer,
     resolve_chat_template,
     resolve_system_prompt,
@@ -151,6 +152,7 @@ FLAGS: tuple[Step, ...] = (
     resolve_lengths,
     check_lengths,
     check_data,
+    check_sft,
     resolve_system_prompt,
     resolve_chat_template,
     resolve_weight_sync,

@@ -102,12 +102,15 @@ class Saves:
             return None
         return new_best(self.args, iteration, metrics)
 
-    def write_last(self, position: Position) -> None:
-        """Write the checkpoint of the end of a run, unless it is there or takes longer than --exit-grace-seconds."""
+    def write_last(self, position: Position, again: bool = False) -> None:
+        """Write the checkpoint of the end of a run, unless it takes longer than --exit-grace-seconds.
+
+        One that is there is written ``again`` or left.
+        """
         if not self.args.save:
             return
         self._end_background()
-        if self.holds(position.iteration):
+        if self.holds(position.iteration) and not again:
             return
         if all_ranks_agree(self.fits()):
             self.write(position, last=True)

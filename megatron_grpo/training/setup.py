@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.run_lock import RunLock
+from megatron_grpo.data.demonstrations import Demonstrations
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
 from megatron_grpo.data.held_out_files import valid_paths
 from megatron_grpo.data.prompts import PromptDataset, Reading
@@ -107,6 +108,7 @@ from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_
 from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.saves import Saves
 from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.training.warm_up import WarmUp
 from megatron_grpo.utils import launch, progress
 from megatron_grpo.utils.arguments import Arguments, args_to_json, replaced, resolved
 from megatron_grpo.utils.batch_sizes import batch_arithmetic, trainer_ranks
@@ -115,7 +117,7 @@ from megatron_grpo.utils.device import unseen_gpus
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.utils.rules import flag
-from megatron_grpo.vision.images import ImageReader
+from megatron_grpo.vision.images import ImageReader, RowImages
 from megatron_grpo.vision.images import attach as attach_images
 from megatron_grpo.weights import families, hf
 
@@ -191,7 +193,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
             model, optimizer, scheduler, reference, lora_base = parts
         memory.model, memory.optimizer = model, optimizer
         if inputs.images is not None:  # an agent shows the images of a row itself, in its messages
-            image_store = attach_images(model, inputs.images, inputs.train.images_of, with_rows=not args.agent)
+            image_store = attach_images(model, inputs.images, inputs.images_of, with_rows=not args.agent)
         teacher = _build_teacher(args, teach_args, model_provider)
     if lora_base is not None:
         args = replaced(args, lora_base=lora_base)  # for checkpoints and the record of the run
@@ -207,6 +209,10 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
     elif args.load and not args.finetune:  # not with --eval-only, which needs it
         print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
+    warm_up = None
+    if inputs.demonstrations is not None:
+        over, first_row = iteration > 0, len(inputs.train)
+        warm_up = WarmUp(args, inputs.demonstrations, optimizer, position.get("sft", {}), over, first_row)
     sampler = inputs.train.sampler()
     rollouts = position.get("rollouts", 0)
 
@@ -244,7 +250,8 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     scorer = build_scorer(args, inputs.reward_models) if engine is not None and engine.is_lead else None
     held_out = held_out_prompts(args, inputs.valid)
     progress.step("logs")
-    logger = _open_logs(args, iteration)
+    newest = iteration or (0 if warm_up is None else -1 - warm_up.left)  # row of metrics
+    logger = _open_logs(args, newest)
     before_exit(logger.end)
     timers = Timers(memory.phase, logger.show_phase)
     common = {"args": args, "dataset": inputs.train, "sampler": sampler, "timers": timers}
@@ -282,8 +289,9 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         logger=logger,
         timers=timers,
         device_memory=memory,
-        profiler=Profiler(args, dist.get_rank(), iteration),
+        profiler=Profiler(args, dist.get_rank(), newest if warm_up is not None and warm_up.left else iteration),
         watchdog=watchdog,
+        warm_up=warm_up,
         bad_updates=bad_updates,
         early_exit=early_exit,
         saves=saves,
@@ -399,9 +407,16 @@ class Inputs:
     images: ImageReader | None  # of a vision-language model
     train: PromptDataset
     valid: PromptDataset | None
+    demonstrations: Demonstrations | None  # with --sft-iters
     reward_models: Mapping[str, RewardModelSpec]
     isolation: str | None  # of generated code, with the reward "code"
     end_token_ids: tuple[int, ...]  # of completions
+
+    def images_of(self, row: int) -> RowImages:
+        """Return the images of a row: those of the demonstrations follow the training prompts."""
+        if row < len(self.train) or self.demonstrations is None:
+            return self.train.images_of(row)
+        return self.demonstrations.images_of(row - len(self.train))
 
 
 def _read_inputs(args, teach_args) -> Inputs:
@@ -420,13 +435,21 @@ def _read_inputs(args, teach_args) -> Inputs:
         check_teacher_tokenizer(args, tokenizer)
     check_draft_tokenizer(args, tokenizer)
     tools = partial(tools_of, default=args.environment)
-    parts = {"tools": tools, "images": images, "check_gold": gold_check(names, vars(args))}
+    parts: dict[str, Any] = {"tools": tools, "images": images}
+    demonstrations = None
+    if args.sft_iters:
+        kind = partial(Demonstrations, end_token_ids=turn_end_token_ids(args, tokenizer))
+        demonstrations = _read_data(kind, args.sft_data_path, tokenizer, args, **parts)
+    parts |= {"check_gold": gold_check(names, vars(args))}
     valid = None
     if args.valid_data_path:
-        valid = _read_data(valid_paths(args.valid_data_path), tokenizer, args, training=False, **parts)
+        valid = _read_data(PromptDataset, valid_paths(args.valid_data_path), tokenizer, args, training=False, **parts)
     # An evaluation alone needs prompts of training only to probe the engine.
-    train = valid if args.eval_only and valid else _read_data(args.train_data_path, tokenizer, args, **parts)
-    return Inputs(tokenizer, images, train, valid, models, isolation, ends)
+    if args.eval_only and valid:
+        train = valid
+    else:
+        train = _read_data(PromptDataset, args.train_data_path, tokenizer, args, **parts)
+    return Inputs(tokenizer, images, train, valid, demonstrations, models, isolation, ends)
 
 
 def resolve_data(args, inputs: Inputs) -> dict[str, Any]:
@@ -443,18 +466,18 @@ def resolve_data(args, inputs: Inputs) -> dict[str, Any]:
     }
 
 
-def _read_data(*arguments, **settings) -> PromptDataset:
-    """Return a data set that rank 0 has read and checked; the arguments are those of `PromptDataset`. Collective."""
-    mine: list[PromptDataset] = []
+def _read_data[Data: PromptDataset](kind: Callable[..., Data], *arguments, **settings) -> Data:
+    """Return a data set that rank 0 has read and checked; the arguments are those of its ``kind``. Collective."""
+    mine: list[Data] = []
 
     def read() -> Reading | None:
-        data = PromptDataset(*arguments, **settings)
+        data = kind(*arguments, **settings)
         data.first(1)  # a file whose rows are checked when they are read fails here if its first row is bad
         mine.append(data)
         return data.reading() if launch_group().size() > 1 else None
 
     reading = on_rank_0(read, group=launch_group())
-    return mine[0] if mine else PromptDataset(*arguments, **settings | {"read_by_rank_0": reading})
+    return mine[0] if mine else kind(*arguments, **settings | {"read_by_rank_0": reading})
 
 
 def _train_iters(args, num_prompts: int) -> int:

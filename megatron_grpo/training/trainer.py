@@ -46,6 +46,7 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.export import export_adapter, export_hf
 from megatron_grpo.training.saves import Position, Saves
 from megatron_grpo.training.update_flops import UpdateFlops
+from megatron_grpo.training.warm_up import WarmUp
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.arguments import Arguments
 from megatron_grpo.utils.errors import EngineLost, GrpoError, Preempted
@@ -82,7 +83,8 @@ class Trainer:
     left_early: str | None = None  # the reason, if the run ends before its last update
     teacher: ReferenceModel | TeacherServer | None = None
     images: ImageStore | None = None  # of a vision-language model
-    iteration: int = 0
+    warm_up: WarmUp | None = None  # with --sft-iters
+    iteration: int = 0  # of the newest update; below 0 in the warm-up
     tokens: int = 0
     without_signal: int = 0  # rollouts in a row in which all completions of each prompt have the same reward
     checked_rollouts: int = 0  # of this process, as the functions that have returned a value
@@ -91,8 +93,52 @@ class Trainer:
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.first_iteration = self.iteration  # of this process: above 0 after a resume
+        self.policy_scheduler = self.scheduler
+        if self.warm_up is not None and self.warm_up.left:
+            self.iteration = -1 - self.warm_up.left
+            self.scheduler = self.warm_up.schedule
+            self.scheduler.step(0)
+        self.first_iteration = max(0, self.iteration)  # of this process: above 0 after a resume
         self.flops = UpdateFlops(self.args, self.images)
+
+    # ---- supervised warm-up
+
+    def warming_up(self) -> bool:
+        """Return whether another supervised update comes before the first rollout. Collective."""
+        if self.iteration >= 0:
+            return False
+        self.left_early = self.early_exit.reason()
+        return not self.left_early
+
+    def demonstrations(self) -> RolloutBatch:
+        """Return the demonstrations of the next supervised update."""
+        assert self.warm_up is not None
+        return self._with_images(self.warm_up.next_batch())
+
+    def finish_warm_up_update(self, batch: RolloutBatch, row: dict[str, float]) -> None:
+        """Count and log a supervised update, and save if it is due; after the last one, turn to the policy's updates.
+
+        Collective.
+        """
+        warm_up = self.warm_up
+        assert warm_up is not None
+        self.iteration, warm_up.done = self.iteration + 1, warm_up.done + 1
+        if self.bad_updates.restore_due:
+            self.saves.restore()
+            self.scheduler.step(0)  # the checkpoint has another learning rate
+            self.bad_updates.restore_due = False
+        self.log(warm_up.metrics(row, batch))
+        if not warm_up.left:
+            self.logger.flush()  # no row combines updates of both kinds
+            self.iteration, self.scheduler = 0, self.policy_scheduler
+            self.scheduler.step(0)
+            self.profiler.after(0)
+            self.bad_updates.forget()
+            named = self.args.ref_load or self.args.ref_load_hf
+            if isinstance(self.reference, ReferenceModel | SwappedReference) and not named:
+                self.reference.ema_update(self.args, self.model, 1.0)  # the policy's updates begin at these weights
+        if self.args.save and (not warm_up.left or self.due(self.args.save_interval)):
+            self.saves.write(self.position())
 
     # ---- rollouts
 
@@ -343,7 +389,10 @@ class Trainer:
 
     def position(self) -> Position:
         """Return the present position, for a checkpoint."""
-        return Position(self.iteration, {"tokens": self.tokens, "bad_updates": self.bad_updates.state_dict()})
+        state = {"tokens": self.tokens, "bad_updates": self.bad_updates.state_dict()}
+        if self.warm_up is not None:
+            state["sft"] = self.warm_up.state()
+        return Position(max(0, self.iteration), state)
 
     def finish(self) -> None:
         """Save the newest iteration unless it is saved, export to Hugging Face's format, and close all parts.
@@ -351,7 +400,9 @@ class Trainer:
         A run that ends early is saved but not exported, because its time may be limited. If a save or an export fails,
         GrpoError ends the run after the others.
         """
-        steps = [] if self.args.rollout_only else [partial(self.saves.write_last, self.position())]
+        # In the warm-up all checkpoints are of iteration 0: the newest one may be of an earlier update.
+        save = partial(self.saves.write_last, self.position(), again=self.iteration < 0)
+        steps = [] if self.args.rollout_only else [save]
         if not (self.left_early or self.args.rollout_only):
             parts = self.args, self.model
             steps += [partial(export_adapter, *parts), partial(export_hf, *parts)]
@@ -371,7 +422,7 @@ class Trainer:
             raise GrpoError(message if cure in message else f"{message}. {cure}")
         if self.args.save and not self.left_early and dist.get_rank() == 0:
             unmark(self.args.save)
-        done = f"{self.source.taken} rollouts" if self.args.rollout_only else f"{self.iteration} updates"
+        done = f"{self.source.taken} rollouts" if self.args.rollout_only else f"{max(0, self.iteration)} updates"
         print_rank_0(f"done: {done}, {time.monotonic() - self.started:.0f} s")
 
     def close(self) -> None:

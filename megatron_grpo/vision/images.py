@@ -142,6 +142,12 @@ class RowImages:
             begin = place + 1
         return [*expanded, *ids[begin:]]
 
+    def expanded_lengths(self, ids: Sequence[int]) -> Int64:
+        """Return the number of tokens that `expand` makes of each id, ``[len(ids)]``."""
+        lengths = np.ones(len(ids), np.int64)
+        lengths[self._is_visual(ids)] = [len(expansion) for expansion in self.expansions]
+        return lengths
+
     def collapse(self, ids: Sequence[int]) -> list[int]:
         """Return a sequence with one token for each image and video: the inverse of `expand`."""
         visual, found, begin, seen = self._places(ids), list[int](), 0, 0

@@ -16,7 +16,6 @@ import made_up
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.utils import unwrap_model
 from refusals import says
 
 import pretrain_grpo
@@ -39,6 +38,7 @@ from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.offload import Offloader
 from megatron_grpo.training.setup import build_engine
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import hf, model_weights
 from megatron_grpo.weights.stream import stream_hf
 
@@ -84,12 +84,11 @@ class Worker:
 
     def mismatch(self, temperature: float) -> float:
         """Mean |log p(trainer) - log p(engine)| over sampled tokens, nats."""
-        for chunk in unwrap_model(self.trainer.model):
-            chunk.temperature = temperature
-        return self.distance(self.rollout(11, temperature))
+        return self.distance(self.rollout(11, temperature), temperature)
 
-    def distance(self, batch: RolloutBatch) -> float:
-        ours = forward.log_probs(self.args, self.trainer.model, pretrain_grpo.forward_step, batch)
+    def distance(self, batch: RolloutBatch, temperature: float = 1.0) -> float:
+        args = replaced(self.args, temperature=temperature)
+        ours = forward.log_probs(args, self.trainer.model, pretrain_grpo.forward_step, batch)
         return float(np.abs(ours - batch.rollout_log_probs)[batch.response_mask == 1].mean())
 
     # ---- cases

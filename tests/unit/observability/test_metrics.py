@@ -25,6 +25,7 @@ def make_args(**overrides):
     values = {"save": None, "log_interval": 1, "tensorboard_dir": None, "wandb_project": None, "swanlab_project": None}
     values |= {"log_completions": False, "device_peak_tflops": None, "include_performance_metrics": False, "beta": 0.0}
     values |= {"on_save_error": "continue", "valid_data_path": None, "mlflow_project": None, "trackio_project": None}
+    values |= {"sft_iters": None}
     return argparse.Namespace(**values | {"world_size": 1, "rollout_ranks": 0} | overrides)
 
 

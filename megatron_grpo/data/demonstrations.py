@@ -1,0 +1,216 @@
+"""Demonstrations: rows whose assistant turns a supervised update learns, as token ids with a mask by role."""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_grpo.data.answer_column import LAST_TURN, find_answers
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
+from megatron_grpo.data.prompts import LeftOut, Prompt, PromptDataset
+from megatron_grpo.data.row_prompt import (
+    check_media,
+    parse_conversation,
+    parse_prompt,
+    parse_template_variables,
+    parse_tools,
+    without_merged_nulls,
+)
+from megatron_grpo.data.tokenizer import Tokenizer, render
+from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.vision.images import without_bytes
+
+
+@dataclass(frozen=True)
+class Demonstration(Prompt):
+    """A demonstration: ``ids`` are the prompt, before the assistant's first turn, and ``completion`` all that follows.
+
+    ``mask``: 1 on the tokens of the completion that the assistant says, with the end of each turn.
+    """
+
+    completion: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    turns: int = 1
+
+
+class Demonstrations(PromptDataset):
+    """The demonstrations of the concatenated files, by number, read and checked as prompts are (`PromptDataset`).
+
+    A row has ``messages``, of which every turn of the assistant is learnt, or a prompt and an answer. It is longer than
+    allowed above --max-prompt-length + --max-completion-length (with an environment, + --max-environment-tokens).
+    """
+
+    flag, what = "--sft-data-path", "demonstrations"
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        tokenizer: Tokenizer,
+        args: argparse.Namespace,
+        end_token_ids: Sequence[int],
+        **settings: Any,
+    ):
+        self._ends = set(end_token_ids)
+        super().__init__(paths, tokenizer, args, training=False, **settings)
+
+    def _limit(self) -> tuple[int, str]:
+        return longest_sequence(self._args), longest_in_words(self._args)
+
+    def read(self, number: int, decode: bool = False) -> Demonstration:
+        file, block, position, where = self._files.find(number)
+        try:
+            row = file.row(block, position)
+            if file.merges_shapes:
+                row = without_merged_nulls(row, self._args.prompt_key)
+            found = self._demonstration(number, row, where, file.path.parent)
+            if decode and found.images is not None:
+                found.images.check()
+            return self._fitting(found)
+        except GrpoError as error:
+            raise LeftOut("bad", f"{where}: {error}") from error
+
+    def _fitting(self, found: Demonstration) -> Demonstration:
+        """Return the demonstration as --truncation-strategy wants it; LeftOut or GrpoError for one that is too long."""
+        limit, of_flags = self._limit()
+        length = len(found.ids) + len(found.completion)
+        if length <= limit:
+            return found
+        if self._args.truncation_strategy == "delete":
+            raise LeftOut("long", found.source)
+        too_long = f"the demonstration has {length} tokens, more than {of_flags} = {limit}"
+        if self._args.truncation_strategy == "raise":
+            raise GrpoError(
+                f"{too_long}; raise them, or give --truncation-strategy left (cut the prompt) or delete (skip the row)"
+            )
+        kept = limit - len(found.completion)
+        if kept < 1:
+            raise GrpoError(f"{too_long}, and no prompt is left if it is cut (--truncation-strategy left)")
+        if found.images is not None and found.images.sources:
+            raise GrpoError(f"{too_long}, with images, which cannot be cut")
+        self._counts["cut"] += 1
+        return replace(found, ids=found.ids[-kept:])
+
+    def _demonstration(self, number: int, row: dict[str, Any], where: str, directory: Path) -> Demonstration:
+        """Return the demonstration of a row, whose images have files relative to ``directory``."""
+        reader, images = self.images, None
+        media = () if reader is None else reader.media
+        said, first = self._said(row, media)
+        check_media(row, media, self._args.model_family)
+        if reader is not None:
+            said, images = reader.read(row, said, directory)
+        tools, own = parse_tools(row, said), parse_template_variables(row, said)
+        if isinstance(said, str):  # a prompt without a chat template
+            ids = self._tokenizer.encode(said)
+            answer = self._tokenizer.encode_rest(_answer(row))
+            mask = [0] * len(ids) + [1] * (len(answer) + 1)
+            ids, turns = [*ids, *answer, self._tokenizer.eos_id], 1
+        else:
+            variables = (self._args.chat_template_kwargs or {}) | own
+            ids, mask = self._rendered([_with_objects(m) for m in said], first, tools or self._tools(row), variables)
+            turns = sum(message["role"] == "assistant" for message in said[first:])
+        first = mask.index(1)
+        if not first:
+            raise GrpoError("the prompt has no tokens")
+        if images is not None:
+            lengths = images.expanded_lengths(ids)
+            if any(own and length > 1 for own, length in zip(mask, lengths, strict=True)):
+                raise GrpoError("an image in a turn of the assistant cannot be learnt: leave the turn out")
+            first = int(lengths[:first].sum())
+            ids, mask = images.expand(ids), np.repeat(mask, lengths).tolist()
+            images = replace(images, where=where)
+            row = without_bytes(row)
+        return Demonstration(number, ids[:first], row, where, {}, images, ids[first:], mask[first:], turns)
+
+    def _said(self, row: dict[str, Any], media: Sequence[str]) -> tuple[str | list[dict[str, Any]], int]:
+        """Return the messages up to the assistant's last one, and the first message that can be learnt.
+
+        Of a prompt and an answer that is the answer. A prompt that is no conversation is a string.
+        """
+        key, system = self._args.prompt_key, self._args.system_prompt
+        if row.get(key) is None:
+            return parse_conversation(row, key, system, media), 0
+        prompt, answer = parse_prompt(row, key, system, media), {"role": "assistant", "content": _answer(row)}
+        return (prompt, 0) if isinstance(prompt, str) else ([*prompt, answer], len(prompt))
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], first: int, tools: list[Any] | None, variables: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids of a conversation up to the end of the last turn, and their mask: 0 before message ``first``.
+
+        A turn is the difference between two renderings: of the messages before it, as the policy receives them, and of
+        those and itself. GrpoError unless both begin the rendering of the whole conversation.
+        """
+        ids_of = partial(render, self._tokenizer.apply_chat_template, tools=tools, variables=variables)
+        whole = ids_of(messages, generation_prompt=False)
+        mask, end = [0] * len(whole), 0
+        for number, message in enumerate(messages):
+            if number < first or message["role"] != "assistant":
+                continue
+            before = ids_of(messages[:number], generation_prompt=True)
+            after = ids_of(messages[: number + 1], generation_prompt=False)
+            if whole[: len(before)] != before or whole[: len(after)] != after:
+                raise GrpoError(
+                    f"the chat template renders the conversation up to message {number + 1}, the assistant's, in "
+                    "another way than within the whole of it, so that the policy would learn other tokens than it "
+                    "samples: divide the row into one for each turn, or give another --chat-template"
+                )
+            places = [place for place in range(len(before), len(after)) if whole[place] in self._ends]
+            if not places:
+                raise GrpoError(
+                    f"the chat template ends message {number + 1}, the assistant's, with none of the tokens that end a "
+                    "completion: give the one that it has (--stop-token-ids), or another --chat-template"
+                )
+            end = places[-1] + 1
+            mask[len(before) : end] = [1] * (end - len(before))
+        return whole[:end], mask[:end]
+
+
+def batch_of(demonstrations: Sequence[Demonstration], first_row: int = 0) -> RolloutBatch:
+    """Return demonstrations as completions of a batch, with the row ids ``first_row`` + their numbers."""
+    numbers = range(len(demonstrations))
+    return RolloutBatch.from_completions(
+        [one.ids for one in demonstrations],
+        [one.completion for one in demonstrations],
+        [None for _ in numbers],
+        weight_version=0,
+        group_ids=numbers,
+        row_ids=[first_row + one.id for one in demonstrations],
+        sample_ids=numbers,
+        finish_reasons=[FinishReason.STOP for _ in numbers],
+        response_masks=[one.mask for one in demonstrations],
+        turns=[one.turns for one in demonstrations],
+    )
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    """Return the answer of a row with a prompt, which is its demonstration."""
+    answers = {name: value for name, value in find_answers(row).items() if name != LAST_TURN}
+    answer = next(iter(answers.values()), None)
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        raise GrpoError(f'a demonstration with a prompt needs a text as its "answer", found {answer!r:.100}')
+    return answer
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its tool calls as objects; OpenAI's protocol has them as JSON text."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "name" not in function or "arguments" not in function:
+            raise GrpoError(f'a tool call must be {{"function": {{"name": .., "arguments": ..}}}}, found {call!r:.100}')
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError) as error:
+                raise GrpoError(f"the arguments of a tool call are not JSON ({error}): {arguments!r:.100}") from error
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else message
