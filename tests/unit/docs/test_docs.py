@@ -42,6 +42,7 @@ OTHERS += ["--gpu", "--thorough"]  # of tests/run_tests.sh
 OTHERS += (
     "--list-gpus --repo-type --local-dir --logdir --served-model-name".split()
 )  # nvidia-smi, hf, tensorboard, vllm
+OTHERS += ["--hybrid-override-pattern"]  # of Megatron-LM
 OTHERS += ["--foo-alpha"]  # of the plug-in in docs/algorithms.md
 OTHERS += "--lora-modules --enable-lora --max-lora-rank --logprobs-mode --speculative-config".split()  # of vLLM
 OTHERS += "--generate --test-output --test-share".split()  # of tools/data/countdown.py, and of all tools there

@@ -51,7 +51,7 @@ def test_parser_from_the_table_is_the_parser():
     "words, code, message",
     [
         ("--xyzzy", 2, "unknown flag --xyzzy; --help-all lists all flags"),
-        ("--mamba_state_dim 64", 2, "--mamba-state-dim is not a flag of this program: Mamba layers are not supported"),
+        ("--is_hybrid_model", 2, "--is-hybrid-model is not a flag of this program: this program's Mamba-2 layer has"),
         ("--lr fast", 2, "argument --lr: invalid float value: 'fast'"),
         ("--loss-type ppo", 2, "argument --loss-type: invalid choice: 'ppo'"),
         ("--adam-beta1 2", 1, "--adam-beta1 (2.0) must lie between 0 and 1"),
