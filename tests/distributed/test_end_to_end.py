@@ -47,7 +47,7 @@ OF_AN_UPDATE = (
         name
         for name in METRICS
         if name.startswith(
-            ("memory/", "sampling/", "lora/", "staleness/", "stream/", "drafts/", "environment/", "turns/")
+            ("memory/", "sampling/", "lora/", "staleness/", "stream/", "drafts/", "environment/", "turns/", "sft/")
         )
     }
     - {name for name in METRICS if name.startswith("perf/") and name != "perf/tokens_per_second"}

@@ -452,7 +452,7 @@ CHECKPOINTS: list[Case] = [
     (
         "other data",
         lambda b: b.resume(*b.data(*map(json.dumps, ROWS[:6]))),
-        r"belongs to other data: .*number of prompts\) was 8 and is now 6; restore it, or restart the data",
+        r"belongs to other data: --train-data-path \(number of rows\) was 8 and is now 6; restore it, or restart",
     ),
     (
         "another reuse",

@@ -388,7 +388,7 @@ def test_dry_run_prints_the_table_and_writes_nothing(convert, source, tmp_path, 
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 + 2 * 8
     assert (
-        "decoder.layers.self_attention.linear_qkv.weight[1] [256, 64] [grouped_qkv, split over TP by rows, by process "
+        "decoder.layers.self_attention.linear_qkv.weight[1] [256, 64] [grouped, split over TP by rows, by process "
         "1] - model.layers.1.self_attn.q_proj.weight [128, 64] + model.layers.1.self_attn.k_proj.weight [64, 64] + "
         "model.layers.1.self_attn.v_proj.weight [64, 64]"
     ) in lines

@@ -118,7 +118,7 @@ def test_packs_are_padded_for_the_kernels(flags, ranks, multiple, monkeypatch):
 
 def test_an_empty_pack_is_one_row_of_padding(monkeypatch):
     args = validated("", base=TE)
-    monkeypatch.setattr(forward, "assignment", lambda *_: ([1], [[np.arange(0)]]))
+    monkeypatch.setattr(forward, "_assignment", lambda *_: ([1], [[np.arange(0)]]))
     monkeypatch.setattr(forward, "_own_place", lambda: 0)
     monkeypatch.setattr("megatron.core.parallel_state.get_context_parallel_rank", lambda: 0)
     (pack,) = forward.micro_batches(args, rollout([5]), np.arange(1))

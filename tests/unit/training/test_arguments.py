@@ -242,7 +242,7 @@ def test_an_empty_system_prompt_is_none():
         ("--num-generation 4", "unknown flag --num-generation; did you mean --num-generations?"),
         ("--temprature=1", "unknown flag --temprature; did you mean --temperature?"),
         ("--xyzzy", "unknown flag --xyzzy; --help-all lists all flags"),
-        ("--mamba-state-dim 64", "--mamba-state-dim is not a flag of this program: Mamba layers are not supported"),
+        ("--is-hybrid-model", "--is-hybrid-model is not a flag of this program: this program's Mamba-2 layer has"),
         (
             "--no-tp-comm-bulk-wgrad",
             "--no-tp-comm-bulk-wgrad is not a flag of this program: needs Transformer Engine's",
