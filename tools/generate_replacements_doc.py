@@ -48,8 +48,8 @@ def document() -> str:
     for title, entries in (("megatron-core", core), ("vLLM", engine)):
         parts.append(f"\n## {title}\n\n{COLUMNS}{''.join(map(_row, entries))}")
     parts.append(
-        "\n### Repeated sources\n\nThese files repeat parts of vLLM. They are used only with sources whose digest is "
-        "that of a version below; with others vLLM's own code runs.\n"
+        "\n### Repeated sources\n\nThese files repeat parts of vLLM. A file is used only if the digest of vLLM's "
+        "sources is one of those that it was tested with. Otherwise vLLM's own code runs.\n"
     )
     for name, one in ("DECODE_STEPS", vllm.DECODE_STEPS), ("DECODE_RUNNER", vllm.DECODE_RUNNER):
         files = " ".join(f"`{file}`" for file in one.files.split())

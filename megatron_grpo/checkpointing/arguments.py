@@ -68,7 +68,7 @@ def check_checkpoints(args: Namespace) -> None:
 
 
 def resolve_export(args: Namespace) -> dict[str, Any]:
-    """Return --save-hf, by default in --save; call it when --lora-rank is known, whose export is the adapter.
+    """Return --save-hf, by default in --save. Call it when --lora-rank is known: the export is then the adapter.
 
     --no-save-hf is False.
     """

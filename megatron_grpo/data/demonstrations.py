@@ -1,4 +1,4 @@
-"""Demonstrations: rows whose assistant turns a supervised update learns, as token ids with a mask by role."""
+"""Demonstrations: token ids of conversations, and a mask of what the assistant says. Supervised updates learn that."""
 
 import argparse
 import json
@@ -19,7 +19,6 @@ from megatron_grpo.data.row_prompt import (
     parse_prompt,
     parse_template_variables,
     parse_tools,
-    without_merged_nulls,
 )
 from megatron_grpo.data.tokenizer import Tokenizer, render
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
@@ -65,9 +64,7 @@ class Demonstrations(PromptDataset):
     def read(self, number: int, decode: bool = False) -> Demonstration:
         file, block, position, where = self._files.find(number)
         try:
-            row = file.row(block, position)
-            if file.merges_shapes:
-                row = without_merged_nulls(row, self._args.prompt_key)
+            row = self._row(file, block, position)
             found = self._demonstration(number, row, where, file.path.parent)
             if decode and found.images is not None:
                 found.images.check()
@@ -97,7 +94,7 @@ class Demonstrations(PromptDataset):
         return replace(found, ids=found.ids[-kept:])
 
     def _demonstration(self, number: int, row: dict[str, Any], where: str, directory: Path) -> Demonstration:
-        """Return the demonstration of a row, whose images have files relative to ``directory``."""
+        """Return the demonstration of a row. The paths of its images are relative to ``directory``."""
         reader, images = self.images, None
         media = () if reader is None else reader.media
         said, first = self._said(row, media)

@@ -60,7 +60,7 @@ def spared_tokens(common: npt.NDArray[np.integer], cp_size: int = 1) -> Int64:
 
 
 def is_worth_sharing(spared: int, total: int) -> bool:
-    """Return whether an update of ``total`` tokens shares prefixes, of which so many tokens are repetitions."""
+    """Return whether an update of ``total`` tokens shares prefixes if that spares ``spared`` of them."""
     return spared * LEAST_SHARE >= total
 
 

@@ -347,9 +347,7 @@ class PromptDataset:
         """
         file, block, position, where = self._files.find(number)
         try:
-            row = file.row(block, position)
-            if file.merges_shapes:
-                row = without_merged_nulls(row, self._args.prompt_key)
+            row = self._row(file, block, position)
             ids, images = self._tokens(row, file.path.parent)
             if decode and images is not None:
                 images.check()
@@ -372,6 +370,11 @@ class PromptDataset:
         if images is not None:
             images, row = replace(images, where=where), without_bytes(row)
         return Prompt(number, ids, row, where, fields, images)
+
+    def _row(self, file, block: int, position: int) -> dict[str, Any]:
+        """Return a row of a file, without the nulls of columns that other rows have."""
+        row = file.row(block, position)
+        return without_merged_nulls(row, self._args.prompt_key) if file.merges_shapes else row
 
     def _tokens(self, row: dict[str, Any], directory: Path) -> tuple[list[int], RowImages | None]:
         """Return the ids of the row's prompt, and its images, whose files are relative to ``directory``."""

@@ -515,8 +515,7 @@ def _cache_per_token(args: Namespace, layers: Sequence[int]) -> int:
 def _by_place(weights: Sequence[Weight]) -> dict[int | str, list[Weight]]:
     """Return weights, the model's or its adapters', by layer number, module name (`MTP` ...), or their own name.
 
-    Only the first expert of each layer is listed. Buffers are not listed; duplicates in
-    the files are one parameter.
+    Only the first expert of each layer is listed, and no buffer. Duplicates in the files are one parameter.
     """
     found: dict[int | str, list[Weight]] = {}
     seen = set()

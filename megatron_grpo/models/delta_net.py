@@ -14,20 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
 from megatron_grpo.models.config import delta_net_sizes
 from megatron_grpo.models.norm import rms_norm
-from megatron_grpo.models.recurrence import (
-    Recurrence,
-    RecurrentLayer,
-    RecurrentSubmodules,
-    State,
-    causal_convolution,
-    chunks_of,
-)
+from megatron_grpo.models.recurrence import Recurrence, RecurrentLayer, State, causal_convolution, chunks_of
 from megatron_grpo.utils.device import to_device
 
 KERNEL_DTYPES = torch.bfloat16, torch.float16  # other numbers are computed by plain torch
@@ -202,17 +194,11 @@ class GatedDeltaNet(RecurrentLayer):
     ...), whose projection has another order of lines. The groups are the key heads.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: RecurrentSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection | None = None,
-        **unused: Any,
-    ):
-        sizes = delta_net_sizes(config)
-        super().__init__(config, submodules, layer_number, pg_collection, sizes)
-        self.out_norm.weight = torch.nn.Parameter(torch.ones(sizes.value, **self.options))
+    sizes_of = staticmethod(delta_net_sizes)
+
+    def __init__(self, config: TransformerConfig, *args: Any, **more: Any):
+        super().__init__(config, *args, **more)
+        self.out_norm.weight = torch.nn.Parameter(torch.ones(self.value_size, **self.options))
         if config.perform_initialization:
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 self.A_log.data.uniform_(0.01, 16).log_()

@@ -51,7 +51,7 @@ class Kind:
     windowed: bool
     channels: int  # of a head
     groups: int  # key/value heads
-    source: int  # number, from 0, of the layer whose keys and values it reads
+    source: int  # number, from 0, of the layer that computes its keys and values
     has_keys: bool  # whether that is this layer
     has_values: bool  # whether values have a projection; those of layers without one are the keys before norm and rope
     is_source: bool  # whether later layers read its keys and values
@@ -96,7 +96,7 @@ def with_layer(args: Namespace, layer: int) -> Namespace:
 
 
 def key_source(args: Namespace, layer: int) -> int:
-    """Return the layer whose keys and values a decoder layer reads: itself, but for the last layers of Gemma 4."""
+    """Return the layer that computes the keys and values of a decoder layer: itself, but in Gemma 4's last layers."""
     return layer_kinds(args)[layer].source if args.gemma4_config else layer
 
 

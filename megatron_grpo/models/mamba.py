@@ -10,18 +10,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.models.config import mamba_sizes
-from megatron_grpo.models.recurrence import (
-    Recurrence,
-    RecurrentLayer,
-    RecurrentSubmodules,
-    State,
-    causal_convolution,
-    chunks_of,
-)
+from megatron_grpo.models.recurrence import Recurrence, RecurrentLayer, State, causal_convolution, chunks_of
 
 _STEP = 1e-3, 0.1  # range of the steps of a model with random weights
 
@@ -102,21 +94,14 @@ class MambaMixer(RecurrentLayer):
     engine and Megatron-LM do not have.
     """
 
+    sizes_of = staticmethod(mamba_sizes)
     D: torch.nn.Parameter
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: RecurrentSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection | None = None,
-        **unused: Any,
-    ):
-        sizes = mamba_sizes(config)
-        super().__init__(config, submodules, layer_number, pg_collection, sizes)
+    def __init__(self, config: TransformerConfig, *args: Any, **more: Any):
+        super().__init__(config, *args, **more)
         self.conv1d.bias = self.of_groups(torch.zeros(self.groups * self.mixed, **self.options))
         self.D = self.of_groups(torch.ones(self.heads, **self.options))
-        self.out_norm.weight = self.of_groups(torch.ones(self.heads * sizes.value, **self.options))
+        self.out_norm.weight = self.of_groups(torch.ones(self.heads * self.value_size, **self.options))
         if config.perform_initialization:  # as megatron-core's mixer
             with tensor_parallel.get_cuda_rng_tracker().fork():
                 self.A_log.data.uniform_(1, 16).log_()

@@ -235,13 +235,14 @@ class RecurrentLayer(MegatronModule):
     """A recurrent layer in the place of self-attention: y = W_o norm(o, z), where o is the output of the recurrence.
 
     The projection has, for each group, what the convolution mixes (``2 d_k + r d_v`` channels), the output gates z
-    (``r d_v``), and the scalars of each head. A subclass gives the recurrence and the norm.
+    (``r d_v``), and the scalars of each head. A subclass gives the sizes, the recurrence and the norm.
 
     A tensor-parallel rank has whole groups. Under context parallelism an all-to-all gives each rank all tokens of the
     pack for a part of these groups, and another one brings the outputs back. A_log stays float32 in a model of 16 bits,
     as in the engine and in published checkpoints: in 16 bits the decay of a head would change by up to a percent.
     """
 
+    sizes_of: Callable[[TransformerConfig], RecurrentSizes]
     conv1d: torch.nn.Module
     out_norm: torch.nn.Module
     dt_bias: torch.nn.Parameter
@@ -252,10 +253,11 @@ class RecurrentLayer(MegatronModule):
         config: TransformerConfig,
         submodules: RecurrentSubmodules,
         layer_number: int,
-        pg_collection: ProcessGroupCollection | None,
-        sizes: RecurrentSizes,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
     ):
         super().__init__(config)
+        sizes = type(self).sizes_of(config)
         self.layer_number = layer_number
         # Computes the recurrence in generation: (recurrence, tensors of tokens) -> outputs.
         self.generation: Callable[[Recurrence, Sequence[torch.Tensor]], torch.Tensor] | None = None

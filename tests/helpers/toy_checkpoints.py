@@ -80,6 +80,16 @@ _SHARED = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+# Heads of another size than a state, four for each group.
+_MAMBA = {
+    "num_hidden_layers": None,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "ssm_state_size": 12,
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 8,
+    "n_groups": 4,
+}
 SHAPES = {
     "qwen3_next": {**_HYBRID, **_SHARED},
     "qwen3_5_text": _HYBRID,
@@ -188,26 +198,11 @@ SHAPES = {
         "num_mtp_layers": 0,
         "mtp_mlp_layer_types": ["sparse"],
     },
-    # Both kinds of branches of attention between the others; heads of another size than a state, four for each group.
-    "nemotron_h": {
-        "hybrid_override_pattern": "M-M*-M",
-        "num_hidden_layers": None,
-        "head_dim": 16,
-        "num_key_value_heads": 2,
-        "ssm_state_size": 12,
-        "mamba_num_heads": 16,
-        "mamba_head_dim": 8,
-        "n_groups": 4,
-    },
+    # Both kinds of branches of attention between the others.
+    "nemotron_h": {**_MAMBA, "hybrid_override_pattern": "M-M*-M"},
     "nemotron_h_moe": {
+        **_MAMBA,
         "hybrid_override_pattern": "ME*ME-",
-        "num_hidden_layers": None,
-        "head_dim": 16,
-        "num_key_value_heads": 2,
-        "ssm_state_size": 12,
-        "mamba_num_heads": 16,
-        "mamba_head_dim": 8,
-        "n_groups": 4,
         "n_routed_experts": 8,
         "num_experts_per_tok": 4,
         "n_group": 4,

@@ -93,20 +93,19 @@ FUSED_MLP = (
 )
 
 
-def grouped_attention(*more: ParameterMapping) -> tuple[ParameterMapping, ...]:
-    """Return the mappings of grouped-query attention; `more`: mappings that a family adds after the QKV weight."""
+def grouped_attention(*more: ParameterMapping, hf: str = HF + "self_attn.") -> tuple[ParameterMapping, ...]:
+    """Return the mappings of grouped-query attention; `more`: mappings that a family adds after the QKV weight.
+
+    ``hf``: what the names in Hugging Face files begin with.
+    """
     qkv = ParameterMapping(
         MCORE + "self_attention.linear_qkv.weight",
-        {
-            HF + "self_attn.q_proj.weight": "q hidden",
-            HF + "self_attn.k_proj.weight": "kv hidden",
-            HF + "self_attn.v_proj.weight": "kv hidden",
-        },
+        {hf + "q_proj.weight": "q hidden", hf + "k_proj.weight": "kv hidden", hf + "v_proj.weight": "kv hidden"},
         grouped_qkv,
         axis=0,
     )
     projection = ParameterMapping(
-        MCORE + "self_attention.linear_proj.weight", {HF + "self_attn.o_proj.weight": "hidden q"}, axis=1
+        MCORE + "self_attention.linear_proj.weight", {hf + "o_proj.weight": "hidden q"}, axis=1
     )
     return (qkv, *more, projection)
 

@@ -12,9 +12,9 @@ import torch
 
 from megatron_grpo.models.config import ATTENTION, EXPERTS, MAMBA, MAMBA_CONVOLUTION, MLP
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.families.common import COMMON, MCORE, Config, Family, need, refuse_bias
+from megatron_grpo.weights.families.common import COMMON, MCORE, Config, Family, grouped_attention, need, refuse_bias
 from megatron_grpo.weights.families.deepseek_v3 import read_groups
-from megatron_grpo.weights.parameter_mapping import ParameterMapping, by_key_heads, fused, grouped_qkv, vocabulary
+from megatron_grpo.weights.parameter_mapping import ParameterMapping, by_key_heads, fused, vocabulary
 
 _LAYER = "backbone.layers.{layer}."
 _MIXER = _LAYER + "mixer."
@@ -62,17 +62,7 @@ _MAMBA_LAYER = (
 )
 _ATTENTION_LAYER = (
     ParameterMapping(MCORE + "input_layernorm.weight", _NORM),
-    ParameterMapping(
-        _BRANCH + "linear_qkv.weight",
-        {
-            _MIXER + "q_proj.weight": "q hidden",
-            _MIXER + "k_proj.weight": "kv hidden",
-            _MIXER + "v_proj.weight": "kv hidden",
-        },
-        grouped_qkv,
-        axis=0,
-    ),
-    ParameterMapping(_BRANCH + "linear_proj.weight", {_MIXER + "o_proj.weight": "hidden q"}, axis=1),
+    *grouped_attention(hf=_MIXER),
 )
 _MLP_LAYER = (
     ParameterMapping(MCORE + "pre_mlp_layernorm.weight", _NORM),

@@ -28,21 +28,14 @@ KEY_HEADS, VALUES, KEY, VALUE = 2, 3, 5, 4
 LENGTHS = [1, 7, 16, 0, 29]
 CU = (0, *np.cumsum(LENGTHS).tolist())
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 
 def delta_net_of_pack(qkv, weight, log_decay, beta, key_size, cu_seqlens, shared):
     def compute(tokens, offsets, before):
         return delta_net.delta_net(tokens[0], weight, *tokens[1:], key_size, offsets, before)
 
     return of_pack(compute, (qkv, log_decay, beta), cu_seqlens, shared)
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(recurrence, "CHUNK", 8)
-    for cached in (recurrence.chunks_of, recurrence._convolution_places, recurrence._levels):
-        cached.cache_clear()
-    yield
-    recurrence.chunks_of.cache_clear()
 
 
 def inputs(tokens: int, seed: int = 0, dtype=torch.float64) -> tuple[torch.Tensor, ...]:

@@ -24,14 +24,7 @@ MIXED = HEADS * SIZE + 2 * STATE
 LENGTHS = [1, 7, 16, 0, 29]
 CU = (0, *np.cumsum(LENGTHS).tolist())
 
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(recurrence, "CHUNK", 8)
-    for cached in (recurrence.chunks_of, recurrence._convolution_places, recurrence._levels):
-        cached.cache_clear()
-    yield
-    recurrence.chunks_of.cache_clear()
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def inputs(tokens: int, seed: int = 0, dtype=torch.float64) -> Any:
