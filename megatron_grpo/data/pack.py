@@ -96,6 +96,7 @@ class Pack:
     token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
     completion: Int64  # [L], number in the pack of the completion of each label
     of_labels: dict[str, Array]  # [L] each: the fields that `RolloutBatch` declares with packed="label"
+    of_own_labels: dict[str, Array]  # [l, ...] each: those with packed="own_label"
     of_tokens: dict[str, Array]  # [T, ...] each: those with packed="token", of the tokens themselves
     # Of a vision-language model: M-RoPE's positions [3, tokens of all context ranks], and the images.
     rope_positions: Int64 | None = None
@@ -284,6 +285,7 @@ def pack_completions(
         token_index=token_index,
         completion=number,
         of_labels=_label_values(batch, token_index, completion),
+        of_own_labels=_own_label_values(batch, token_index[own_labels]),
         of_tokens=_token_values(batch, source),
         rope_positions=rope_positions,
         images=_images(batch, chosen, source),
@@ -292,11 +294,11 @@ def pack_completions(
         copies=copies,
         **_further_tokens(batch, flat, sequences, index[held], in_loss, own_labels, first_labels, mtp_layers),
     )
-    for name, values in pack.of_labels.items():
+    for name, values in (pack.of_labels | pack.of_own_labels).items():
         if FIELDS[name].complete and np.isnan(values).any():
             samples = batch.sample_ids[chosen].tolist()
             raise GrpoError(
-                f"{name} is NaN for {np.isnan(values).sum()} of {pack.num_labels} tokens in the loss of samples "
+                f"{name} is NaN for {np.isnan(values).sum()} of {len(values)} tokens in the loss of samples "
                 f"{samples}: the pass that computes it missed them or the model gives NaN; check the weights loaded"
             )
     return pack
@@ -407,6 +409,12 @@ def _label_values(batch: RolloutBatch, token_index: Int64, completion: Int64) ->
     if batch.advantages is not None:
         values["advantages"] = batch.advantages_of(token_index, completion)
     return values
+
+
+def _own_label_values(batch: RolloutBatch, index: Int64) -> dict[str, Array]:
+    """Return the values of the label tokens at ``index`` ``[l]`` that this rank's head computes, [l, ...] each."""
+    names = [name for name, spec in FIELDS.items() if spec.packed == "own_label"]
+    return {name: array[index] for name in names if (array := getattr(batch, name)) is not None}
 
 
 def _token_values(batch: RolloutBatch, source: Int64) -> dict[str, Array]:
