@@ -7,7 +7,7 @@ With the policy's probabilities q, the teacher's p, and the mixture m = beta p +
     else          D = beta KL(p, m) + (1 - beta) KL(q, m)           generalised Jensen-Shannon divergence
 
 Source: Agarwal et al. 2024, "On-policy distillation of language models", arXiv:2306.13649, section 2 and equation 1.
-With D_v = d D / d q_v, up to a constant, the gradient of the policy's logits is q_v (D_v - sum_u q_u D_u) / temperature:
+With D_v = d D / d q_v + constant, the gradient by the policy's logits is q_v (D_v - sum_u q_u D_u) / temperature:
 
     forward KL: D_v = -p_v / q_v     reverse KL: D_v = log(q_v / p_v)     else: D_v = (1 - beta) log(q_v / m_v)
 
@@ -130,7 +130,7 @@ def _of_chunk(hidden, weight, teacher, part, options: _Options, with_gradient: b
     """Return (divergence [t], its gradient by this rank's logits [t, rows] in the weight's dtype, or None)."""
     logits = float32_logits(hidden, weight[: options.rows])
     if isinstance(teacher, TopK):
-        classes = _Classes(logits, *(tensor[part] for tensor in teacher), options)
+        classes = _Classes(logits, teacher.token_ids[part], teacher.log_probs[part], options)
         return classes.divergence, classes.gradient(weight.dtype) if with_gradient else None
     theirs = float32_logits(teacher.hidden[part], teacher.head.weight[: options.rows])
     beta, temperature, caps = options.beta, options.temperature, (options.cap, teacher.head.cap)
@@ -273,7 +273,7 @@ def vocab_parallel_top_k(
     size = group.size() if group is not None else 1
     first = dist.get_rank(group) * len(weight) if group is not None else 0
     rows = min(max(0, vocab_size - first), len(weight))
-    found = [(hidden.new_zeros(0, k, dtype=torch.int32), hidden.new_zeros(0, k + 1, dtype=torch.float32))]
+    all_ids, all_log_probs = [hidden.new_zeros(0, k, dtype=torch.int32)], [hidden.new_zeros(0, k + 1).float()]
     for part in chunks(len(hidden), chunk):
         z = soft_cap(float32_logits(hidden[part], weight[:rows]), cap) / temperature
         # Ranks with fewer than k tokens add tokens without mass, which no other rank has.
@@ -292,9 +292,9 @@ def vocab_parallel_top_k(
         reduce(sums, dist.ReduceOp.SUM, group)
         log_z = sums[0].log() + peak
         tail = (sums[1] / sums[0]).clamp(min=TINY).log()
-        found.append((ids.int(), torch.cat([values - log_z[:, None], tail[:, None]], 1)))
-    ids, log_probs = zip(*found, strict=True)
-    return TopK(torch.cat(ids), torch.cat(log_probs))
+        all_ids.append(ids.int())
+        all_log_probs.append(torch.cat([values - log_z[:, None], tail[:, None]], 1))
+    return TopK(torch.cat(all_ids), torch.cat(all_log_probs))
 
 
 def _gathered(values, group):
