@@ -90,7 +90,12 @@ def check_reference_models(args: Namespace) -> None:
 
 
 def check_reference_of_model(args: Namespace) -> None:
-    """Raise GrpoError for a parallel configuration that the reference of this policy cannot have."""
+    """Raise GrpoError for what a reference or teacher of this policy cannot have."""
+    if args.gkd_logits_topk is not None and args.gkd_logits_topk > args.vocab_size:
+        raise GrpoError(
+            f"--gkd-logits-topk ({args.gkd_logits_topk}) is larger than the vocabulary ({args.vocab_size}): leave it "
+            "out for the whole vocabulary"
+        )
     for dest in (f"ref_{size}" for size in SIZES if size.startswith("expert")):
         if not args.num_experts and (getattr(args, dest) or 1) > 1:
             raise GrpoError(f"{flag(dest)} needs --num-experts: the model has no experts")
