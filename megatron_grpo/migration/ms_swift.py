@@ -24,6 +24,7 @@ from megatron_grpo.migration.rows import (
     choice,
     constant,
     differs,
+    is_off,
     fixed,
     fp8_rows,
     multiple_of,
@@ -179,7 +180,7 @@ def _distils(settings: Settings) -> bool:
 def _teacher_server(value: object, settings: Settings) -> Converted:
     if str(value).lstrip().startswith("["):
         raise Undecided("of several servers give SOURCE=URL of each, where SOURCE is a row's data_source")
-    return str(value)
+    return None if is_off(value) else str(value)
 
 
 MODEL = (

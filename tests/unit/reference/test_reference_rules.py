@@ -39,7 +39,7 @@ REFUSED = {
     "--loss-type gkd": "--loss-type gkd needs --teacher-load-hf or --teacher-server: there is no teacher",
     f"{TEACHER} --loss-type gkd": "gkd with --teacher-kl-coef: each learns from the teacher, .*: leave one of them out",
     f"{TEACHER} --gkd-beta 0": "--gkd-beta has no effect with --loss-type grpo: leave it out, or give --loss-type gkd",
-    f"{GKD} --gkd-beta 1.5": r"--gkd-beta \(1.5\) must be",
+    f"{GKD} --gkd-beta 1.5": r"--gkd-beta \(1.5\) must lie between 0 and 1",
     f"{GKD} --epsilon 0.1": "--epsilon has no effect with --loss-type gkd",
     f"{GKD} --clip-cov-ratio 0.1": "--clip-cov-ratio has no effect with --loss-type gkd, which reads no advantages",
     f"{GKD} --advantage-estimator rloo": "--advantage-estimator has no effect with --loss-type gkd",
