@@ -5,6 +5,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,23 +125,29 @@ class PlacedEngines:
         """Return what the replicas send. Collective over all ranks."""
         return exchange(to_batch({}, [], {}, {}, sampling.num_kept), needs, self._joint.group)
 
-    def generate(
-        self, plan: RolloutPlan, needs: Needs, data: str = "valid", scored: bool = True
-    ) -> tuple[RolloutBatch, int]:
-        """Return the completions of a plan, whose prompts are of ``data``, and the number of missing rewards.
+    def begin(
+        self, plan: RolloutPlan, needs: Needs, data: str, scored: bool
+    ) -> Callable[[], tuple[RolloutBatch, int]]:
+        """Begin the completions of a plan, whose prompts are of ``data``.
 
-        Collective. All completions are of the newest weights: none are published meanwhile.
+        Returns the collective function that waits for them, and returns them and the number of missing rewards. It must
+        be called before new weights are published or another plan begins, so that all completions are of the newest
+        weights.
         """
+        if self._leads:
+            message: Message = {"do": "generate", "data": data, "rows": [prompt.id for prompt in plan.prompts]}
+            message |= {"num_generations": plan.num_generations, "sampling": asdict(plan.sampling)}
+            self._tell(message | {"seed": plan.seed, "scored": scored})
+        return partial(self._finish, plan.sampling, needs)
+
+    def _finish(self, sampling: Any, needs: Needs) -> tuple[RolloutBatch, int]:
         failures = torch.zeros((), dtype=torch.int64)
         with led_by_rank_0(self._watch_signals):
             if self._leads:
-                message: Message = {"do": "generate", "data": data, "rows": [prompt.id for prompt in plan.prompts]}
-                message |= {"num_generations": plan.num_generations, "sampling": asdict(plan.sampling)}
-                self._tell(message | {"seed": plan.seed, "scored": scored})
-                failures += sum(report["failures"] for report in self._reported("ready"))
+                failures += sum(report["failures"] for report in self._reported("job done"))
                 self._tell({"do": "send job", "version": self._version})
         dist.broadcast(failures, src=0, group=host_group())
-        return self._receive(plan.sampling, needs), int(failures)
+        return self._receive(sampling, needs), int(failures)
 
     # ---- weights
 
