@@ -407,6 +407,22 @@ def test_a_probe_is_not_scored_and_batches_are_completed_beside_it(launch, updat
     assert batch.rewards.shape == (3, 0) and batch.row_ids.tolist() == [0, 1, 2] and set(batch.weight_version) == {0}
 
 
+def test_a_probe_ends_before_an_evaluation_begins_and_before_new_weights(launch):
+    run = launch("--max-staleness 1")
+    run.publish(0)
+    plan = RolloutPlan(Rows()[:3], 1, Sampling(4), 0)
+    probes = []
+    for version in (1, 2):
+        probes.append(run.trainer.begin(plan, everything, data="train", scored=False))
+        other = RolloutPlan(Rows()[20:24], 2, Sampling(LONGEST), 5)
+        batch, _ = run.trainer.begin(other, everything, data="valid", scored=True)()
+        assert batch.row_ids[::2].tolist() == list(range(20, 24)) and set(batch.weight_version) == {version - 1}
+        probes.append(run.trainer.begin(plan, everything, data="train", scored=False))
+        run.publish(version)
+    for number, probe in enumerate(probes):
+        assert probe()[0].row_ids.tolist() == [0, 1, 2] and set(probe()[0].weight_version) == {number // 2}
+
+
 def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp_path):
     run = launch("--max-staleness 3")
     run.publish(0)
