@@ -46,7 +46,7 @@ cpu_backend.install()  # call before the import of megatron.core; no-op on a GPU
 from megatron.core import parallel_state
 
 from megatron_grpo.algorithm.advantages import combine_rewards
-from megatron_grpo.algorithm.arguments import needs_old_log_probs
+from megatron_grpo.algorithm.arguments import learns_log_probs, needs_old_log_probs
 from megatron_grpo.algorithm.kl import kl_term
 from megatron_grpo.algorithm.loss_metrics import report
 from megatron_grpo.algorithm.losses import LOSSES
@@ -87,9 +87,11 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, cp_si
     the ``cp_size`` context-parallel ranks that hold the pack computes the same loss.
     """
     output = whole_pack(output, batch["own_labels"], len(batch["completion"]), cp_size, batch.get("first_labels"))
-    if non_loss_data:  # a forward-only pass needs only log-probabilities and entropies
-        return output
+    if non_loss_data:  # log-probabilities and entropies; of a teacher distributions, too large for the device
+        return output if len(output) == 2 else output.cpu()
     log_probs, entropy, *mtp_log_probs = output
+    if LOSSES.get(args.loss_type).distils:
+        batch = batch | {"divergence": mtp_log_probs.pop(0)}
     old = batch.get("old_log_probs", log_probs.detach())  # absent with one update per rollout: the ratio is 1
     policy = policy_term(args, log_probs, old, batch)
     loss = policy.loss
@@ -130,6 +132,8 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
         further_tokens=batch.get("further_tokens"),  # with trained multi-token prediction
         further_labels=batch.get("further_labels"),
         entropy_gradient=args.entropy_coef > 0,  # the head is faster without
+        log_probs_gradient=learns_log_probs(args),
+        teacher=pack.of_own_labels,
         temperature=args.temperature,
     )
     return output, partial(loss_func, args, batch, num_microbatches, pack.cp_size)
@@ -202,8 +206,7 @@ def train(args, trainer: Trainer) -> None:
                 ref_log_probs = trainer.reference.log_probs(batch, trainer.model, forward_step)
                 batch = replace(batch, ref_log_probs=ref_log_probs)
             if trainer.teacher is not None:
-                teacher_log_probs = trainer.teacher.log_probs(batch, trainer.model, forward_step)
-                batch = replace(batch, teacher_log_probs=teacher_log_probs)
+                batch = trainer.teacher.add_to(batch, trainer.model, forward_step)
 
         rewards = combine_rewards(batch.rewards, args.reward_weights)
         metrics = trainer.rollout_metrics(rollout, rewards)
@@ -214,7 +217,7 @@ def train(args, trainer: Trainer) -> None:
         trainer.log_completions(batch)
         updates = args.num_iterations * parts
         for number, completions in enumerate(updates, start=1):
-            with trainer.timers("update"):
+            with trainer.timers("update"), trainer.teachers_heads():
                 row = metrics | update(args, trainer, batch, completions)
             if rollout.sampled:  # now, and not read from a ledger
                 trainer.lifecycle.check(batch, row)

@@ -9,7 +9,7 @@ from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.registry import TOKEN_STATISTICS, Entry, Level, Loss, Registry, call
 from megatron_grpo.utils.arguments import Step, replaced
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, REAL, FlagRow
+from megatron_grpo.utils.flags import COUNT, NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, REAL, SHARE, FlagRow
 from megatron_grpo.utils.rules import excludes, flag, needs, was_given, within
 
 LEVELS = get_args(Level)
@@ -20,6 +20,18 @@ LOSS: tuple[FlagRow, ...] = (
     ("--loss-type", LOSSES.entries, "grpo", "policy loss, with its weights of tokens"),
     ("--importance-sampling-level", LEVELS, "token", "probability ratio of each token, or of its whole completion"),
     *LOSSES.flags.values(),
+    (
+        "--gkd-beta",
+        SHARE,
+        None,
+        "gkd: divergence from the teacher: 0 forward KL, 1 reverse KL, between them Jensen-Shannon [0.5]",
+    ),
+    (
+        "--gkd-logits-topk",
+        COUNT,
+        None,
+        "gkd: number of the teacher's likely tokens; the others count as one [whole vocabulary]",
+    ),
     ("--entropy-coef", NOT_NEGATIVE, 0.0, "weight of the entropy bonus"),
     (
         "--top-entropy-quantile",
@@ -116,8 +128,43 @@ def check_loss(args: Namespace) -> None:
     _check_unread_flags(args, LOSSES, loss)
     _check_micro_batch_flags(args, loss)
     _check_level(args, loss)
+    _check_distillation(args, loss)
     if loss.check is not None:
         call(loss.check, {}, replaced(args, importance_sampling_level=_level(args, loss)))
+
+
+def _check_distillation(args: Namespace, loss: Loss) -> None:
+    """Refuse flags of a teacher's distribution without it, and those that act on advantages with it alone."""
+    given = f"--loss-type {loss.name}"
+    for dest in ("gkd_beta", "gkd_logits_topk"):
+        if was_given(args, dest) and not loss.distils:
+            raise GrpoError(f"{flag(dest)} has no effect with {given}: leave it out, or give --loss-type gkd")
+    if not loss.distils:
+        return
+    if args.teacher_kl_coef:
+        raise GrpoError(
+            f"{given} with --teacher-kl-coef: each learns from the teacher, by its distributions or by the sampled "
+            "tokens: leave one of them out"
+        )
+    if not (args.teacher_load_hf or args.teacher_server):
+        raise GrpoError(f"{given} needs --teacher-load-hf or --teacher-server: there is no teacher")
+    if args.teacher_server and args.gkd_logits_topk is None:
+        raise GrpoError(
+            f"{given} with --teacher-server needs --gkd-logits-topk: a server returns its likely tokens only, not the "
+            "whole vocabulary"
+        )
+    if "advantages" in loss.parameters:
+        return
+    of_advantages = "advantage_estimator scale_rewards clip_cov_ratio kl_cov_ratio off_policy_sequence_mask_delta"
+    for dest in of_advantages.split():
+        if was_given(args, dest):
+            raise GrpoError(f"{flag(dest)} has no effect with {given}, which reads no advantages: leave it out")
+
+
+def learns_log_probs(args: Namespace) -> bool:
+    """Return whether the loss has a gradient by log-probabilities or entropies, next to that of a divergence."""
+    reads = LOSSES.get(args.loss_type).parameters.keys() & {"log_probs", "log_ratio"}
+    return bool(reads or (args.beta > 0 and not args.kl_in_reward) or args.entropy_coef)
 
 
 def _check_unread_flags(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
@@ -177,6 +224,8 @@ def resolve_loss(args: Namespace) -> dict[str, Any]:
     if _clips_sequences(level, loss) and args.epsilon is None:
         defaults |= {"epsilon": 3e-4, "epsilon_high": 4e-4}  # arXiv:2507.18071, section 5.1
     found = {dest: value for dest, value in defaults.items() if getattr(args, dest) is None}
+    if loss.distils and args.gkd_beta is None:
+        found["gkd_beta"] = 0.5  # TRL's
     if args.epsilon_high is None:
         found.setdefault("epsilon_high", found.get("epsilon", args.epsilon))
     return found | {"importance_sampling_level": level}
@@ -255,7 +304,8 @@ def check_advantages(args: Namespace) -> None:
             f"--advantage-estimator {estimator} {divides}, so --scale-rewards {args.scale_rewards} has no effect: "
             "leave it out, or use --advantage-estimator grpo"
         )
-    if args.num_generations < 2 and entry.compares_group:
+    reads = "advantages" in LOSSES.get(args.loss_type).parameters
+    if args.num_generations < 2 and entry.compares_group and reads:
         others = " or ".join(other.name for other in ADVANTAGES.entries.values() if not other.compares_group)
         raise GrpoError(
             f"--num-generations ({args.num_generations}) must be at least 2: --advantage-estimator {estimator} "

@@ -36,6 +36,7 @@ def report(
         "clip/high": policy.clip_high,
         "clip/masked": policy.masked,
         "ratio/mean": ratio,
+        **({"teacher/divergence": batch["divergence"]} if "divergence" in batch else {}),
         **policy.metrics,
     }
     values = {"loss": loss, "tokens": loss.new_full((), len(old))}

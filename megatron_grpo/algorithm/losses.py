@@ -361,5 +361,19 @@ def sft_loss(log_probs: Tensor) -> PolicyLoss:
     return PolicyLoss(-log_probs)
 
 
+@register_loss("gkd", aggregation="dapo", level="token", example=None)
+def gkd_loss(divergence: Tensor) -> PolicyLoss:
+    """Return the loss of generalised knowledge distillation, L = D(teacher, policy), [t], nats.
+
+    D is a KL or Jensen-Shannon divergence (--gkd-beta) of the distributions at the token, over the whole vocabulary or
+    the teacher's likely tokens (--gkd-logits-topk): models/divergence.py has the formulas. There is no ratio, no clip
+    and no advantage. On the policy's own completions this is on-policy distillation, on recorded ones supervised.
+
+    Source: Agarwal et al. 2024, "On-policy distillation of language models", arXiv:2306.13649, equation 1; the average
+    is over the tokens of an update, as in TRL (there: of each completion, then over completions).
+    """
+    return PolicyLoss(divergence)
+
+
 def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -30,8 +30,9 @@ Level = Literal["token", "sequence", "sequence_token"]
 # forward pass.
 # covariances: (A - mean A)(lp - mean lp), of `masks.covariances`; entropies: of the policy, nats.
 TOKEN_STATISTICS = ("covariances", "entropies")
-# Inputs of a loss, [t] each: the label tokens of a pack. log_ratio is log_probs - old_log_probs at the loss's level.
-LOSS_INPUTS = ("log_probs", "old_log_probs", "log_ratio", "advantages", "completion", *TOKEN_STATISTICS)
+# Inputs of a loss, [t] each: the label tokens of a pack. log_ratio is log_probs - old_log_probs at the loss's level,
+# divergence that of the policy's distribution from a teacher's (models/divergence.py), with its gradient.
+LOSS_INPUTS = ("log_probs", "old_log_probs", "log_ratio", "advantages", "completion", "divergence", *TOKEN_STATISTICS)
 # Inputs of update_advantages, [n] each: the completions of an update. scores is the mean of d over each completion.
 UPDATE_INPUTS = ("scores", "advantages", "group_ids")
 # Inputs of an estimator, of all completions of the rollout: rewards (the weighted sums) and group_ids [n], and
@@ -92,6 +93,11 @@ class Loss(Entry):
         """The parameters by name, including those of ``update_advantages``."""
         more = parameters(self.update_advantages) if self.update_advantages else {}
         return {**more, **parameters(self.function)}
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss reads the distribution of a teacher."""
+        return "divergence" in self.parameters
 
     @property
     def whole_groups(self) -> bool:

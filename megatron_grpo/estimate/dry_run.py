@@ -311,11 +311,11 @@ def _reference_lines(args: Namespace) -> list[str]:
     models = {}
     if args.beta > 0:
         models["reference model"] = reference_args(args)
-    if args.teacher_load_hf:
-        models["teacher"] = teacher_args(args)
+    for own in teacher_args(args):
+        models[f"teacher {own.load_hf}"] = own
     lines = []
     for name, own in models.items():
-        swapped = name != "teacher" and not has_own_parallel_configuration(args)
+        swapped = not name.startswith("teacher ") and not has_own_parallel_configuration(args)
         where = "the policy's are there instead" if swapped else "they are on the GPU, too"
         size = Plan(own).largest_stage() * (4 if own.sync_ref_model else params_dtype(own).itemsize) / GIB
         average = ", an average in float32," if own.sync_ref_model else ""

@@ -26,6 +26,7 @@ from megatron_grpo.migration.rows import (
     differs,
     fixed,
     fp8_rows,
+    is_off,
     multiple_of,
     number,
     only_if,
@@ -171,17 +172,19 @@ DATA = (
     Row("--remove_unused_columns", None, None, "reward functions get the whole row"),
 )
 
+
+def _distils(settings: Settings) -> bool:
+    return settings.text("rlhf_type", "grpo") == "gkd"
+
+
+def _teacher_server(value: object, settings: Settings) -> Converted:
+    if str(value).lstrip().startswith("["):
+        raise Undecided("of several servers give SOURCE=URL of each, where SOURCE is a row's data_source")
+    return None if is_off(value) else str(value)
+
+
 MODEL = (
-    Row(
-        "--rlhf_type",
-        None,
-        only_if(
-            "other than grpo",
-            lambda s: s.text("rlhf_type", "grpo") != "grpo",
-            ask("only grpo, and teachers with --teacher-load-hf"),
-        ),
-        "grpo is the only type",
-    ),
+    Row("--rlhf_type", "--loss-type", choice({"grpo": None, "gkd": "gkd"}, "grpo, and gkd with a teacher")),
     Row("--model", "--load-hf", None, "a local directory"),
     Row("--load", "--pretrained-checkpoint", None, "a Megatron checkpoint"),
     Row("--mcore_model", "--pretrained-checkpoint"),
@@ -333,7 +336,21 @@ ENGINE = (
 )
 
 ALGORITHM = (
-    Row("--beta", "--beta"),
+    Row("--beta", "--beta", only_if("with rlhf_type grpo", lambda s: not _distils(s))),
+    Row("--beta", "--gkd-beta", only_if("with rlhf_type gkd", _distils)),
+    Row("--gkd_logits_topk", "--gkd-logits-topk", None, "the tokens outside are one class here, and left out there"),
+    Row(
+        "--lmbda",
+        None,
+        only_if(
+            "with rlhf_type gkd",
+            _distils,
+            differs("all completions are the policy's; --train-only learns recorded ones", "1", "1.0"),
+        ),
+    ),
+    Row("--sft_alpha", None, differs("there is no supervised term next to the teacher's: --sft-iters come before")),
+    Row("--seq_kd", None, differs("the teacher samples no completions")),
+    Row("--teacher_tag_key", None, ask("the column is data_source: rename it", "dataset")),
     Row("--loss_type", "--loss-type"),
     Row("--epsilon", "--epsilon"),
     Row("--epsilon_high", "--epsilon-high"),
@@ -372,7 +389,11 @@ ALGORITHM = (
     Row("--ref_model_sync_steps", "--ref-model-sync-steps", INTERVAL),
     Row("--ref_model_mixup_alpha", "--ref-model-mixup-alpha"),
     Row("--teacher_model", "--teacher-load-hf"),
-    Row("--teacher_model_server", "--teacher-server"),
+    Row(
+        "--teacher_model_server",
+        "--teacher-server",
+        Conversion("URL; of several a list in JSON: decide", _teacher_server),
+    ),
     Row("--teacher_kl_coef", "--teacher-kl-coef"),
     Row("--offload_teacher_model", None, None, "the teacher is on the host between its passes"),
     Row("--chord_sft_dataset", None, differs("there is no supervised loss (CHORD)")),
@@ -484,6 +505,7 @@ SYSTEM = System(
             lambda s: "1" if s.number("expert_model_parallel_size", 1) > 1 else None,
             "ms-swift's default",
         ),
+        ("--beta", lambda s: "0" if _distils(s) else None, "GKD has no reference model"),
         ("--reward-funcs", constant("accuracy"), "decide: docs/rewards.md lists the rewards"),
     ),
     decide=_decide,

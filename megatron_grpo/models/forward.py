@@ -300,21 +300,34 @@ def _replays_shared_tokens(args) -> bool:
     return args.router_replay_mode == "R2" and args.share_prompts
 
 
-@torch.no_grad()
 def forward_scores(forward_step: Callable, packs: Sequence[Pack], model: Model, batch: RolloutBatch) -> np.ndarray:
     """Compute log-probability and entropy of every label token of all ranks' ``packs``, which are of ``batch``.
 
     Returns float32 ``[2, total]`` on every rank that holds the tokens, nan for tokens that are not labels.
     """
+    nothing = np.full((len(batch.tokens), 2), np.nan, np.float32)
+    return np.ascontiguousarray(forward_rows(forward_step, packs, model, batch, nothing).T)
+
+
+@torch.no_grad()
+def forward_rows(
+    forward_step: Callable, packs: Sequence[Pack], model: Model, batch: RolloutBatch, nothing: np.ndarray
+) -> np.ndarray:
+    """Compute the model's output for every label token of all ranks' ``packs``, which are of ``batch``.
+
+    Returns ``[total, columns]`` on every rank that holds the tokens, and ``nothing``, of this shape and type, for
+    tokens that are not labels. Of int16 the values are the bits of the model's dtype.
+    """
     results = run_schedule(forward_step, packs, model, forward_only=True)
-    flat = np.full((2, len(batch.tokens)), np.nan, np.float32)
-    computed = np.zeros(batch.num_completions, bool)
+    flat, computed = nothing.copy(), np.zeros(batch.num_completions, bool)
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-        for pack, scores in zip(packs, results, strict=True):
+        for pack, rows in zip(packs, results, strict=True):
             if pack.cp_rank == 0:
-                flat[:, pack.token_index] = scores.float().cpu().numpy()
+                values = rows.T.contiguous().cpu()
+                values = values.view(torch.int16) if flat.dtype == np.int16 else values.float()
+                flat[pack.token_index] = values.numpy()
                 computed[pack.indices] = True
-    return np.stack(spread(batch, list(flat), computed))
+    return spread(batch, [flat], computed)[0]
 
 
 def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, forward_only: bool) -> list:

@@ -19,6 +19,7 @@ METRICS = {
     "reward/kl_penalty": "KL penalty subtracted by --kl-in-reward, beta times the sum of k1: mean over completions",
     "advantage/mean": "mean over completions of the advantage (of a completion: the mean over its tokens)",
     "teacher/kl": "KL divergence of the old policy from the teacher: mean over tokens of log p(old) - log p(teacher)",
+    "teacher/divergence": "divergence from the teacher, which --loss-type gkd lowers: mean over tokens, in nats",
     "advantage/std": "standard deviation over completions of the advantage",
     "reward/zero_std_groups": "fraction of prompts whose completions all have the same reward (no learning signal)",
     "reward/failures": "calls of reward functions that raised an error, timed out or returned no number",
@@ -195,6 +196,7 @@ REMEDIES = {
     "or try --clip-cov-ratio. Rising steadily: the policy becomes random; lower --lr and check the rewards.",
     "teacher/kl": "Not falling: raise --teacher-kl-coef, or check that the teacher has the policy's vocabulary and "
     "chat template.",
+    "teacher/divergence": "Not falling: raise --lr, or check that the teacher has the policy's chat template.",
     "clip/low": "Above about 0.2: the updates of one rollout are too large; lower --lr, --num-iterations or "
     "--steps-per-generation.",
     "clip/high": "As clip/low. If unlikely tokens never become more likely, raise --epsilon-high.",

@@ -31,7 +31,7 @@ from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.watchdog import Watchdog
 from megatron_grpo.parallel.agreement import device_answers, on_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
-from megatron_grpo.reference.teacher_server import TeacherServer
+from megatron_grpo.reference.teacher import Teachers
 from megatron_grpo.rollout.collect import Needs, shown_images, with_images
 from megatron_grpo.rollout.evaluation import HeldOut, logged
 from megatron_grpo.rollout.rollout_metrics import rollout_metrics
@@ -81,7 +81,7 @@ class Trainer:
     watchdog: Watchdog | None = None
     bad_updates: BadUpdates = field(default_factory=lambda: BadUpdates("stop", None, None))
     left_early: str | None = None  # the reason, if the run ends before its last update
-    teacher: ReferenceModel | TeacherServer | None = None
+    teacher: Teachers | None = None
     images: ImageStore | None = None  # of a vision-language model
     warm_up: WarmUp | None = None  # with --sft-iters
     iteration: int = 0  # of the newest update; below 0 in the warm-up
@@ -195,6 +195,10 @@ class Trainer:
                 computes[model.own_completions(batch)] = True
         return computes
 
+    def teachers_heads(self) -> AbstractContextManager[None]:
+        """Return the context of an update, in which the policy's last stage has the output layers that it distils."""
+        return contextlib.nullcontext() if self.teacher is None else self.teacher.heads_on_device(self.model)
+
     # ---- the engine
 
     def engine_for_rollout(self) -> AbstractContextManager[None]:
@@ -250,7 +254,7 @@ class Trainer:
         metrics = rollout_metrics(self.args, rollout, rewards) | self.lifecycle.memory
         estimator = ADVANTAGES.get(self.args.advantage_estimator)
         others = {"function_rewards", "turn_rewards"} & estimator.parameters.keys()  # may differ where the sums do not
-        compares = estimator.compares_group and not others and not self.args.teacher_kl_coef
+        compares = estimator.compares_group and not others and self.teacher is None
         none = compares and metrics["reward/zero_std_groups"] == 1
         self.without_signal = self.without_signal + 1 if none else 0
         if self.without_signal == WITHOUT_SIGNAL:
@@ -267,7 +271,7 @@ class Trainer:
         leave rows out for as long as it likes, and so may functions of some rows only (--reward-routing).
         """
         self.checked_rollouts += 1
-        if self.checked_rollouts > WITHOUT_SIGNAL or self.args.teacher_kl_coef or self.args.rollout_only:
+        if self.checked_rollouts > WITHOUT_SIGNAL or self.teacher is not None or self.args.rollout_only:
             return
         names, valued = self.args.reward_funcs, ~np.isnan(rewards).all(axis=0)
         self.with_value |= {name for name, has_value in zip(names, valued, strict=True) if has_value}
