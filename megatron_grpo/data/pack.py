@@ -111,6 +111,7 @@ class Pack:
     further_tokens: Int64 | None = None
     further_labels: Int64 | None = None
     further_in_loss: Bool | None = None
+    demonstrations: bool = False  # completions beside the rollout, with a loss of their own (--sft-loss-type)
 
     @property
     def num_labels(self) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 
 from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.data.demonstrations import with_copies
 from megatron_grpo.data.pack import Layout, Pack, lay_out, pack_completions
 from megatron_grpo.data.prefix_tree import (
     Prefixes,
@@ -175,6 +177,10 @@ class MicroBatches(Sequence[Pack]):
             self._packs[number] = self._makers[number]()
         return self._packs[number]
 
+    def __add__(self, others: "MicroBatches") -> "MicroBatches":
+        parts: list[tuple[MicroBatches, int]] = [(packs, i) for packs in (self, others) for i in range(len(packs))]
+        return MicroBatches([partial(packs.__getitem__, i) for packs, i in parts])
+
     def make_next(self) -> None:
         """Make the first pack that nothing has read yet."""
         if len(self._packs) < len(self):
@@ -212,6 +218,29 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
         return pack_completions(batch, indices, pad_multiple, total, degree, place, share_prompts, further, layout)
 
     return MicroBatches([partial(pack, *item) for item in zip(own, degrees, layouts, strict=True)])
+
+
+def micro_batches_of_demonstrations(args, batch: RolloutBatch | None) -> MicroBatches:
+    """Return this rank's micro-batches of demonstrations beside a rollout, ``batch``, which every rank holds.
+
+    Each rank has equally many: where the demonstrations are too few, copies without a token in the loss fill up. A
+    micro-batch without a token budget has at most --micro-batch-size of them.
+    """
+    if batch is None:
+        return MicroBatches([])
+    unit = parallel_state.get_data_parallel_world_size()
+    unit *= args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1
+    count = -(-batch.num_completions // unit)
+    if not args.max_tokens_per_microbatch:
+        size = min(args.micro_batch_size, count)
+        args, count = replaced(args, micro_batch_size=size), -(-count // size) * size
+    batch = with_copies(batch, count * unit - batch.num_completions)
+    packs = micro_batches(args, batch, np.arange(batch.num_completions))
+
+    def pack(number: int) -> Pack:
+        return replace(packs[number], demonstrations=True)
+
+    return MicroBatches([partial(pack, number) for number in range(len(packs))])
 
 
 def _prefixes(args, batch: RolloutBatch, completions: np.ndarray) -> Prefixes:
