@@ -149,7 +149,7 @@ class Trainer:
         return self.mixture.of_groups(batch) if self.mixture is not None and self.mixture.joins_groups else None
 
     def mixed_demonstrations(self, joined: RolloutBatch | None, part: int, num_parts: int) -> RolloutBatch | None:
-        """Return the demonstrations of the next update, None for none: drawn, or its ``part`` of those that ``joined``."""
+        """Return the demonstrations of the next update: drawn ones, or its ``part`` of ``joined``; None without any."""
         if joined is not None:
             own = np.array_split(np.arange(joined.num_completions), num_parts)[part]
             return joined.select(own) if len(own) else None
