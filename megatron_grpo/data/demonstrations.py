@@ -192,14 +192,6 @@ def batch_of(
     )
 
 
-def with_copies(batch: RolloutBatch, count: int) -> RolloutBatch:
-    """Return the batch and ``count`` copies of its shortest completion, of which no token is in the loss."""
-    shortest, n = int(np.argmin(batch.lengths)), batch.num_completions
-    whole = batch.select([*range(n), *[shortest] * count])
-    mask = np.where(whole.completion_of_tokens < n, whole.response_mask, 0).astype(np.uint8)
-    return replace(whole, response_mask=mask, sample_ids=np.arange(n + count))
-
-
 def prompts_of(data: Demonstrations) -> dict[bytes, int]:
     """Return the number of a demonstration of each prompt, by the `prompt_key` of its ids: the first in the files."""
     found: dict[bytes, int] = {}

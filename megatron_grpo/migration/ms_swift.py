@@ -62,7 +62,9 @@ def _mu_peak(value: object, settings: Settings) -> Converted:
     """Return the peak of CHORD's mu; without decay steps mu is the valley after its warm-up."""
     if _mu_decays(settings) or not settings.given("chord_mu_valley"):
         return SAME.apply(value, settings)
-    if settings.number("chord_mu_warmup_steps", 0) > 0 and settings.number("chord_mu_valley", 0) != settings.number("chord_mu_peak", 0):
+    if settings.number("chord_mu_warmup_steps", 0) > 0 and settings.number("chord_mu_valley", 0) != settings.number(
+        "chord_mu_peak", 0
+    ):
         raise Undecided(
             "without decay steps mu falls from its peak to its valley at once: give --chord-mu-decay-steps 1"
         )

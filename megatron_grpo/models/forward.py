@@ -15,7 +15,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 
 from megatron_grpo.data.batch import RolloutBatch
-from megatron_grpo.data.demonstrations import with_copies
 from megatron_grpo.data.pack import Layout, Pack, lay_out, pack_completions
 from megatron_grpo.data.prefix_tree import (
     Prefixes,
@@ -187,16 +186,21 @@ class MicroBatches(Sequence[Pack]):
             self[next(number for number in range(len(self)) if number not in self._packs)]
 
 
-def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> MicroBatches:
+def micro_batches(
+    args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None, end: int | None = None
+) -> MicroBatches:
     """Return this rank's micro-batches (packs) of ``completions``, indices in the batch; each rank has equally many.
 
     Context parallelism splits the tokens of a pack over ranks, and sequence parallelism splits them again over
-    tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags.
+    tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags. Completions from number ``end`` on
+    have a place in the schedule, and are not computed: a micro-batch can be empty.
     """
     max_tokens = max_tokens or args.max_tokens_per_microbatch
     prefixes = _shared(args, batch, completions, max_tokens)
     degrees, ranks = _assignment(args, batch, completions, max_tokens, prefixes)
     own, share_prompts = ranks[_own_place()], prefixes is not None
+    if end is not None:
+        own = [indices[indices < end] for indices in own]
     further = _further_tokens(args)
     pad_multiple = token_multiple(args) * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     cp_rank = parallel_state.get_context_parallel_rank()
@@ -223,8 +227,8 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
 def micro_batches_of_demonstrations(args, batch: RolloutBatch | None) -> MicroBatches:
     """Return this rank's micro-batches of demonstrations beside a rollout, ``batch``, which every rank holds.
 
-    Each rank has equally many: where the demonstrations are too few, copies without a token in the loss fill up. A
-    micro-batch without a token budget has at most --micro-batch-size of them.
+    Each rank has equally many; where the demonstrations are too few, some are empty. A micro-batch without a token
+    budget has at most --micro-batch-size of them.
     """
     if batch is None:
         return MicroBatches([])
@@ -234,8 +238,9 @@ def micro_batches_of_demonstrations(args, batch: RolloutBatch | None) -> MicroBa
     if not args.max_tokens_per_microbatch:
         size = min(args.micro_batch_size, count)
         args, count = replaced(args, micro_batch_size=size), -(-count // size) * size
-    batch = with_copies(batch, count * unit - batch.num_completions)
-    packs = micro_batches(args, batch, np.arange(batch.num_completions))
+    end, shortest = batch.num_completions, int(np.argmin(batch.lengths))
+    batch = batch.select([*range(end), *[shortest] * (count * unit - end)])
+    packs = micro_batches(args, batch, np.arange(batch.num_completions), end=end)
 
     def pack(number: int) -> Pack:
         return replace(packs[number], demonstrations=True)

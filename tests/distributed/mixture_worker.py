@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node N tests/distributed/mixture_worker.py OUT.json FLAGS LAYOUT_FLAGS...
 
-For each LAYOUT_FLAGS (one word each) and each loss of demonstrations two updates follow each other, with made-up weights,
-completions and demonstrations. Rank 0 writes the metrics of each update to OUT.json: {LAYOUT_FLAGS: {loss: [row, row]}}.
+For each LAYOUT_FLAGS (one word each) and each loss of demonstrations two updates follow each other, with made-up
+weights, completions and demonstrations. Rank 0 writes the metrics of the updates to OUT.json: {LAYOUT_FLAGS: {loss:
+[row, row]}}.
 """
 
 import json

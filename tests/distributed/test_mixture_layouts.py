@@ -12,6 +12,7 @@ pytestmark = pytest.mark.distributed
 
 DENSE = MODEL.replace("--vocab-size 1000", "--vocab-size 128")
 MODELS = {
+    "DP2": DENSE,
     "dense": DENSE,
     "adapters": f"{DENSE} --lora-rank 4 --lora-alpha 4 --lora-target-modules all-linear",
     "experts": f"{DENSE} --model-family qwen3_moe --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
@@ -20,8 +21,8 @@ MODELS = {
 BUDGET = "--max-tokens-per-microbatch 96"
 ALONE = ("--micro-batch-size 2", "--micro-batch-size 4", BUDGET, f"{BUDGET} --no-share-prompts")
 LAYOUTS = {
+    "DP2": ["--micro-batch-size 2"],
     "dense": [
-        "--micro-batch-size 2",  # DP2
         BUDGET,
         f"{BUDGET} --tensor-model-parallel-size 2 --sequence-parallel",
         "--micro-batch-size 2 --pipeline-model-parallel-size 2",
@@ -34,7 +35,7 @@ LAYOUTS = {
 COMPARED = ("loss", "grad_norm", "sft/loss", "entropy", "clip/high", "ratio/max", "tokens/update", "sft/tokens")
 
 
-@pytest.mark.parametrize("model", slow_except(["dense"], LAYOUTS))
+@pytest.mark.parametrize("model", slow_except(["DP2"], LAYOUTS))
 def test_a_layout_changes_no_number(model, tmp_path):
     alone = ALONE if model == "dense" else ALONE[2:3]
     for ranks, layouts in (1, alone), (2, LAYOUTS[model]):

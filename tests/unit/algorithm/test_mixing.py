@@ -11,7 +11,6 @@ from megatron_grpo.algorithm.losses import chord_loss, luffy_loss, sft_loss
 from megatron_grpo.algorithm.mixing import mu, with_token_weights
 from megatron_grpo.algorithm.rollout_advantages import estimate_joint_advantages
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
-from megatron_grpo.data.demonstrations import with_copies
 
 LOG_PROBS = [-1e-6, -0.1, -0.7, -2.3, -9.0, -40.0]
 ADVANTAGES = [1.5, -0.5, 0.25, 1.5, 1.5, 1.5]
@@ -138,11 +137,3 @@ def test_joint_advantages_are_of_completions_and_demonstration(reward):
     of_other = [(r - 2 / 3) / math.sqrt(1 / 3) for r in (0.0, 1.0, 1.0)]  # without a demonstration
     assert batch.advantages[3:].tolist() == pytest.approx(of_other, rel=1e-3)
     assert metrics["advantage/mean"] == pytest.approx(batch.advantages.mean())
-
-
-def test_copies_have_no_token_in_the_loss():
-    batch = batch_of([3, 1, 2])
-    whole = with_copies(batch, 2)
-    assert whole.response_lengths.tolist() == [3, 1, 2, 0, 0] and whole.lengths.tolist() == [4, 2, 3, 2, 2]
-    whole.validate()
-    assert np.array_equal(with_copies(batch, 0).response_mask, batch.response_mask)
