@@ -291,6 +291,7 @@ def pack_completions(
         shared_prompts=shared_prompts,
         first_labels=first_labels,
         copies=copies,
+        demonstrations=False,
         **_further_tokens(batch, flat, sequences, index[held], in_loss, own_labels, first_labels, mtp_layers),
     )
     for name, values in pack.of_labels.items():
