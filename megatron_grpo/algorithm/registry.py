@@ -12,7 +12,7 @@ not import torch, because worker processes of reward functions load the same fil
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
@@ -87,6 +87,7 @@ class Loss(Entry):
     # Replaces the advantages of an update, from statistics of all its completions (UPDATE_INPUTS): [n].
     update_advantages: Function | None = None
     one_advantage: bool = False  # needs the same advantage at all tokens of a completion
+    demonstrations: bool = False  # --sft-loss-type: of demonstrations beside a rollout, not of --loss-type
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -98,6 +99,11 @@ class Loss(Entry):
     def distils(self) -> bool:
         """Whether the loss reads the distribution of a teacher."""
         return "divergence" in self.parameters
+
+    @property
+    def joins_groups(self) -> bool:
+        """Whether demonstrations have advantages: each then belongs to the group of its prompt."""
+        return self.demonstrations and "advantages" in self.parameters
 
     @property
     def whole_groups(self) -> bool:
@@ -165,6 +171,23 @@ class Registry[E: Entry]:
 
 
 LOSSES: Registry[Loss] = Registry("loss", "--loss-type", (*LOSS_INPUTS, *UPDATE_INPUTS))
+
+
+class DemonstrationLosses(Mapping[str, Loss]):
+    """The choices of --sft-loss-type: the losses of demonstrations, with those that plug-ins register later."""
+
+    def __getitem__(self, name: str) -> Loss:
+        if not LOSSES.entries[name].demonstrations:
+            raise KeyError(name)
+        return LOSSES.entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, loss in LOSSES.entries.items() if loss.demonstrations)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", "--advantage-estimator", ADVANTAGE_INPUTS)
 
 

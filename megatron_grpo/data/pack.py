@@ -113,6 +113,7 @@ class Pack:
     further_tokens: Int64 | None = None
     further_labels: Int64 | None = None
     further_in_loss: Bool | None = None
+    demonstrations: bool = False  # completions beside the rollout, with a loss of their own (--sft-loss-type)
 
     @property
     def num_labels(self) -> int:
@@ -293,6 +294,7 @@ def pack_completions(
         shared_prompts=shared_prompts,
         first_labels=first_labels,
         copies=copies,
+        demonstrations=False,
         **_further_tokens(batch, flat, sequences, index[held], in_loss, own_labels, first_labels, mtp_layers),
     )
     for name, values in (pack.of_labels | pack.of_own_labels).items():

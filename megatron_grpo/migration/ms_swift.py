@@ -3,7 +3,13 @@
 from collections.abc import Callable
 from itertools import chain
 
-from megatron_grpo.migration.hf_trainer import STEPS, completions_per_update, global_batch, updates_per_rollout
+from megatron_grpo.migration.hf_trainer import (
+    STEPS,
+    accumulation,
+    completions_per_update,
+    global_batch,
+    updates_per_rollout,
+)
 from megatron_grpo.migration.rows import (
     ENGINE_RANKS,
     OF_DELAYED,
@@ -47,6 +53,23 @@ def _megatron(settings: Settings) -> bool:
     """Return whether the command is ``megatron rlhf``, whose batches have Megatron-LM's names."""
     names = ("lr", "global_batch_size", "micro_batch_size", "tensor_model_parallel_size")
     return any(settings.given(name) for name in names)
+
+
+def _mu_decays(settings: Settings) -> bool:
+    return settings.number("chord_mu_decay_steps", 0) > 0
+
+
+def _mu_peak(value: object, settings: Settings) -> Converted:
+    """Return the peak of CHORD's mu; without decay steps mu is the valley after its warm-up."""
+    if _mu_decays(settings) or not settings.given("chord_mu_valley"):
+        return SAME.apply(value, settings)
+    if settings.number("chord_mu_warmup_steps", 0) > 0 and settings.number("chord_mu_valley", 0) != settings.number(
+        "chord_mu_peak", 0
+    ):
+        raise Undecided(
+            "without decay steps mu falls from its peak to its valley at once: give --chord-mu-decay-steps 1"
+        )
+    return settings.text("chord_mu_valley")
 
 
 def _updates_per_rollout(settings: Settings) -> float:
@@ -396,7 +419,23 @@ ALGORITHM = (
     ),
     Row("--teacher_kl_coef", "--teacher-kl-coef"),
     Row("--offload_teacher_model", None, None, "the teacher is on the host between its passes"),
-    Row("--chord_sft_dataset", None, differs("there is no supervised loss (CHORD)")),
+    Row("--chord_sft_dataset", "--sft-data-path", DATA_FILES),
+    Row(
+        "--chord_sft_per_device_train_batch_size",
+        "--sft-batch-size",
+        scaled(
+            "of one GPU there, of all here: x gradient_accumulation_steps x GPUs", lambda s: accumulation(s) * s.gpus
+        ),
+    ),
+    Row(
+        "--chord_enable_phi_function",
+        "--sft-loss-type",
+        Conversion("true → chord; false → sft", lambda value, settings: "chord" if truth(value) else "sft"),
+    ),
+    Row("--chord_mu_peak", "--chord-mu-peak", Conversion("the valley without decay steps", _mu_peak)),
+    Row("--chord_mu_valley", "--chord-mu-valley", only_if("with decay steps", _mu_decays)),
+    Row("--chord_mu_warmup_steps", "--chord-mu-warmup-steps", SEQUENCE),
+    Row("--chord_mu_decay_steps", "--chord-mu-decay-steps", SEQUENCE),
 )
 
 REWARDS = (
@@ -506,6 +545,7 @@ SYSTEM = System(
             "ms-swift's default",
         ),
         ("--beta", lambda s: "0" if _distils(s) else None, "GKD has no reference model"),
+        ("--sft-loss-type", lambda s: "sft" if s.given("chord_sft_dataset") else None, "CHORD without phi"),
         ("--reward-funcs", constant("accuracy"), "decide: docs/rewards.md lists the rewards"),
     ),
     decide=_decide,

@@ -43,8 +43,10 @@ METRICS = {
     "completion/length_min": "length of the shortest completion, sampled tokens",
     "completion/length_max": "length of the longest completion, sampled tokens",
     "completion/truncated": "fraction of completions truncated at --max-completion-length",
-    "sft/loss": "cross-entropy of the demonstrated tokens of a supervised update (--sft-iters), nats a token",
+    "sft/loss": "cross-entropy of the demonstrated tokens of an update (--sft-iters, --sft-loss-type), nats a token",
     "sft/tokens": "demonstrated tokens in the loss of this update",
+    "sft/mu": "weight mu of the demonstrations (--sft-loss-type sft, chord)",
+    "sft/advantage": "advantage of a demonstration in the group of its prompt (--sft-loss-type luffy), mean",
     "loss": "loss that was differentiated, including the KL term",
     "kl": "k3 estimate of KL(policy || reference), mean over completion tokens, for every --kl-estimator",
     "entropy": "entropy of the policy's next-token distribution, mean over completion tokens, nats",
@@ -156,6 +158,8 @@ REMEDIES = {
     "sft/loss": "Flat from the start: raise --sft-lr. Near 0: the rows are learnt by heart, and the completions of a "
     "prompt become alike; lower --sft-iters, or give more rows.",
     "sft/tokens": "A count: small beside the tokens of the rows if prompts are long.",
+    "sft/mu": "By the schedule: --chord-mu-peak, --chord-mu-valley.",
+    "sft/advantage": "Falls to 0 as the policy earns the same reward. Below 0: raise --luffy-reward.",
     "reward/mean": "Flat from the start: see reward/zero_std_groups (no signal) and read completions.jsonl. Rising "
     "while eval/* falls: reward hacking; make the reward stricter. Collapsing: lower --lr, raise --beta.",
     "reward/std": "Near 0: all completions of a prompt are equally good, so there is no gradient. Raise --temperature "

@@ -102,6 +102,7 @@ from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.eval_only import WITHOUT_TRAINING, check_file, resolve_checkpoint
+from megatron_grpo.training.mixture import Mixture
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
 from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
@@ -209,10 +210,12 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
     elif args.load and not args.finetune:  # not with --eval-only, which needs it
         print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
-    warm_up = None
-    if inputs.demonstrations is not None:
-        over, first_row = iteration > 0, len(inputs.train)
-        warm_up = WarmUp(args, inputs.demonstrations, optimizer, position.get("sft", {}), over, first_row)
+    warm_up, mixture, first_row = None, None, len(inputs.train)
+    if inputs.demonstrations is not None and args.sft_iters:
+        warm_up = WarmUp(args, inputs.demonstrations, optimizer, position.get("sft", {}), iteration > 0, first_row)
+    if inputs.demonstrations is not None and args.sft_loss_type:
+        state = position.get("mixture", {})
+        mixture = Mixture(args, inputs.demonstrations, inputs.train, state, first_row)
     sampler = inputs.train.sampler()
     rollouts = position.get("rollouts", 0)
 
@@ -292,6 +295,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         profiler=Profiler(args, dist.get_rank(), newest if warm_up is not None and warm_up.left else iteration),
         watchdog=watchdog,
         warm_up=warm_up,
+        mixture=mixture,
         bad_updates=bad_updates,
         early_exit=early_exit,
         saves=saves,
@@ -409,7 +413,7 @@ class Inputs:
     images: ImageReader | None  # of a vision-language model
     train: PromptDataset
     valid: PromptDataset | None
-    demonstrations: Demonstrations | None  # with --sft-iters
+    demonstrations: Demonstrations | None  # with --sft-iters or --sft-loss-type
     reward_models: Mapping[str, RewardModelSpec]
     isolation: str | None  # of generated code, with the reward "code"
     end_token_ids: tuple[int, ...]  # of completions
@@ -439,7 +443,7 @@ def _read_inputs(args, teach_args) -> Inputs:
     tools = partial(tools_of, default=args.environment)
     parts: dict[str, Any] = {"tools": tools, "images": images}
     demonstrations = None
-    if args.sft_iters:
+    if args.sft_iters or args.sft_loss_type:
         kind = partial(Demonstrations, end_token_ids=turn_end_token_ids(args, tokenizer))
         demonstrations = _read_data(kind, args.sft_data_path, tokenizer, args, **parts)
     parts |= {"check_gold": gold_check(names, vars(args))}

@@ -44,6 +44,7 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.export import export_adapter, export_hf
+from megatron_grpo.training.mixture import Mixture
 from megatron_grpo.training.saves import Position, Saves
 from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.training.warm_up import WarmUp
@@ -84,6 +85,7 @@ class Trainer:
     teacher: Teachers | None = None
     images: ImageStore | None = None  # of a vision-language model
     warm_up: WarmUp | None = None  # with --sft-iters
+    mixture: Mixture | None = None  # with --sft-loss-type
     iteration: int = 0  # of the newest update; below 0 in the warm-up
     tokens: int = 0
     without_signal: int = 0  # rollouts in a row in which all completions of each prompt have the same reward
@@ -139,6 +141,22 @@ class Trainer:
                 self.reference.ema_update(self.args, self.model, 1.0)  # the policy's updates begin at these weights
         if self.args.save and (not warm_up.left or self.due(self.args.save_interval)):
             self.saves.write(self.position())
+
+    # ---- demonstrations beside the rollout
+
+    def joined_demonstrations(self, batch: RolloutBatch) -> RolloutBatch | None:
+        """Return the demonstrations that join the groups of a rollout (--sft-loss-type luffy)."""
+        return self.mixture.of_groups(batch) if self.mixture is not None and self.mixture.joins_groups else None
+
+    def mixed_demonstrations(self, joined: RolloutBatch | None, part: int, num_parts: int) -> RolloutBatch | None:
+        """Return the demonstrations of the next update: drawn ones, or its ``part`` of ``joined``; None without any."""
+        if joined is not None:
+            own = np.array_split(np.arange(joined.num_completions), num_parts)[part]
+            return joined.select(own) if len(own) else None
+        if self.mixture is None or self.mixture.joins_groups:
+            return None
+        drawn = self.mixture.next_batch(self.iteration)
+        return None if drawn is None else self._with_images(drawn)
 
     # ---- rollouts
 
@@ -401,6 +419,8 @@ class Trainer:
         state = {"tokens": self.tokens, "bad_updates": self.bad_updates.state_dict()}
         if self.warm_up is not None:
             state["sft"] = self.warm_up.state()
+        if self.mixture is not None:
+            state["mixture"] = self.mixture.state()
         return Position(max(0, self.iteration), state)
 
     def finish(self) -> None:
