@@ -490,8 +490,8 @@ def _parts(text: str, own: _Format, mark: re.Match[str]) -> Iterator[_Part]:
         edges = re.compile(f"{re.escape(own.quote)}.*?{re.escape(own.quote)}|{_either(own.start, own.end)}", re.DOTALL)
         edge = next((edge for edge in edges.finditer(text, after) if not edge[0].startswith(own.quote)), None)
         last = len(text) if edge is None else edge.end() if edge[0] == own.end else edge.start()
-        body = _json_of_gemma(text[after:last].removesuffix(own.end or ""), own.quote)
-        yield _Part(begin, last, text[begin:last], body, edge is not None, broken=body is None)
+        call = _json_of_gemma(text[after:last].removesuffix(own.end or ""), own.quote)
+        yield _Part(begin, last, text[begin:last], call, edge is not None, broken=call is None)
     elif own.end is None:
         if re.compile(r"\s*[\[{]").match(text, after):
             yield from _elements(text, own.start, begin)
