@@ -102,7 +102,7 @@ def check_equal(name, root, other, vocab_size=None):
     assert expected.keys() == actual.keys(), expected.keys() ^ actual.keys()
     assert any("exp_avg_sq" in key for key in expected)
     for key in expected:
-        if "word_embeddings" in key or "output_layer" in key:
+        if "embedding" in key or "output_layer" in key:
             expected[key], actual[key] = expected[key][:vocab_size], actual[key][:vocab_size]
     different = [key for key in expected if not torch.equal(expected[key], actual[key])]
     assert not different, different
@@ -198,7 +198,11 @@ DELTA = f"""--model-family qwen3_next --group-query-attention --num-query-groups
     --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 6"""
 MAMBA = """--model-family nemotron_h --group-query-attention --num-query-groups 2 --kv-channels 8 --no-qk-layernorm
     --no-swiglu --squared-relu --position-embedding-type none --hybrid-layer-pattern M-*M --mamba-num-heads 4
-    --mamba-head-dim 6 --mamba-num-groups 2 --mamba-state-dim 8 --norm-epsilon 1e-5"""
+    --mamba-head-dim 6 --mamba-num-groups 2 --mamba-state-dim 8 --norm-epsilon 1e-5
+    --untie-embeddings-and-output-weights"""
+MAMBA_MOE = f"""{MAMBA} {EXPERTS} --hybrid-layer-pattern ME*E --moe-layer-freq [0,1,0,1]
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 16"""
 LORA = "--lora-rank 4 --lora-target-modules all-linear"
 SHARDED = "--use-distributed-optimizer"
 BUCKETS = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 2000"
@@ -339,6 +343,8 @@ def hybrid_chains(root):
     chains(root / "hybrid", {f"{DELTA} {SHARDED}": ["TP2 SP", "CP2 EP2", "PP2 VPP2", "TP2 SP"]})
     chains(root / "gemma4", {f"{GEMMA4} {SHARDED}": ["TP2 SP", f"PP2 VPP2: {BUCKETS}", "CP2", "TP2 SP"]})
     chains(root / "mamba", {f"{MAMBA} {SHARDED}": ["TP2 SP", "CP2", "PP2 VPP2", "TP2 SP"]})
+    moe = ["EP2", "TP2 SP ETP1", f"TP2 SP EP2 ETP1: {GROUPED} {BUCKETS}", f"PP2 VPP2: {GROUPED}", "TP2 SP", "EP2"]
+    chains(root / "mamba_moe", {f"{MAMBA_MOE} {SHARDED}": moe})
     chains(root / "mamba16", {f"{MAMBA} {SHARDED} --bf16": ["TP2 SP", "DP2", "PP2"]})
     chains(root / "hybrid16", {f"{DELTA} {SHARDED} --bf16": ["TP2 SP", f"EP2: {BUCKETS}", "PP2", "TP2 SP"]})
 
