@@ -65,8 +65,8 @@ MAMBA = f"""{ATTENTION} --num-layers 8 --model-family nemotron_h --no-qk-layerno
  --position-embedding-type none --group-query-attention --num-query-groups 2 --kv-channels 32
  --hybrid-layer-pattern M-M*-*M- --mamba-num-heads 8 --mamba-head-dim 12 --mamba-num-groups 4 --mamba-state-dim 16
  --norm-epsilon 1e-5"""
-MAMBA_MOE = f"""{MAMBA} {EXPERTS} --num-layers 6 --hybrid-layer-pattern ME*MEE
- --moe-layer-freq [0,1,0,0,1,1] --moe-shared-expert-intermediate-size 48
+MAMBA_MOE = f"""{MAMBA} {EXPERTS} --num-layers 8 --hybrid-layer-pattern ME*MEE-M
+ --moe-layer-freq [0,1,0,0,1,1,0,0] --moe-shared-expert-intermediate-size 48
  --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3
  --moe-router-topk-scaling-factor 2.5"""
 ACROSS_HEADS = f"""{ATTENTION} --model-family minimax_m2 --group-query-attention {EXPERTS} --num-query-groups 2
