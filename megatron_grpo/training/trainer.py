@@ -206,10 +206,15 @@ class Trainer:
         """Context in which the engine can generate with the newest weights; its loss saves and ends the run."""
         state = self.source.state_if_lost()
         try:
-            with self.lifecycle.awake(self.iteration, lambda: self._with_images(self.source.probe())):
+            with self.lifecycle.awake(self.iteration, self._probe):
                 yield
         except EngineLost as error:
             self._raise_engine_lost(error, state)
+
+    def _probe(self) -> Callable[[], RolloutBatch]:
+        """Begin the probe of the engine's weights; return the function that returns its completions."""
+        finish = self.source.probe()
+        return lambda: self._with_images(finish())
 
     def _raise_engine_lost(self, error: EngineLost, state: Callable[[], SourceState]) -> NoReturn:
         """Raise EngineLost with the cause and the checkpoint for a resume. Collective.

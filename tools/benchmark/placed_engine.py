@@ -137,11 +137,14 @@ def train(args, roles, dataset: Rows, own) -> None:
             for name, dtype, shape in describe(args, only_trained=engines.has_weights)
         )
         engines.update_weights(weights, batch)
-        if args.max_staleness and not own.no_probe:
+        probes = bool(args.max_staleness and not own.no_probe)
+        if probes:
             plan = probe_plan(args, dataset.first(PROMPTS_PER_REPLICA), engines.num_replicas)
-            engines.generate(plan, everything, data="train", scored=False)
+            finish = engines.begin(plan, everything, data="train", scored=False)
         began = time.perf_counter()
         _, _, metrics = engines.take(everything)
+        if probes:
+            finish()
         waited = time.perf_counter() - began
         print(f"batch {batch}: waited {waited:.2f} s, idle {metrics['stream/engine_idle']:.2f} s", flush=True)
         if batch < own.batches:
