@@ -415,18 +415,18 @@ def resume_elsewhere(root, changes):
             args, model = enter(flags, place)
             args = replaced(args, **dict.fromkeys(("save", "load"), str(root / f"{zlib.crc32(flags.encode())}")))
             fill(model, args, "weight")
-            parts = dict(zip(PARTS, train_step.setup_optimizer(args, model), strict=True))
-            parts |= {"bad_updates": BadUpdates("stop", None, None), "flops": UpdateFlops(args, None)}
-            trainer = SimpleNamespace(**parts, iteration=0)
+            parts = train_step.setup_optimizer(args, model)
+            others = {"bad_updates": BadUpdates("stop", None, None), "flops": UpdateFlops(args, None)}
+            trainer = SimpleNamespace(**dict(zip(PARTS, parts, strict=True)), **others, iteration=0)
             first, second = np.split(np.arange(8), 2)
             if place == layout:
                 batch = rollout(args)
                 batch = off_policy(args, trainer, batch)
                 pretrain_grpo.update(args, trainer, batch, first)
                 with forward.parameters_complete(trainer.model):
-                    checkpoint.save_checkpoint(args, 1, *parts.values(), {})
+                    checkpoint.save_checkpoint(args, 1, *parts, {})
             else:
-                checkpoint.load_checkpoint(args, *parts.values())
+                checkpoint.load_checkpoint(args, *parts)
             rows.append(pretrain_grpo.update(args, trainer, batch, second))
             with forward.parameters_complete(trainer.model):
                 weights.append({name: weight.clone() for name, weight in stream_hf(trainer.model, args)})
