@@ -47,7 +47,7 @@ FAMILIES = {
     --mamba-num-groups 2 --mamba-state-dim 8 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
     --moe-shared-expert-intermediate-size 16 --norm-epsilon 1e-5""",
     "gemma4_text": f"""--model-family gemma4_text --num-layers 3 --moe-layer-freq 1 --no-swiglu --geglu --sandwich-norm
-    --scale-embeddings --softmax-scale 1 --window-size 3,0 --window-attn-skip-freq 2 --rotary-base-local 100
+    --scale-embeddings --softmax-scale 1 --window-size 3,0 --window-attn-skip-freq 3 --rotary-base-local 100
     --no-untie-embeddings-and-output-weights --gemma4-config {json.dumps(_OF_GEMMA4, separators=(",", ":"))}""",
 }
 
