@@ -350,7 +350,8 @@ def hybrid_chains(root):
 
 
 def resumed_hybrid(root):
-    resume_elsewhere(root, [(f"{DELTA} {SHARDED}", "TP2 SP", "CP2 EP2")])
+    # With a rate of 1e-2 rounding errors of a gate's step are beyond the bound.
+    resume_elsewhere(root, [(f"{DELTA} {SHARDED} --lr 1e-3", "TP2 SP", "CP2 EP2")])
 
 
 def few_lora_chains(root):
