@@ -129,9 +129,10 @@ class TurnRenderer:
         """Return the rendered text from the end of the policy's turn on."""
 
         def rendered(text: str, messages_after: Sequence[Message]) -> str:
-            # Some templates show no text beside tool calls, so their arguments differ, too.
             made_up: Message = {"role": "assistant", "content": text}
             if calls := turn.get("tool_calls"):
+                # Some templates show no text with tool calls; Gemma 4's shows it behind the tools' answers.
+                made_up["content"] = ""
                 made_up["tool_calls"] = [
                     {**call, "function": {"name": call["function"]["name"], "arguments": {"a": text}}} for call in calls
                 ]

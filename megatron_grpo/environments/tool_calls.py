@@ -11,6 +11,7 @@ format begins and ends a call, and each part goes to the parser alone. A part in
 | qwen3_coder | <function=NAME> .. </function>, too, without the tags around it |
 | deepseek_v3, kimi_k2 | between marks, in a section of calls |
 | mistral | [TOOL_CALLS] before a list of calls, or before each call |
+| gemma4 | <|tool_call>call:NAME{key:<|"|>text<|"|>,other:[1,null]}<tool_call|>, read here (`_json_of_gemma`) |
 | openai | a message to functions.NAME, read from token ids: gpt-oss has its marks as tokens |
 | llama3_json | no marks: `_objects` has the rule |
 
@@ -43,6 +44,7 @@ class _Format:
     end: str | None = None  # None: a call reaches to the next one
     section: tuple[str, str] | None = None
     holds_json: bool = False  # between the marks is {"name": .., "arguments": {..}}
+    quote: str | None = None  # a mark around texts. vLLM's parser makes texts of the values in lists and objects, too
     texts: "_Texts | None" = None  # arguments are texts
 
 
@@ -91,6 +93,7 @@ _FORMATS = {
     "deepseek_v31": _DEEPSEEK,
     "kimi_k2": _KIMI,
     "mistral": _Format("[TOOL_CALLS]"),
+    "gemma4": _Format("<|tool_call>", "<tool_call|>", quote='<|"|>'),
 }
 _LLAMA = ("llama3_json", "llama4_json")
 _PYTHON_TAG = "<|python_tag|>"
@@ -99,12 +102,15 @@ _OBJECT = re.compile(r'\{\s*"')
 _CALL_OBJECT = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:')  # as calls of Llama begin
 _BRACE = re.compile(r"\s*\{")
 _BRACKET = re.compile(r"\s*\[")
+_GEMMA_CALL = re.compile(r"\s*call:([^\s{}]+)(\{.*\})\s*", re.DOTALL)
+_GEMMA_KEY = re.compile(r"(?<=[{,])[^][{},:]+(?=:)")
 _NAMES = (  # of the tool in a call that cannot be read
     re.compile(r'"name"\s*:\s*"([^"\s]+)"'),
     re.compile(r"<function=([^>\s]+)"),
     re.compile(r"functions\.([^:\s<]+)"),
     re.compile(r"<｜tool▁sep｜>(\S+)"),
     re.compile(r"<tool_call>\s*([^<{}\s]+)"),
+    re.compile(r"<\|tool_call>\s*call:([^{}\s<]+)"),
     re.compile(r"\[TOOL_CALLS\]\s*([^\[{\s]+)"),
 )
 
@@ -308,6 +314,9 @@ class ToolCallParser:
     def _calls_of(self, part: _Part, reader: _Reader) -> list[_Call]:
         if part.broken or (part.body is not None and _fault_of_json(part.body)):
             return []
+        if self.name in _FORMATS and _FORMATS[self.name].quote:
+            call = json.loads(part.body or "")
+            return [_Call(call["name"], json.dumps(call["arguments"]), None)]
         if self._is_of_texts and _has_too_many_arguments(part.text):
             return []
         found = reader.read(part.text)[1]
@@ -428,7 +437,7 @@ def _scan(text: str, own: _Format | None, marks: Marks, opened: bool) -> _Scanne
     """
     starts = [*([own.section[0]] if own.section else []), own.start] if own else []
     starts += [own.texts.untagged[0]] if own and own.texts and own.texts.untagged else []
-    pattern = re.compile("|".join(map(re.escape, [*marks, *starts])))
+    pattern = re.compile(_either(*marks, *starts))
     reasoning: list[tuple[int, int]] = []
     parts: list[_Part] = []
     place = begin = 0
@@ -477,6 +486,12 @@ def _parts(text: str, own: _Format, mark: re.Match[str]) -> Iterator[_Part]:
         body = text[after:last].removesuffix(own.end)
         said = f"{own.start}{_escaped(body, own.end)}{own.end if text.endswith(own.end, after, last) else ''}"
         yield _Part(begin, last, said, body, complete)
+    elif own.quote:
+        edges = re.compile(f"{re.escape(own.quote)}.*?{re.escape(own.quote)}|{_either(own.start, own.end)}", re.DOTALL)
+        edge = next((edge for edge in edges.finditer(text, after) if not edge[0].startswith(own.quote)), None)
+        last = len(text) if edge is None else edge.end() if edge[0] == own.end else edge.start()
+        call = _json_of_gemma(text[after:last].removesuffix(own.end or ""), own.quote)
+        yield _Part(begin, last, text[begin:last], call, edge is not None, broken=call is None)
     elif own.end is None:
         if re.compile(r"\s*[\[{]").match(text, after):
             yield from _elements(text, own.start, begin)
@@ -484,9 +499,13 @@ def _parts(text: str, own: _Format, mark: re.Match[str]) -> Iterator[_Part]:
             last = _mark_or_end(text, own.start, after)
             yield _Part(begin, last, text[begin:last])
     else:
-        either = re.compile("|".join(map(re.escape, {own.start, mark[0]}))).search(text, after)
+        either = re.compile(_either(own.start, mark[0])).search(text, after)
         last, complete = _end(text, own, after, either.start() if either else len(text))
         yield _Part(begin, last, text[begin:last], complete=complete, broken=True)
+
+
+def _either(*marks: str | None) -> str:
+    return "|".join(re.escape(mark) for mark in marks if mark)
 
 
 def _whole(text: str, own: _Format, begin: int) -> _Part | None:
@@ -600,6 +619,17 @@ def _json_end(text: str, begin: int) -> int | None:
         return json.JSONDecoder().raw_decode(text, brace.end() - 1)[1] if brace else None
     except (ValueError, RecursionError):
         return None
+
+
+def _json_of_gemma(text: str, quote: str) -> str | None:
+    """Return the JSON of a call of Gemma 4, call:NAME{key:<|"|>text<|"|>,other:[1,null]}; None for another form."""
+    match = _GEMMA_CALL.fullmatch(text)
+    pieces = match[2].split(quote) if match else []
+    if match is None or any('"' in piece for piece in pieces[::2]):
+        return None
+    pieces[::2] = [_GEMMA_KEY.sub(lambda key: json.dumps(key[0].strip()), piece) for piece in pieces[::2]]
+    pieces[1::2] = map(json.dumps, pieces[1::2])
+    return f'{{"name": {json.dumps(match[1])}, "arguments": {"".join(pieces)}}}'
 
 
 def _escaped(text: str, mark: str) -> str:

@@ -505,8 +505,7 @@ def _cache_per_token(args: Namespace, layers: Sequence[int]) -> int:
     """Return the elements of a token in the cache of one rank of the engine, for these layers."""
     if args.multi_latent_attention:  # every rank has the latents of all heads
         return len(layers) * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
-    owners = {key_source(args, layer) for layer in layers} if args.gemma4_config else layers
-    sizes = [with_layer(args, layer) for layer in owners]
+    sizes = [with_layer(args, layer) for layer in {key_source(args, layer) for layer in layers}]
     return sum(2 * max(query_groups(one) // args.vllm_tensor_parallel_size, 1) * one.kv_channels for one in sizes)
 
 

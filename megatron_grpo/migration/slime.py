@@ -80,6 +80,24 @@ def _pattern(value: object, settings: Settings) -> Converted:
     return None if "$" in str(value) else SAME.apply(value, settings)
 
 
+def _spec(value: object, settings: Settings) -> Converted:
+    words = str(value)
+    return None if any(name in words for name in SPECS) else OTHER_LAYER.apply(value, settings)
+
+
+PATTERN = Conversion("left out if the script computes it: --load-hf reads config.json", _pattern)
+# Functions that describe layers of families in docs/models.md.
+SPECS = (
+    "get_qwen3_next_spec",
+    "get_qwen3_5_spec",
+    "get_gemma4_spec",
+    "get_glm_spec",
+    "mamba_stack_spec",
+    "hybrid_stack_spec",
+)
+OTHER_LAYER = ask("a layer of another model: docs/models.md lists the families")
+
+
 ESTIMATORS = Conversion(
     "grpo, gspo, cispo → grpo; reinforce_plus_plus, reinforce_plus_plus_baseline → the same",
     lambda value, settings: choice(
@@ -360,14 +378,25 @@ CHECKPOINTS = (
     Row("--ref-load", None, None, "the policy's initial weights are the reference; --ref-load-hf gives another one"),
     Row("--moe-token-dispatcher-type", "--moe-token-dispatcher-type", DISPATCHER),
     Row("--moe-enable-deepep", None, None, NO_DEEPEP),
+    Row("--moe-token-drop-policy", None, None, "no token is dropped"),
     *fp8_rows("--fp8-format", "--fp8-recipe", "--fp8-param-gather"),
     *more_fp8_rows("--", "-"),
     Row(
         "--moe-layer-freq",
         "--moe-layer-freq",
-        Conversion("left out if the script computes it: --load-hf reads config.json", _pattern),
+        PATTERN,
     ),
-    Row("--spec", None, ask("a layer of another model: docs/models.md lists the families")),
+    Row("--hybrid-override-pattern", "--hybrid-layer-pattern", PATTERN, "an earlier name of Megatron-LM's"),
+    Row("--is-hybrid-model", None, None, "--load-hf names the family"),
+    Row("--hybrid-attention-ratio", None, None, "--hybrid-layer-pattern; --load-hf reads it from config.json"),
+    Row("--hybrid-mlp-ratio", None, None, "--hybrid-layer-pattern; --load-hf reads it from config.json"),
+    Row(
+        "--spec",
+        None,
+        Conversion("a family of docs/models.md: --load-hf names it; another layer is left to you", _spec),
+    ),
+    Row("--custom-model-provider-path", None, ask("--load-hf names the family; docs/customise.md for other models")),
+    Row("--use-gated-attention", None, None, "--attention-output-gate; --load-hf reads it from config.json"),
     Row("--enable-mtp-training", None, None, "--mtp-loss-scaling-factor trains these layers"),
     Row("--data-pad-size-multiplier", None, None, "packs are padded as TP and CP need"),
     Row("--model-name", None, None, "--model-family; --load-hf names it"),

@@ -43,10 +43,12 @@ class Translation:
 
 # Groups of --help with the architecture, which --load-hf reads from config.json, and their flags without that.
 ARCHITECTURE = ("model", "megatron-core: model architecture", "megatron-core: multi-latent attention")
-EXPERTS = (
+ALSO_IN_CONFIG = (
     "--moe-ffn-hidden-size --moe-router-topk --moe-shared-expert-intermediate-size --moe-router-score-function "
     "--moe-router-pre-softmax --moe-router-enable-expert-bias --moe-router-num-groups --moe-router-group-topk "
-    "--moe-router-topk-scaling-factor --moe-shared-expert-gate --mtp-num-layers"
+    "--moe-router-topk-scaling-factor --moe-shared-expert-gate --mtp-num-layers "
+    "--mamba-num-heads --mamba-head-dim --mamba-state-dim --mamba-num-groups "
+    "--squared-relu --position-embedding-type"
 ).split()
 OF_REFERENCE = ("--kl-estimator", "--kl-in-reward", "--sync-ref-model")
 OF_RATIO = (
@@ -167,7 +169,7 @@ def _unlisted(
     flag = "--" + key.removeprefix(prefix).replace("_", "-")
     shown = (" ".join(value) if isinstance(value, list) else str(value)).lower()
     architecture = ("flags of the architecture", "--load-hf reads config.json")
-    if flag in EXPERTS or (groups.get(flag) in ARCHITECTURE and flag not in NOT_IN_CONFIG):
+    if flag in ALSO_IN_CONFIG or (groups.get(flag) in ARCHITECTURE and flag not in NOT_IN_CONFIG):
         if architecture not in result.without:
             result.without.append(architecture)
     elif flag not in groups:

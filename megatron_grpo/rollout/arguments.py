@@ -13,7 +13,6 @@ from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.lora.targets import is_router, linear_layers, targets
-from megatron_grpo.models.config import has_recurrence
 from megatron_grpo.parallel.arguments import check_heads
 from megatron_grpo.rollout.speculation import check_draft, check_speculation, method_of
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
@@ -459,10 +458,8 @@ def adapter_refused(args: Namespace) -> str | None:
         return "an adapter does not contain the weights of --lora-modules-to-save"
     if args.multi_latent_attention:
         return "vLLM multiplies the matrices of latent attention before use, without their adapters"
-    if has_recurrence(args):
-        return "adapters of models with recurrent layers have not been checked in vLLM"
-    if args.gemma4_config:
-        return "adapters of Gemma 4, whose keys may be values, have not been checked in vLLM"
+    if args.experimental_attention_variant:
+        return "adapters of models with gated delta nets have not been checked in vLLM"
     if args.vllm_quantization:
         return "--vllm-quantization quantizes the weights that are sent"
     if args.num_experts and not torch.cuda.is_available() and not args.dry_run:
@@ -471,6 +468,11 @@ def adapter_refused(args: Namespace) -> str | None:
     if in_float32 and torch.cuda.is_available():
         return "vLLM's kernels for adapters are for 16 bits"
     layers, modules = linear_layers(args), targets(args)
+    if any(name.endswith(".in_proj") for name in modules):
+        return "vLLM divides an adapter of Mamba's in_proj into parts, which cannot be read back"
+    keys_as_values = args.gemma4_config and args.gemma4_config["attention_k_eq_v"]
+    if keys_as_values and any(name.endswith(".k_proj") for name in modules):
+        return "vLLM does not add an adapter of k_proj to values that are keys"
     if any(is_router(layers[name]) for name in modules):
         return "vLLM has no adapters of routers"
     if any(".experts." in name or ".shared_expert" in name for name in modules):

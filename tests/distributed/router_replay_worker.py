@@ -36,6 +36,20 @@ MODEL = f"""--model-family qwen3_moe --num-layers 4 --moe-layer-freq [1,0,1,1] -
     --vocab-size 61 --make-vocab-size-divisible-by 1 --max-position-embeddings 64 --qk-layernorm --swiglu
     --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
     --moe-token-dispatcher-type alltoall""".split()
+# Other families with as many layers of experts: flags that come after those of MODEL.
+_OF_GEMMA4 = {
+    "global_head_dim": 16, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "partial_rotary_factor": 0.25,
+}  # fmt: skip
+FAMILIES = {
+    "nemotron_h": """--model-family nemotron_h --num-layers 5 --hybrid-layer-pattern EM*EE --moe-layer-freq [1,0,0,1,1]
+    --no-qk-layernorm --no-swiglu --squared-relu --position-embedding-type none --mamba-num-heads 4 --mamba-head-dim 6
+    --mamba-num-groups 2 --mamba-state-dim 8 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-shared-expert-intermediate-size 16 --norm-epsilon 1e-5""",
+    "gemma4_text": f"""--model-family gemma4_text --num-layers 3 --moe-layer-freq 1 --no-swiglu --geglu --sandwich-norm
+    --scale-embeddings --softmax-scale 1 --window-size 3,0 --window-attn-skip-freq 3 --rotary-base-local 100
+    --no-untie-embeddings-and-output-weights --gemma4-config {json.dumps(_OF_GEMMA4, separators=(",", ":"))}""",
+}
 
 
 def routers(trainer) -> list[tuple[int, torch.nn.Module]]:

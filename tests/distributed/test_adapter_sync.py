@@ -4,6 +4,7 @@ The expected answers are those of transformers, with the weights of the Hugging 
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def merged(model: str, adapter: dict, scale: float, in_8_bits: bool):
                 weight.copy_((weight / scale_of_block).to(torch.float8_e4m3fn).float() * scale_of_block)
         for name, up in adapter.items():
             if ".lora_B." in name:
-                layer = network.get_submodule(name.removesuffix(".lora_B.weight"))
+                layer = network.get_submodule(re.sub(r"^backbone", "model", name.removesuffix(".lora_B.weight")))
                 layer.weight += scale * up @ adapter[name.replace("lora_B", "lora_A")]
     return network
 
@@ -173,6 +174,7 @@ SHAPES = {
         "original_max_position_embeddings": 512,
         "rope_scaling": LONG_ROPE,
     },
+    "gemma4_text": {"head_dim": 32, "global_head_dim": 64, "attention_k_eq_v": False},
     "deepseek_v3": {"qk_nope_head_dim": 24, "v_head_dim": 32, "rope_scaling": None},
 }
 
@@ -182,6 +184,8 @@ SHAPES = {
     ("family", "sync", "flags"),
     [
         *((family, "adapter", []) for family in ("qwen2", "llama", "mistral", "phi3", "gemma2", "gemma3_text")),
+        ("gemma4_text", "adapter", []),
+        ("nemotron_h", "adapter", [*ATTENTION, "up_proj", "down_proj", "--no-vllm-enable-prefix-caching"]),
         *((family, "adapter", ATTENTION) for family in ("glm", "glm4")),
         *((family, "merged", []) for family in ("glm", "glm4")),
         # Not gpt-oss: vLLM on a CPU returns NaN for some of these prompts, with B = 0, too.

@@ -27,7 +27,7 @@ def test_a_resume_restores_position_and_random_states(tmp_path, torchrun):
         pytest.param(2, "resumed", {"resumed in": 1}, marks=pytest.mark.slow),
         pytest.param(4, "random_states", {"random states restored": 2}, marks=pytest.mark.slow),
         pytest.param(
-            2, "hybrid_chains,resumed_hybrid", {"all tensors equal": 12, "resumed in": 1}, marks=pytest.mark.slow
+            2, "hybrid_chains,resumed_hybrid", {"all tensors equal": 25, "resumed in": 1}, marks=pytest.mark.slow
         ),
         pytest.param(
             2, "all_chains,resumed_latent", {"all tensors equal": 38, "resumed in": 1}, marks=pytest.mark.slow

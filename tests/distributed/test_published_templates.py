@@ -21,9 +21,13 @@ ENDS = {  # of turns, in the template and in the model's generation_config.json
     "Llama-3.2-3B-Instruct": "<|eot_id|>",
     "MiniMax-M2.5": "[e~[",
     "Mistral-Nemo-Instruct-2407": "</s>",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": "<|im_end|>",
+    "NVIDIA-Nemotron-Nano-9B-v2": "<SPECIAL_12>",
     "Qwen2.5-7B-Instruct": "<|im_end|>",
     "Qwen3-30B-A3B-Instruct-2507": "<|im_end|>",
     "Qwen3-8B": "<|im_end|>",
+    "Qwen3.5-27B": "<|im_end|>",
+    "gemma-4-E2B-it": "<|tool_response>",
     "gpt-oss-20b": "<|call|>",
 }
 

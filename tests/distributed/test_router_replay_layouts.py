@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from ranks import run_torchrun
-from router_replay_worker import FULL, MOE
+from router_replay_worker import FAMILIES, FULL, MOE
 
 SHARED = "--max-tokens-per-microbatch"
 LAYOUTS = {
@@ -59,10 +59,28 @@ def layouts(tmp_path_factory):
 @pytest.mark.distributed
 @pytest.mark.parametrize(("layout", "mode"), CASES)
 def test_layouts(layouts, layout, mode):
-    layouts = layouts((layout, mode))
-    experts, expected = (np.load(layouts / f"{name} {mode}.npy") for name in (layout, "TP1"))
+    compare(layouts((layout, mode)), f"{layout} {mode}", f"TP1 {mode}")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(family, mode, tmp_path):
+    """Layers of one branch; a mixture beside an MLP, whose router has scales of its own."""
+    names = ["TP2 SP", "EP2", "CP2 EP2, shared prompts"]
+    for world_size, cases in ((1, ["TP1"]), (2, names)):
+        flags = [f"{FAMILIES[family]} --router-replay-mode {mode} {LAYOUTS[world_size][name]}" for name in cases]
+        words = [f"{name}:{' '.join(words.split())}" for name, words in zip(cases, flags, strict=True)]
+        run_torchrun(world_size, "tests/distributed/router_replay_worker.py", tmp_path, *words)
+    for name in names:
+        compare(tmp_path, name, "TP1")
+
+
+def compare(directory, name, reference):
+    experts, expected = (np.load(directory / f"{one}.npy") for one in (name, reference))
     np.testing.assert_array_equal(experts, expected)
-    rows, want_rows = (json.loads((layouts / f"{name} {mode}.json").read_text()) for name in (layout, "TP1"))
+    rows, want_rows = (json.loads((directory / f"{one}.json").read_text()) for one in (name, reference))
     for row, want in zip(rows, want_rows, strict=True):
         for key in ("loss", "grad_norm", "kl", "entropy", "ratio/max"):
             assert row[key] == pytest.approx(want[key], rel=1e-5), key

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from toy_checkpoints import (
+    MAMBA_MOE,
     MEMBERS,
     MOE,
     VOCAB,
@@ -39,7 +40,8 @@ TP4 = {"tensor_model_parallel_size": 4}
 EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 VPP2 = {**PP2, "num_virtual_stages_per_pipeline_rank": 2}
 GROUPED = {"moe_grouped_gemm": True}
-UNTIED = tuple(family for family, tied in MEMBERS if not tied)
+UNTIED = (*(family for family, tied in MEMBERS if not tied), MAMBA_MOE)
+WITH_EXPERTS = (*MOE, MAMBA_MOE)
 TIED = tuple(f"{family}, tied" for family in ("qwen3", "llama", "gemma2"))
 MTP = tuple(
     f"{family}, mtp" for family in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text")
@@ -47,12 +49,16 @@ MTP = tuple(
 CASES = {
     2: [
         *((name, layout) for name in (*UNTIED, *TIED) for layout in (TP2, PP2, VPP2)),
-        *((name, layout) for name in MOE for layout in (EP2, {**EP2, **GROUPED}, {**TP2, **GROUPED}, {**TP2, **EP2})),
+        *(
+            (name, layout)
+            for name in WITH_EXPERTS
+            for layout in (EP2, {**EP2, **GROUPED}, {**TP2, **GROUPED}, {**TP2, **EP2})
+        ),
         *((name, layout) for name in MTP for layout in (PP2, {**TP2, **EP2})),
     ],
     4: [
         *((name, layout) for name in (*UNTIED, *TIED) for layout in (TP4, {**TP2, **PP2})),
-        *((name, {**TP2, **PP2, **EP2}) for name in (*MOE, *MTP)),
+        *((name, {**TP2, **PP2, **EP2}) for name in (*WITH_EXPERTS, *MTP)),
         ("qwen3_moe", {**EP2, **VPP2, **GROUPED}),
         # one gather over experts and their shards
         *((name, {**TP2, **EP2, "expert_tensor_parallel_size": 2}) for name in MTP),

@@ -34,6 +34,11 @@ THINKING = {  # the model's switch: (variables, end of the prompt without it, an
         "Two?<|im_end|><|im_assistant|>assistant<|im_middle|><think>",
         "Two?<|im_end|><|im_assistant|>assistant<|im_middle|><think></think>",
     ),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": (
+        {"enable_thinking": False},
+        "Two?<|im_end|>\n<|im_start|>assistant\n<think>\n",
+        "Two?<|im_end|>\n<|im_start|>assistant\n<think></think>",
+    ),
     "gemma-4-E2B-it": ({"enable_thinking": True}, "<|turn>system\nBe brief.", "<|turn>system\n<|think|>\nBe brief."),
     "gpt-oss-20b": ({"reasoning_effort": "low"}, "Reasoning: medium", "Reasoning: low"),
 }

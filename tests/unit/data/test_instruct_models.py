@@ -67,6 +67,7 @@ TEXTS = {
     "Mistral-Nemo-Instruct-2407": "<s>[INST]One?[/INST]1</s>[INST]Be brief.\n\nTwo?[/INST]",
     "Mixtral-8x7B-Instruct-v0.1": "<s> [INST] Be brief.\n\nOne? [/INST] 1</s> [INST] Two? [/INST]",
     "Moonlight-16B-A3B-Instruct": KIMI,
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": CHATML.replace("assistant\n1", "assistant\n<think></think>1") + "<think>\n",
     "NVIDIA-Nemotron-Nano-9B-v2": (
         "<SPECIAL_10>System\nBe brief.\n<SPECIAL_11>User\nOne?\n<SPECIAL_11>Assistant\n1\n<SPECIAL_12>\n"
         "<SPECIAL_11>User\nTwo?\n<SPECIAL_11>Assistant\n<think>\n"
@@ -102,6 +103,7 @@ ENDS = {
     "Mistral": ["</s>"],
     "Mixtral": ["</s>"],
     "Moonlight": ["<|im_end|>"],
+    "NVIDIA-Nemotron-3": ["</s>", "<|im_end|>"],
     "NVIDIA": ["</s>", "<SPECIAL_11>", "<SPECIAL_12>"],
     "Phi": ["<|assistant|>", "<|end|>", "<|endoftext|>"],
     "Qwen": ["<|endoftext|>", "<|im_end|>"],

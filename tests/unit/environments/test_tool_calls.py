@@ -40,6 +40,8 @@ MODELS = {  # with its tokens, the parser of the documentation
     "Qwen3-Coder-30B-A3B-Instruct": "qwen3_coder",
     "Qwen3-Next-80B-A3B-Instruct": "hermes",
     "Qwen3.5-27B": "qwen3_coder",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": "qwen3_coder",
+    "gemma-4-E2B-it": "gemma4",
     "gpt-oss-20b": "openai",
 }
 ADD = {
@@ -97,6 +99,10 @@ def read(parser, model, name, arguments, calls=1):
     return said.calls
 
 
+def as_json(arguments):
+    return json.dumps(arguments, sort_keys=True)  # Gemma's template sorts keys
+
+
 def found(said):
     return [(call.name, call.arguments) for call in said.calls]
 
@@ -107,13 +113,13 @@ def test_all_types_of_json(name, model, parser):
     for arguments in (ARGUMENTS, *TEXTS):
         (call,) = read(parser, model, name, arguments)
         assert call.name == NAME
-        assert json.dumps(call.arguments) == json.dumps(arguments), f"of the text {arguments['text']!r}"
+        assert as_json(call.arguments) == as_json(arguments), f"of the text {arguments['text']!r}"
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if not n.startswith(("Llama", "gpt-oss"))])  # one call a turn
 def test_two_calls_of_a_turn(name, model, parser):
     calls = read(parser, model, name, ARGUMENTS, calls=2)
-    assert [json.dumps(call.arguments) for call in calls] == [json.dumps(ARGUMENTS)] * 2
+    assert [as_json(call.arguments) for call in calls] == [as_json(ARGUMENTS)] * 2
     again = read(parser, model, name, ARGUMENTS, calls=2)
     assert [call.id for call in again] == [call.id for call in calls] and len({call.id for call in calls}) == 2
 
@@ -242,9 +248,11 @@ def test_reasoning_between_calls(parser):
 def test_reasoning_of_other_formats(parser):
     """Of every format with marks, a call in reasoning does not run, and one after it does."""
     for name, text in GOOD.items():
-        said = parser(name).parse(f"<think>maybe {text}</think>", [ADD])
+        begin, end = ("<|channel>thought\n", "\n<channel|>") if "gemma" in name else ("<think>", "</think>")
+        said = parser(name).parse(f"{begin}maybe {text}{end}", [ADD])
         assert not said.calls and not said.malformed, name
-        assert found(parser(name).parse(f"<think>maybe {text}</think>{text}", [ADD])) == MADE, name
+        assert not parser(name).parse(f"maybe {text}", [ADD], before=begin).calls, name  # the prompt opens the thought
+        assert found(parser(name).parse(f"{begin}maybe {text}{end}{text}", [ADD])) == MADE, name
 
 
 # ---- malformed calls
@@ -262,6 +270,7 @@ _CODER = (
     "<tool_call>\n<function=add>\n<parameter=a>\n5\n</parameter>\n<parameter=b>\n7\n</parameter>\n</function>\n"
     "</tool_call>"
 )
+_GEMMA = "<|tool_call>call:add{b:7,a:5}<tool_call|>"
 FORMS = {  # model: (before all calls, a call, between calls, after all calls)
     "Qwen3-8B": ("", CALL, "\n", ""),
     "GLM-4.5-Air": ("", _GLM, "\n", ""),
@@ -270,6 +279,7 @@ FORMS = {  # model: (before all calls, a call, between calls, after all calls)
     "Kimi-K2-Instruct": ("<|tool_calls_section_begin|>", _KIMI, "", "<|tool_calls_section_end|>"),
     "Mistral-Nemo-Instruct-2407": ("[TOOL_CALLS][", _MISTRAL, ", ", "]"),
     "Llama-3.1-8B-Instruct": ("", _LLAMA, "; ", ""),
+    "gemma-4-E2B-it": ("", _GEMMA, "", ""),
 }
 GOOD = {name: f"{begin}{call}{end}" for name, (begin, call, _, end) in FORMS.items()}
 BROKEN = [  # what is replaced in a call, and what is wrong then; formats without the text are left out
@@ -282,6 +292,11 @@ BROKEN = [  # what is replaced in a call, and what is wrong then; formats withou
     ("<tool_call>add\n", "<tool_call>subtract\n", "there is no tool subtract; the tools are add"),
     ("<function=add>", "", "does not have the form"),
     ("```json", "", "does not have the form"),
+    ("a:5}", "a:5", "does not have the form"),
+    ("a:5}", "a:five}", "does not have the form"),
+    ("a:5}", 'a:"5"}', "does not have the form"),
+    ("call:add{b:7,a:5}", "call:add", "does not have the form"),
+    ("call:add{b:7,a:5}", "call:subtract{b:7,a}", "there is no tool subtract; the tools are add"),
 ]
 CASES = [
     pytest.param(name, *broken, id=f"{name}-{number}")
@@ -437,6 +452,29 @@ def test_marks_of_mistral_in_arguments(form, parser):
         said = parser("Mistral-Nemo-Instruct-2407").parse(form % json.dumps({"s": text}), [STRINGS])
         assert found(said) == [("f", {"s": text}), ("f", {"a": 2})], text
         assert not said.malformed and said.text == ""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "<tool_call|>",
+        "<|tool_call>call:f{}",
+        "<channel|>",
+        "}",
+        ",a:3,",
+        '"',
+        "\\n\n",
+        "",
+        ["<tool_call|>", [{"k y": "a:b"}]],
+    ],
+)
+def test_marks_of_gemma_in_arguments(value, parser):
+    nested = '[<|"|><tool_call|><|"|>,[{k y:<|"|>a:b<|"|>}]]'
+    written = f'<|"|>{value}<|"|>' if isinstance(value, str) else nested
+    text = f"<|tool_call>call:f{{s:{written},a:1}}<tool_call|><|tool_call>call:f{{a:2}}<tool_call|>"
+    said = parser("gemma-4-E2B-it").parse(text, [STRINGS])
+    assert found(said) == [("f", {"s": value, "a": 1}), ("f", {"a": 2})]
+    assert not said.malformed and said.text == ""
 
 
 def test_a_call_of_qwen3_coder_without_tags(parser):

@@ -31,10 +31,14 @@ WITH_TOOLS = {
     "Llama-3.2-3B-Instruct": "<|eot_id|>",
     "MiniMax-M2.5": "[e~[",
     "Mistral-Nemo-Instruct-2407": "</s>",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": "<|im_end|>",
     "NVIDIA-Nemotron-Nano-9B-v2": "<SPECIAL_12>",
     "Qwen2.5-7B-Instruct": "<|im_end|>",
     "Qwen3-30B-A3B-Instruct-2507": "<|im_end|>",
     "Qwen3-8B": "<|im_end|>",
+    "Qwen3-Next-80B-A3B-Instruct": "<|im_end|>",
+    "Qwen3.5-27B": "<|im_end|>",
+    "gemma-4-E2B-it": "<|tool_response>",
     "gpt-oss-20b": "<|call|>",
 }
 # Whose templates show an earlier turn with other marks of reasoning than a prompt.
@@ -102,6 +106,8 @@ def test_tools_answers(name, published):
     assert whole[len(whole) - len(tail) - 1] == end, "the sampled end is not repeated"
     text = tokenizer.decode(tail, skip_special_tokens=False)
     assert "it is 2" in text and "1+1" not in text
+    said = {**turn, "content": "I calculate."}  # Gemma 4's template shows this text behind the answer
+    assert renderer.after_turn(messages, said, answer, end, TOOLS) == tail
 
 
 @pytest.mark.parametrize("name", ["gemma-3-1b-it", "phi-4", "Mixtral-8x7B-Instruct-v0.1"])

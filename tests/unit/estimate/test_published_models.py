@@ -32,6 +32,7 @@ CARDS = {  # 10^9 parameters, as the model cards say
     "Mistral-Nemo-Instruct-2407": 12.2,
     "Mixtral-8x7B-Instruct-v0.1": 46.7,
     "Moonlight-16B-A3B-Instruct": 16,
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": 31.6,
     "NVIDIA-Nemotron-Nano-9B-v2": 8.9,
     "Phi-3-mini-4k-instruct": 3.8,
     "Phi-3.5-mini-instruct": 3.8,

@@ -40,6 +40,8 @@ CASES = [
     ("gemma4_moe", ["q_proj", "o_proj", *MLP], {}),
     ("qwen3_5_text", "all-linear", {}),
     ("nemotron_h", ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"], {}),
+    ("nemotron_h_moe", ["in_proj", "k_proj", "up_proj", "down_proj"], {}),
+    ("nemotron_h_moe", ["q_proj", "up_proj", "down_proj"], {"grouped": True}),
     ("nemotron_h", ["in_proj", "q_proj", "down_proj"], {"modules_to_save": ["lm_head", "norm_f"]}),
     ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj", *MLP], {}),
     ("deepseek_v3", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP], {}),
@@ -55,17 +57,18 @@ class SeparateExperts(torch.nn.Module):
     """
 
     class Expert(torch.nn.Module):
-        def __init__(self, gate_up: torch.Tensor, down: torch.Tensor):
+        def __init__(self, *matrices: torch.Tensor):
             super().__init__()
-            for name, weight in zip(MLP, (*gate_up.chunk(2), down), strict=True):
+            for name, weight in zip(MLP[-len(matrices) :], matrices, strict=True):
                 layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
                 layer.weight.data = weight.detach().clone()
                 setattr(self, name, layer)
 
     def __init__(self, stacked: torch.nn.Module):
         super().__init__()
-        experts = zip(stacked.gate_up_proj, stacked.down_proj, strict=True)
-        for number, matrices in enumerate(experts):
+        gated = hasattr(stacked, "gate_up_proj")  # Nemotron-H's experts have no gate
+        inner = stacked.gate_up_proj.chunk(2, 1) if gated else [stacked.up_proj]
+        for number, matrices in enumerate(zip(*inner, stacked.down_proj, strict=True)):
             self.add_module(str(number), self.Expert(*matrices))
         self.act_fn = stacked.act_fn
 
@@ -76,7 +79,9 @@ class SeparateExperts(torch.nn.Module):
                 continue
             token, place = (top_k_index == int(number)).nonzero(as_tuple=True)
             x = hidden_states[token]
-            y = expert.down_proj(self.act_fn(expert.gate_proj(x)) * expert.up_proj(x))
+            y = expert.up_proj(x)
+            y = self.act_fn(expert.gate_proj(x)) * y if hasattr(expert, "gate_proj") else self.act_fn(y)
+            y = expert.down_proj(y)
             output = output.index_add(0, token, y * top_k_weights[token, place, None])
         return output
 
@@ -86,7 +91,7 @@ def with_separate_experts(model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         before = model(IDS[None]).logits
         for layer in model.model.layers:
-            if hasattr(mlp := getattr(layer, "mlp", None), "experts"):
+            if hasattr(mlp := getattr(layer, "mlp", getattr(layer, "mixer", None)), "experts"):
                 mlp.experts = SeparateExperts(mlp.experts)
         assert (model(IDS[None]).logits - before).abs().max() < 1e-4
     model.config.model_type = "separate"  # PEFT converts the names of the types whose experts transformers has stacked
@@ -193,7 +198,7 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
             assert (tensor - merged[name]).abs().max() < 1e-5, name
     files.save_adapter(args, [model], tmp_path / "ours")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    if not config and family in ("qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite"):
+    if not config and family in ("qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite", "nemotron_h_moe"):
         # PEFT stacks the experts' matrices for transformers' modules, if no other layer has names like theirs.
         base = with_separate_experts(base)
     again = PeftModel.from_pretrained(base, tmp_path / "ours")

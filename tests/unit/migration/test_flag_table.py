@@ -46,6 +46,11 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             {"eval_prompt_data": ["aime", "a.jsonl", "math", "b.jsonl"]},
             {"--valid-data-path": "a.jsonl b.jsonl"},
         ),
+        (  # of Nemotron 3 Nano
+            "slime",
+            {"hybrid_override_pattern": "MEM*E", "mamba_num_heads": "64", "squared_relu": "True"},
+            {"--hybrid-layer-pattern": "MEM*E", "--mamba-num-heads": None, "--squared-relu": None},
+        ),
         ("slime", {"rm_type": "dapo"}, {"--reward-funcs": "accuracy", "--answer-extraction": "line"}),
         ("slime", {"rm_type": "math"}, {"--reward-funcs": "accuracy", "--answer-extraction": None}),
         ("TRL", {"num_generations": "4"}, {"--max-completion-length": "256", "--lora-target-modules": None}),
@@ -465,6 +470,7 @@ def test_values_are_converted(system, settings, expected):
         ("TRL", {"steps_per_generation": "3", "gradient_accumulation_steps": "2"}, "3 micro-batches of 2 an update"),
         ("TRL", {"loss_type": "luspo"}, "there is no 'luspo' here"),
         ("ms-swift", {"reward_funcs": ["accuracy", "mine"]}, "mine: register it with @register_reward"),
+        ("slime", {"spec": ["my.models", "get_spec"]}, "a layer of another model"),
         ("slime", {"custom_generate_function_path": "a.b"}, "write it as an --environment or as a program of --agent"),
         (
             "slime",
@@ -546,6 +552,21 @@ def test_settings_that_are_off_change_nothing(settings):
     names = [name for name in settings if name != "algorithm.adv_estimator"]
     assert result.changes == [] and not any(name in point for name in names for point in result.decide)
     assert {name for name, _ in result.without} == set(names)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ["slime_plugins.models.qwen3_5", "get_qwen3_5_spec"],
+        ["slime_plugins.models.gemma4", "get_gemma4_spec"],
+        ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+    ],
+)
+def test_slimes_layers_of_a_family_here_need_no_decision(spec):
+    settings = {"spec": spec, "is_hybrid_model": "True", "hybrid_mlp_ratio": "0.5"}
+    result = translate(SYSTEMS["slime"], Settings(settings), GROUPS)
+    assert not any("spec" in point for point in result.decide) and not result.unknown
+    assert {name for name, _ in result.without} == {"--spec", "--is-hybrid-model", "--hybrid-mlp-ratio"}
 
 
 def test_clip_ratio_that_verl_reads_needs_no_decision():

@@ -8,7 +8,16 @@ from megatron_grpo.utils.errors import GrpoError
 
 LORA = "--lora-rank 4"
 SERVER = "--vllm-mode server --vllm-server-base-url http://127.0.0.1:1"
+_LAYERS = """{"global_head_dim":16,"num_global_key_value_heads":4,"attention_k_eq_v":%s,"num_kv_shared_layers":0,
+    "use_double_wide_mlp":false,"hidden_size_per_layer_input":4,"partial_rotary_factor":0.25}"""
+GEMMA4 = f"""--model-family gemma4_text --no-swiglu --geglu --sandwich-norm --scale-embeddings --softmax-scale 1
+    --rotary-base-local 100 --gemma4-config {"".join(_LAYERS.split())}"""
+MAMBA = """--model-family nemotron_h --no-qk-layernorm --no-swiglu --squared-relu --position-embedding-type none
+    --hybrid-layer-pattern M*M* --mamba-num-heads 4 --mamba-head-dim 6 --mamba-num-groups 2 --mamba-state-dim 8
+    --untie-embeddings-and-output-weights"""
 MERGED = {
+    GEMMA4 % "true": "vLLM does not add an adapter of k_proj to values that are keys",
+    MAMBA: "vLLM divides an adapter of Mamba's in_proj",
     f"{SERVER} --weight-sync-method nccl --dry-run": "--weight-sync-method is nccl",
     f"{SERVER} --lora-base-dtype fp8": "servers hold the base of their own files",
     "--rollout-engine sglang --sglang-server-base-url http://127.0.0.1:1": "SGLang's servers receive whole weights",
@@ -27,6 +36,18 @@ def test_a_dense_model_sends_its_adapter():
     assert args.lora_weight_sync == "adapter" and "the adapter alone" in lora_note(args)
     assert validated(f"{LORA} --rollout-ranks 2", 4).lora_weight_sync == "adapter"
     assert validated(f"{LORA} --lora-weight-sync merged").lora_weight_sync == "merged"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        GEMMA4 % "false",
+        f"{GEMMA4} --lora-target-modules q_proj o_proj" % "true",
+        f"{MAMBA} --lora-target-modules q_proj k_proj v_proj o_proj",
+    ],
+)
+def test_layers_of_several_kinds_send_their_adapter(flags):
+    assert validated(f"{LORA} {flags}").lora_weight_sync == "adapter"
 
 
 def test_an_adapter_goes_with_drafts():
