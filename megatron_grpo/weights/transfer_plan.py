@@ -290,8 +290,8 @@ def _divided(
 ) -> Iterator[Piece]:
     """Yield a piece; a large one as several, along its first axis."""
     shape = tuple(part.stop - part.start for part in index)
-    rows, nbytes = shape[0], prod(shape) * itemsize
-    parts = min(rows, ceil(nbytes / PIECE_BYTES))
+    rows, row_bytes = shape[0], prod(shape[1:]) * itemsize
+    parts = ceil(rows / max(1, PIECE_BYTES // row_bytes))
     front = place[: len(place) - len(shape)]
     spot = place[len(front)]
     assert isinstance(spot, slice)
