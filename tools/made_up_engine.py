@@ -29,10 +29,11 @@ def model_of_rank(directory: Path | str, rank: int, size: int, **options: Any) -
     common = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 64}
     config = EngineArgs(model=str(directory), **common | options).create_engine_config()
     of_tp = _group(rank, size)
-    groups = dict.fromkeys(("_TP", "_EP"), of_tp) | dict.fromkeys(("_PP", "_DP", "_DCP", "_PCP"), _group(0, 1))
+    groups = dict.fromkeys(("_WORLD", "_TP", "_EP"), of_tp)
+    groups |= dict.fromkeys(("_PP", "_DP", "_DCP", "_PCP"), _group(0, 1))
     config.parallel_config.tensor_parallel_size = size
     with (
-        mock.patch.multiple(parallel_state, _WORLD=of_tp, **groups),
+        mock.patch.dict(vars(parallel_state), groups),
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
         torch.no_grad(),

@@ -77,13 +77,13 @@ class Holder:
 class Piece(NamedTuple):
     """Elements of a Hugging Face tensor that lie in one shard.
 
-    ``index`` is their place in the shard, with the axes in the order of the Hugging Face tensor, and ``place`` that in
+    ``spot`` is their place in the shard, with the axes in the order of the Hugging Face tensor, and ``place`` that in
     the Hugging Face tensor. Both give a tensor of ``shape``.
     """
 
     weight: int  # number in the table
     tensor: int  # number of the Hugging Face tensor
-    index: tuple[slice, ...]
+    spot: tuple[slice, ...]
     place: tuple[int | slice, ...]
     shape: tuple[int, ...]
     nbytes: int
@@ -214,23 +214,20 @@ class Plan:
         for needs in distinct:
             sizes = [sum(map(_volume, boxes)) * item for boxes, item in zip(needs, items, strict=True)]
             received += alike[id(needs)] * np.array(sizes)
-        start = Round(range(0), range(0))
+        first = Round(range(0), range(0))  # of the round that grows
         held, sent = np.zeros(len(distinct)), 0.0
+        grown = first
         for weights, tensors in self._closed():
             more = kept[:, tensors.start : tensors.stop].sum(1)
             holders = sum(len(self.groups[group]) for _, group in self.shards[weights.start])
             share = received[tensors.start : tensors.stop].sum() / holders
-            if start.weights and max((held + more).max(), sent + share) > self._limit:
-                yield start
-                start, held, sent = (
-                    Round(range(weights.start, weights.start), range(tensors.start, tensors.start)),
-                    0,
-                    0,
-                )
-            start = Round(range(start.weights.start, weights.stop), range(start.tensors.start, tensors.stop))
+            if grown.weights and max((held + more).max(), sent + share) > self._limit:
+                yield grown
+                first, held, sent = Round(weights, tensors), np.zeros(len(distinct)), 0.0
+            grown = Round(range(first.weights.start, weights.stop), range(first.tensors.start, tensors.stop))
             held, sent = held + more, sent + share
-        if start.weights:
-            yield start
+        if grown.weights:
+            yield grown
 
     def _closed(self) -> Iterator[tuple[range, range]]:
         """Yield the shortest runs of weights that complete their tensors, with the numbers of these."""

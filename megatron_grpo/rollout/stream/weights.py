@@ -7,7 +7,7 @@ have been filled. So the kernels of the engine and its own processing of the wei
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -90,12 +90,14 @@ class Transfer:
         """
         for traffic in self._traffic:
             shards = {n: local[self._plan.weights[n].name] for n in self._plan.owned(self._rank, traffic.weights)}
-            sources, wanted = dict[int, torch.Tensor](), [p for pieces in traffic.pieces.values() for p in pieces]
-            for number in {piece.weight for piece in wanted}:
-                weight, shard = self._plan.weights[number], plain(shards[number])
-                sources[number] = shard.mT if weight.transposed else shard
-            del shards
-            self._exchange(traffic, lambda piece: sources[piece.weight][piece.index], None)  # noqa: B023
+            buffer, views = self._buffer(traffic)
+            sources = dict[int, torch.Tensor]()
+            for number in {piece.weight for piece, _ in views}:
+                shard = plain(shards[number])
+                sources[number] = shard.mT if self._plan.weights[number].transposed else shard
+            if views:
+                torch._foreach_copy_([view for _, view in views], [sources[p.weight][p.spot] for p, _ in views])
+            self._exchange(traffic, sent=buffer)
 
     def receive(self) -> Weights:
         """Yield the Hugging Face tensors on an engine rank, which must iterate to the end.
@@ -103,42 +105,51 @@ class Transfer:
         Only the needed parts are filled; a tensor without any has no memory of its own.
         """
         for traffic in self._traffic:
+            buffer, views = self._buffer(traffic)
+            self._exchange(traffic, received=buffer)
             found: dict[int, list[tuple[Piece, torch.Tensor]]] = {}
-            self._exchange(traffic, None, found)
+            for piece, view in views:
+                found.setdefault(piece.tensor, []).append((piece, view))
             for number in traffic.tensors:
                 name, dtype, shape = self._plan.tensors[number]
-                parts = found.get(number, [])
-                if len(parts) == 1 and parts[0][0].shape == tuple(shape):
-                    yield name, parts[0][1]
-                    continue
-                whole = torch.empty(shape if parts else (1,) * len(shape), dtype=dtype, device=_device_of(self._group))
-                if parts:
-                    torch._foreach_copy_([whole[piece.place] for piece, _ in parts], [part for _, part in parts])
-                yield name, whole if parts else whole.expand(shape)
+                yield name, _assembled(found.get(number, []), shape, dtype, buffer.device)
+
+    def _buffer(self, traffic: _Traffic) -> tuple[torch.Tensor, list[tuple[Piece, torch.Tensor]]]:
+        """Return a buffer for the bytes of a round, in the order of the other ranks, and each piece's view of it."""
+        pieces = [piece for _, of_rank in sorted(traffic.pieces.items()) for piece in of_rank]
+        sizes = list(map(_padded, pieces))
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=_device_of(self._group))
+        dtypes = (self._plan.tensors[piece.tensor].dtype for piece in pieces)
+        views = [
+            (piece, part[: piece.nbytes].view(dtype).view(piece.shape))
+            for piece, part, dtype in zip(pieces, buffer.split(sizes) if sizes else (), dtypes, strict=True)
+        ]
+        return buffer, views
 
     def _exchange(
-        self,
-        traffic: _Traffic,
-        source: Callable[[Piece], torch.Tensor] | None,
-        found: dict[int, list[tuple[Piece, torch.Tensor]]] | None,
+        self, traffic: _Traffic, *, sent: torch.Tensor | None = None, received: torch.Tensor | None = None
     ) -> None:
-        """Send the pieces from ``source``, or receive them into ``found``, by the tensors' numbers."""
-        sizes = [traffic.bytes_of(other) for other in range(self._group.size())]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=_device_of(self._group))
-        nothing, zeros = flat[:0], [0] * len(sizes)
-        at, views = 0, []
-        for _, pieces in sorted(traffic.pieces.items()):
-            for piece in pieces:
-                views.append((piece, _view(flat[at : at + piece.nbytes], piece, self._plan.tensors)))
-                at += _padded(piece)
-        if source is not None:
-            torch._foreach_copy_([view for _, view in views], [source(piece) for piece, _ in views])
-            self._group.alltoall_base(nothing, flat, zeros, sizes).wait()
+        ranks = self._group.size()
+        sizes, zeros = [traffic.bytes_of(other) for other in range(ranks)], [0] * ranks
+        nothing = torch.empty(0, dtype=torch.uint8, device=_device_of(self._group))
+        if sent is not None:
+            self._group.alltoall_base(nothing, sent, zeros, sizes).wait()
         else:
-            self._group.alltoall_base(flat, nothing, sizes, zeros).wait()
+            self._group.alltoall_base(received, nothing, sizes, zeros).wait()
         progress.advance()
-        for piece, view in views if found is not None else ():
-            found.setdefault(piece.tensor, []).append((piece, view))
+
+
+def _assembled(
+    parts: Sequence[tuple[Piece, torch.Tensor]], shape: torch.Size, dtype: torch.dtype, where: torch.device
+) -> torch.Tensor:
+    """Return a Hugging Face tensor that has these parts; its other elements are undefined."""
+    if not parts:
+        return torch.empty((1,) * len(shape), dtype=dtype, device=where).expand(shape)
+    if parts[0][0].shape == tuple(shape):
+        return parts[0][1]
+    whole = torch.empty(shape, dtype=dtype, device=where)
+    torch._foreach_copy_([whole[piece.place] for piece, _ in parts], [part for _, part in parts])
+    return whole
 
 
 def holder(weights: Sequence[Weight], local: Mapping[str, torch.Tensor]) -> Holder:
@@ -187,7 +198,3 @@ def _device_of(group: dist.ProcessGroup) -> torch.device | str:
 
 def _padded(piece: Piece) -> int:
     return -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _view(part: torch.Tensor, piece: Piece, tensors: Sequence[HfTensor]) -> torch.Tensor:
-    return part.view(tensors[piece.tensor].dtype).view(piece.shape)

@@ -109,9 +109,9 @@ def box_of(view: torch.Tensor, shape: Sequence[int]) -> Box | None:
     if not view.numel():
         return None
     strides = torch.empty(tuple(shape), device="meta").stride()
-    first = _coordinates(view.storage_offset(), strides)
+    first = _coordinates(int(view.storage_offset()), strides)
     ends = [start + 1 for start in first]
-    last = view.storage_offset()
+    last = int(view.storage_offset())
     for size, stride in zip(view.shape, view.stride(), strict=True):
         if size == 1 or stride == 0:
             continue

@@ -78,7 +78,7 @@ def test_every_engine_rank_receives_what_it_needs_and_nothing_else(family, layou
         nbytes = 0
         for sender, piece in plan.pieces(engine):
             shard = shards[sender][weights[piece.weight].name]
-            part = (shard.mT if weights[piece.weight].transposed else shard)[piece.index]
+            part = (shard.mT if weights[piece.weight].transposed else shard)[piece.spot]
             assert part.shape == piece.shape and part.numel() * tensors[piece.tensor].dtype.itemsize == piece.nbytes
             assert piece.nbytes <= 1000 or piece.shape[0] == 1
             received[piece.tensor][piece.place] = part
