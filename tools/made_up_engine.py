@@ -1,7 +1,7 @@
 """vLLM's model of one rank of a tensor-parallel engine, without an engine and without other ranks.
 
 Its loaders of weights know rank and size only from vLLM's groups, which are made up here: nothing can be computed with
-the model. On a device without memory (torch.device("meta")) it can have any size.
+the model. Without memory for its weights (`WithoutMemory`) it can have any size.
 """
 
 import contextlib
@@ -12,6 +12,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_grpo.rollout.vllm import colocate  # noqa: F401  its settings of vLLM's environment come before vLLM
+
+
+class WithoutMemory(TorchFunctionMode):
+    """Context in which torch.empty, which makes the weights of vLLM's layers, returns meta tensors."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Call the function."""
+        return func(*args, **(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {}))
 
 
 @contextlib.contextmanager
