@@ -1,7 +1,7 @@
 """vLLM's model of one rank of a tensor-parallel engine, without an engine and without other ranks.
 
 Its loaders of weights know rank and size only from vLLM's groups, which are made up here: nothing can be computed with
-the model. Without memory for its weights (`WithoutMemory`) it can have any size.
+the model. Without memory for its weights it can have any size.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_grpo.rollout.vllm import colocate  # noqa: F401  its settings of vLLM's environment come before vLLM
 
 
-class WithoutMemory(TorchFunctionMode):
+class _WithoutMemory(TorchFunctionMode):
     """Context in which torch.empty, which makes the weights of vLLM's layers, returns meta tensors."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -26,10 +26,12 @@ class WithoutMemory(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def model_of_rank(directory: Path | str, rank: int, size: int, **options: Any) -> Iterator[torch.nn.Module]:
+def model_of_rank(
+    directory: Path | str, rank: int, size: int, memory: bool = True, **options: Any
+) -> Iterator[torch.nn.Module]:
     """Context with the model of tensor-parallel rank ``rank`` of ``size`` for the config.json of a directory.
 
-    ``options``: of vLLM's EngineArgs. Weights are loaded within the context.
+    ``options``: of vLLM's EngineArgs. Weights are loaded within the context; without ``memory`` they are meta tensors.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -49,7 +51,9 @@ def model_of_rank(directory: Path | str, rank: int, size: int, **options: Any) -
         set_default_torch_dtype(config.model_config.dtype),
         torch.no_grad(),
     ):
-        yield initialize_model(config)
+        with contextlib.nullcontext() if memory else _WithoutMemory():
+            model = initialize_model(config)
+        yield model
 
 
 def _group(rank: int, size: int) -> SimpleNamespace:

@@ -36,7 +36,7 @@ from megatron_grpo.rollout.vllm.loader_trace import trace
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import families, stream, transfer_plan
 from megatron_grpo.weights.transfer_plan import HfTensor, Holder, Needs, Plan
-from tools.made_up_engine import WithoutMemory, model_of_rank
+from tools.made_up_engine import model_of_rank
 
 
 def holders_of(args: Namespace, ranks: int) -> list[Holder]:
@@ -79,7 +79,7 @@ def needs_of(args: Namespace, tensors: list[HfTensor], size: int) -> list[Needs]
         config = families.for_args(args).hf_from_args(args)
         Path(directory, "config.json").write_text(json.dumps(config))
         for rank in range(size):
-            with WithoutMemory(), model_of_rank(directory, rank, size, dtype="bfloat16", **options) as model:
+            with model_of_rank(directory, rank, size, memory=False, dtype="bfloat16", **options) as model:
                 found.append(trace(model, tensors))
     return found
 
