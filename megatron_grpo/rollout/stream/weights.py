@@ -61,22 +61,19 @@ class Transfer:
     def __init__(self, args: Namespace, joint: Joint, weights: Sequence[Weight], own: Holder | Needs):
         """Agree with all ranks on the plan: ``own`` is what a trainer rank holds, or an engine rank needs."""
         self._group = joint.weights
-        params, size = params_dtype(args), joint.group.size()
-        trainers = joint.trainers
+        params, size, trainers = params_dtype(args), joint.group.size(), joint.trainers
         tensors = transfer_plan.hf_tensors(weights, params)
         holders, needs = _of_all_ranks(joint, own, weights, tensors, trainers)
         self._plan = Plan(weights, params, holders, needs)
-        self._rank, self._is_trainer = joint.rank, joint.rank < trainers
-        engine = joint.rank - trainers
-        if self._is_trainer:
+        self._rank = joint.rank
+        if joint.rank < trainers:
             exchanged = [
                 (trainers + to, piece)
                 for to in range(size - trainers)
                 for _, piece in self._plan.pieces(to, joint.rank)
             ]
         else:
-            exchanged = self._plan.pieces(engine)
-            self._needs = needs[engine]
+            exchanged = self._plan.pieces(joint.rank - trainers)
         self._traffic = [_Traffic(*part, {}) for part in self._plan.rounds]
         round_of = {number: traffic for traffic in self._traffic for number in traffic.weights}
         for other, piece in exchanged:
