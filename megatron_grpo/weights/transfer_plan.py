@@ -14,7 +14,7 @@ holder sends on average at most as many. No process group is used here.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -215,17 +215,21 @@ class Plan:
             sizes = [sum(map(_volume, boxes)) * item for boxes, item in zip(needs, items, strict=True)]
             received += alike[id(needs)] * np.array(sizes)
         first = Round(range(0), range(0))  # of the round that grows
-        held, sent = np.zeros(len(distinct)), 0.0
+        held, sent = np.zeros(len(distinct)), defaultdict[int, float](float)  # sent by each holder of a group
         grown = first
         for weights, tensors in self._closed():
             more = kept[:, tensors.start : tensors.stop].sum(1)
-            holders = sum(len(self.groups[group]) for _, group in self.shards[weights.start])
+            groups = {group for number in weights for _, group in self.shards[number]}
+            holders = sum(len(self.groups[group]) for group in groups)
             share = received[tensors.start : tensors.stop].sum() / holders
-            if grown.weights and max((held + more).max(), sent + share) > self._limit:
+            most = max(sent[group] for group in groups) + share
+            if grown.weights and max((held + more).max(), most) > self._limit:
                 yield grown
-                first, held, sent = Round(weights, tensors), np.zeros(len(distinct)), 0.0
+                first, held, sent = Round(weights, tensors), np.zeros(len(distinct)), defaultdict(float)
             grown = Round(range(first.weights.start, weights.stop), range(first.tensors.start, tensors.stop))
-            held, sent = held + more, sent + share
+            held += more
+            for group in groups:
+                sent[group] += share
         if grown.weights:
             yield grown
 
