@@ -9,7 +9,8 @@ passes ``model_provider`` and `forward_step` to ``setup``. `train` is the algori
     advantages   each completion is compared with the others of its prompt
     updates      ``--num-iterations x --steps-per-generation`` optimizer steps over packed micro-batches
 
-Before the first rollout, ``--sft-iters`` supervised updates learn demonstrations.
+Before the first rollout, ``--sft-iters`` supervised updates learn demonstrations; ``--sft-loss-type`` adds some to the
+policy's updates.
 
 The parts are in megatron_grpo/, a folder for each capability. algorithm/ has the mathematics; training/ has the set-up
 (setup.py), the parts of a run and its position (trainer.py), one optimizer step (train_step.py), and the rules that
@@ -46,14 +47,14 @@ cpu_backend.install()  # call before the import of megatron.core; no-op on a GPU
 from megatron.core import parallel_state
 
 from megatron_grpo.algorithm.advantages import combine_rewards
-from megatron_grpo.algorithm.arguments import needs_old_log_probs
+from megatron_grpo.algorithm.arguments import learns_log_probs, needs_old_log_probs
 from megatron_grpo.algorithm.kl import kl_term
-from megatron_grpo.algorithm.loss_metrics import report
+from megatron_grpo.algorithm.loss_metrics import report, report_demonstrations
 from megatron_grpo.algorithm.losses import LOSSES
+from megatron_grpo.algorithm.mixing import with_token_weights
 from megatron_grpo.algorithm.policy_term import drop_overlong, policy_term, update_statistics
-from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
+from megatron_grpo.algorithm.rollout_advantages import estimate_advantages, estimate_joint_advantages
 from megatron_grpo.algorithm.updates import divide_rollout
-from megatron_grpo.algorithm.weighting import token_weights
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.pack import Pack
 from megatron_grpo.models import balancing, forward, router_replay
@@ -65,6 +66,7 @@ from megatron_grpo.rollout.plan import evaluation_plans, rollout_seed
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.eval_only import report_evaluation
+from megatron_grpo.training.mixture import demonstration_args, mixture_metrics
 from megatron_grpo.training.setup import setup
 from megatron_grpo.training.train_step import train_step
 from megatron_grpo.training.trainer import Trainer
@@ -87,9 +89,11 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, cp_si
     the ``cp_size`` context-parallel ranks that hold the pack computes the same loss.
     """
     output = whole_pack(output, batch["own_labels"], len(batch["completion"]), cp_size, batch.get("first_labels"))
-    if non_loss_data:  # a forward-only pass needs only log-probabilities and entropies
-        return output
+    if non_loss_data:  # log-probabilities and entropies; of a teacher distributions, too large for the device
+        return output if len(output) == 2 else output.cpu()
     log_probs, entropy, *mtp_log_probs = output
+    if LOSSES.get(args.loss_type).distils:
+        batch = batch | {"divergence": mtp_log_probs.pop(0)}
     old = batch.get("old_log_probs", log_probs.detach())  # absent with one update per rollout: the ratio is 1
     policy = policy_term(args, log_probs, old, batch)
     loss = policy.loss
@@ -105,12 +109,18 @@ def loss_func(args, batch: dict[str, torch.Tensor], num_microbatches: int, cp_si
         auxiliary = -args.mtp_loss_scaling_factor * likelihood
 
     scale = num_microbatches * parallel_state.get_data_parallel_world_size()
+    if args.loss_type == args.sft_loss_type:  # demonstrations beside the rollout
+        return scale * (loss + auxiliary), report_demonstrations(loss, log_probs)
     return scale * (loss + auxiliary), report(loss, policy, log_probs, old, entropy, batch)
 
 
-def forward_step(data_iterator, model, args, num_microbatches: int):
-    """Return this pipeline stage's output for one micro-batch, and the loss function for megatron-core's schedule."""
+def forward_step(data_iterator, model, args, num_microbatches: int, of_demonstrations=None):
+    """Return this pipeline stage's output for one micro-batch, and the loss function for megatron-core's schedule.
+
+    ``of_demonstrations`` are the arguments of micro-batches of demonstrations: another loss and temperature, no KL.
+    """
     pack, batch = get_batch(data_iterator)
+    args = of_demonstrations if pack.demonstrations else args
     balancing.next_micro_batch(model, pack)
     router_replay.next_micro_batch(model, pack, batch.get("routed_experts"))
     kept = batch.get("kept_token_ids")
@@ -130,27 +140,33 @@ def forward_step(data_iterator, model, args, num_microbatches: int):
         further_tokens=batch.get("further_tokens"),  # with trained multi-token prediction
         further_labels=batch.get("further_labels"),
         entropy_gradient=args.entropy_coef > 0,  # the head is faster without
+        log_probs_gradient=learns_log_probs(args),
+        teacher=pack.of_own_labels,
         temperature=args.temperature,
     )
     return output, partial(loss_func, args, batch, num_microbatches, pack.cp_size)
 
 
-def update(args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray) -> dict[str, float]:
+def update(
+    args, trainer: Trainer, batch: RolloutBatch, completions: np.ndarray, demonstrations: RolloutBatch | None = None
+) -> dict[str, float]:
     """Run one optimizer step on a global batch and return its metrics.
 
-    The global batch is ``completions`` of the rollout, in packs over data-parallel ranks.
+    The global batch is ``completions`` of the rollout, in packs over data-parallel ranks, and perhaps
+    ``demonstrations`` in packs of their own.
     """
-    weights = np.zeros(batch.num_completions, np.float32)
-    lengths, aggregation = batch.response_lengths[completions], LOSSES.get(args.loss_type).aggregation
-    weights[completions] = token_weights(aggregation, lengths, args.micro_batch_size, args.max_completion_length)
-    batch = replace(batch, weights=weights)
+    batch, demonstrations = with_token_weights(args, batch, completions, demonstrations, trainer.iteration)
     scores = partial(forward.scores, args, trainer.model, forward_step)
     batch = update_statistics(args, batch, completions, trainer.iteration, scores)
     packs = forward.micro_batches(args, batch, completions)
-    step = partial(forward_step, args=args, num_microbatches=len(packs))
-    metrics = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, trainer.bad_updates)
+    of_demonstrations = demonstration_args(args)
+    others = forward.micro_batches_of_demonstrations(of_demonstrations, demonstrations)
+    count = len(packs) + len(others)
+    step = partial(forward_step, args=args, num_microbatches=count, of_demonstrations=of_demonstrations)
+    metrics = train_step(step, packs + others, trainer.model, trainer.optimizer, trainer.scheduler, trainer.bad_updates)
     trainer.bad_updates.react(trainer.iteration + 1, batch, completions, metrics)
-    return metrics | trainer.flops.of_update(packs, batch, completions)
+    metrics |= trainer.flops.of_update(packs, batch, completions)
+    return metrics | mixture_metrics(args, trainer, metrics, others, demonstrations)
 
 
 def evaluate(args, trainer: Trainer) -> dict[str, float]:
@@ -202,20 +218,24 @@ def train(args, trainer: Trainer) -> None:
                 ref_log_probs = trainer.reference.log_probs(batch, trainer.model, forward_step)
                 batch = replace(batch, ref_log_probs=ref_log_probs)
             if trainer.teacher is not None:
-                teacher_log_probs = trainer.teacher.log_probs(batch, trainer.model, forward_step)
-                batch = replace(batch, teacher_log_probs=teacher_log_probs)
+                batch = trainer.teacher.add_to(batch, trainer.model, forward_step)
 
         rewards = combine_rewards(batch.rewards, args.reward_weights)
         metrics = trainer.rollout_metrics(rollout, rewards)
-        batch, of_advantages = estimate_advantages(args, batch, rewards)
+        joined = trainer.joined_demonstrations(batch)
+        if joined is None:
+            batch, of_advantages = estimate_advantages(args, batch, rewards)
+        else:
+            batch, joined, of_advantages = estimate_joint_advantages(args, batch, rewards, joined)
         metrics |= of_advantages
         if args.overlong_filter:
             batch = drop_overlong(batch)
         trainer.log_completions(batch)
         updates = args.num_iterations * parts
         for number, completions in enumerate(updates, start=1):
-            with trainer.timers("update"):
-                row = metrics | update(args, trainer, batch, completions)
+            demonstrations = trainer.mixed_demonstrations(joined, number % len(parts), len(parts))
+            with trainer.timers("update"), trainer.teachers_heads():
+                row = metrics | update(args, trainer, batch, completions, demonstrations)
             if rollout.sampled:  # now, and not read from a ledger
                 trainer.lifecycle.check(batch, row)
             trainer.advance(row)

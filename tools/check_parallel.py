@@ -169,7 +169,11 @@ OBJECTIVES = (
     "--overlong-filter",
     "--kl-estimator k2",
     "--kl-estimator unbiased",
+    "--sft-loss-type sft --sft-batch-size 5 --chord-mu-peak 0.3 --sft-data-path unused",
+    "--sft-loss-type chord --sft-batch-size 5 --chord-mu-peak 0.9 --sft-data-path unused",
+    "--sft-loss-type luffy --luffy-gamma 0.3 --sft-data-path unused",
 )
+DEMONSTRATIONS = 5  # their number is divisible by no number of ranks
 
 
 def objectives() -> list[str]:
@@ -192,7 +196,8 @@ def objective_updates(flags: list[str], trainer, batch) -> dict[str, dict]:
         changed = made_up.share(args, changed, [completions])
         if args.overlong_filter:
             changed = drop_overlong(changed)
-        rows[objective] = pretrain_grpo.update(args, trainer, changed, completions)
+        demonstrations = made_up.rollout(args).select(np.arange(DEMONSTRATIONS)) if args.sft_loss_type else None
+        rows[objective] = pretrain_grpo.update(args, trainer, changed, completions, demonstrations)
     return rows
 
 
@@ -301,7 +306,8 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
     for objective, row in result.get("objectives", {}).items():
         if objective not in wanted:
             return f"DIFFERS: {objective} is not in {first['layout']}"
-        for key in (*COMPARED, *own_metrics(wanted[objective])):
+        of_demonstrations = sorted({"sft/loss", "sft/tokens"} & wanted[objective].keys())
+        for key in (*COMPARED, *of_demonstrations, *own_metrics(wanted[objective])):
             # In REAL's loss terms of order 1 cancel, but their rounding errors remain.
             least = 0.1 if (key, objective) == ("loss", "--loss-type real") else 1e-2
             if not (gap := relative_gap(key, row, wanted[objective], least)) <= tolerance:

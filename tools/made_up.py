@@ -248,9 +248,9 @@ def release(trainer) -> None:
     gc.collect()
 
 
-def share(args, batch: RolloutBatch, updates: list[np.ndarray]) -> RolloutBatch:
-    """Return the batch as a rank of a run has it: with the tokens that it computes in these updates."""
-    parts = SimpleNamespace(args=args, reference=None, teacher=None)
+def share(args, batch: RolloutBatch, updates: list[np.ndarray], teacher=None) -> RolloutBatch:
+    """Return the batch as a rank of a run has it: with the tokens that it computes in updates or for teachers."""
+    parts = SimpleNamespace(args=args, reference=None, teacher=teacher)
     batch = with_prefixes(batch) if args.share_prompts else batch
     return with_tokens_of(batch, Trainer.computes(parts, batch, lambda _: updates))
 

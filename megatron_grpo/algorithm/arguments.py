@@ -6,11 +6,11 @@ from typing import Any, get_args
 from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.kl import KL_ESTIMATORS
 from megatron_grpo.algorithm.losses import LOSSES
-from megatron_grpo.algorithm.registry import TOKEN_STATISTICS, Entry, Level, Loss, Registry, call
+from megatron_grpo.algorithm.registry import TOKEN_STATISTICS, DemonstrationLosses, Entry, Level, Loss, Registry, call
 from megatron_grpo.utils.arguments import Step, replaced
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.flags import NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, REAL, FlagRow
-from megatron_grpo.utils.rules import excludes, flag, needs, was_given, within
+from megatron_grpo.utils.flags import COUNT, NOT_NEGATIVE, POSITIVE, POSITIVE_SHARE, REAL, SHARE, FlagRow
+from megatron_grpo.utils.rules import excludes, flag, needs, required, was_given, within
 
 LEVELS = get_args(Level)
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "icepop")
@@ -20,6 +20,18 @@ LOSS: tuple[FlagRow, ...] = (
     ("--loss-type", LOSSES.entries, "grpo", "policy loss, with its weights of tokens"),
     ("--importance-sampling-level", LEVELS, "token", "probability ratio of each token, or of its whole completion"),
     *LOSSES.flags.values(),
+    (
+        "--gkd-beta",
+        SHARE,
+        None,
+        "gkd: divergence from the teacher: 0 forward KL, 1 reverse KL, between them Jensen-Shannon [0.5]",
+    ),
+    (
+        "--gkd-logits-topk",
+        COUNT,
+        None,
+        "gkd: number of the teacher's likely tokens; the others count as one [whole vocabulary]",
+    ),
     ("--entropy-coef", NOT_NEGATIVE, 0.0, "weight of the entropy bonus"),
     (
         "--top-entropy-quantile",
@@ -76,6 +88,31 @@ LOSS: tuple[FlagRow, ...] = (
     ),
 )
 
+MIXTURE: tuple[FlagRow, ...] = (
+    (
+        "--sft-loss-type",
+        DemonstrationLosses(),
+        None,
+        "learn demonstrations of --sft-data-path in each update of the policy, too, by this loss [off]",
+    ),
+    ("--sft-batch-size", COUNT, None, "sft, chord: number of demonstrations of each update"),
+    (
+        "--chord-mu-peak",
+        SHARE,
+        None,
+        "sft, chord: largest weight mu of the demonstrations; the loss is (1 - mu) L(rollout) + mu L(demonstrations)",
+    ),
+    ("--chord-mu-valley", SHARE, None, "weight mu after --chord-mu-decay-steps [--chord-mu-peak]"),
+    ("--chord-mu-warmup-steps", COUNT, None, "number of updates in which mu rises from 0 to its peak, linearly [0]"),
+    (
+        "--chord-mu-decay-steps",
+        COUNT,
+        None,
+        "number of updates after these in which mu falls to its valley, by a cosine",
+    ),
+    ("--luffy-reward", REAL, None, "luffy: reward of a demonstration in the group of its prompt [1]"),
+)
+
 SCALES = ("group", "batch", "none")
 
 ADVANTAGE: tuple[FlagRow, ...] = (
@@ -113,19 +150,65 @@ def may_need_scores(args: Namespace) -> bool:
 def check_loss(args: Namespace) -> None:
     """Check the given flags of the loss; `check_ratio` follows the defaults of `resolve_loss`."""
     loss = LOSSES.get(args.loss_type)
-    _check_unread_flags(args, LOSSES, loss)
+    if loss.demonstrations:
+        raise GrpoError(
+            f"--loss-type {loss.name} learns demonstrations, not rollouts: give --sft-iters or --sft-loss-type, with "
+            "--sft-data-path, and another --loss-type"
+        )
+    _check_unread_flags(args, LOSSES, loss, *_demonstrations(args))
     _check_micro_batch_flags(args, loss)
     _check_level(args, loss)
+    _check_distillation(args, loss)
     if loss.check is not None:
         call(loss.check, {}, replaced(args, importance_sampling_level=_level(args, loss)))
 
 
-def _check_unread_flags(args: Namespace, registry: Registry[Any], entry: Entry) -> None:
-    """Refuse flags that this loss or estimator does not read, and parameters without a flag."""
+def _check_distillation(args: Namespace, loss: Loss) -> None:
+    """Refuse flags of a teacher's distribution without it, and those that act on advantages with it alone."""
+    given = f"--loss-type {loss.name}"
+    for dest in ("gkd_beta", "gkd_logits_topk"):
+        if was_given(args, dest) and not loss.distils:
+            raise GrpoError(f"{flag(dest)} has no effect with {given}: leave it out, or give --loss-type gkd")
+    if not loss.distils:
+        return
+    if args.teacher_kl_coef:
+        raise GrpoError(
+            f"{given} with --teacher-kl-coef: each learns from the teacher, by its distributions or by the sampled "
+            "tokens: leave one of them out"
+        )
+    if not (args.teacher_load_hf or args.teacher_server):
+        raise GrpoError(f"{given} needs --teacher-load-hf or --teacher-server: there is no teacher")
+    if args.teacher_server and args.gkd_logits_topk is None:
+        raise GrpoError(
+            f"{given} with --teacher-server needs --gkd-logits-topk: a server returns its likely tokens only, not the "
+            "whole vocabulary"
+        )
+    if "advantages" in loss.parameters:
+        return
+    of_advantages = "advantage_estimator scale_rewards clip_cov_ratio kl_cov_ratio off_policy_sequence_mask_delta"
+    for dest in of_advantages.split():
+        if was_given(args, dest):
+            raise GrpoError(f"{flag(dest)} has no effect with {given}, which reads no advantages: leave it out")
+
+
+def learns_log_probs(args: Namespace) -> bool:
+    """Return whether the loss has a gradient by log-probabilities or entropies, next to that of a divergence."""
+    reads = LOSSES.get(args.loss_type).parameters.keys() & {"log_probs", "log_ratio"}
+    return bool(reads or (args.beta > 0 and not args.kl_in_reward) or args.entropy_coef)
+
+
+def _demonstrations(args: Namespace) -> list[Loss]:
+    """Return the loss of demonstrations beside the rollout, if there are any."""
+    return [LOSSES.get(args.sft_loss_type)] if args.sft_loss_type else []
+
+
+def _check_unread_flags(args: Namespace, registry: Registry[Any], entry: Entry, *others: Entry) -> None:
+    """Refuse flags that this loss or estimator (or others) do not read, and parameters without a flag."""
+    parameters = {name: parameter for one in (entry, *others) for name, parameter in one.parameters.items()}
     for dest in registry.flags:
-        if was_given(args, dest) and dest not in entry.parameters:
+        if was_given(args, dest) and dest not in parameters:
             raise GrpoError(f"{flag(dest)} has no effect with {registry.option} {entry.name}: leave it out")
-    for name, parameter in entry.parameters.items():
+    for name, parameter in parameters.items():
         if name not in registry.inputs and not hasattr(args, name) and parameter.default is parameter.empty:
             raise GrpoError(
                 f"{registry.option} {entry.name}: its parameter {name} is neither an input "
@@ -174,9 +257,13 @@ def resolve_loss(args: Namespace) -> dict[str, Any]:
     loss = LOSSES.get(args.loss_type)
     level = _level(args, loss)
     defaults = {"epsilon": 0.2, **loss.defaults}
+    for demonstrations in _demonstrations(args):
+        defaults |= demonstrations.defaults
     if _clips_sequences(level, loss) and args.epsilon is None:
         defaults |= {"epsilon": 3e-4, "epsilon_high": 4e-4}  # arXiv:2507.18071, section 5.1
     found = {dest: value for dest, value in defaults.items() if getattr(args, dest) is None}
+    if loss.distils and args.gkd_beta is None:
+        found["gkd_beta"] = 0.5  # TRL's
     if args.epsilon_high is None:
         found.setdefault("epsilon_high", found.get("epsilon", args.epsilon))
     return found | {"importance_sampling_level": level}
@@ -255,7 +342,8 @@ def check_advantages(args: Namespace) -> None:
             f"--advantage-estimator {estimator} {divides}, so --scale-rewards {args.scale_rewards} has no effect: "
             "leave it out, or use --advantage-estimator grpo"
         )
-    if args.num_generations < 2 and entry.compares_group:
+    reads = "advantages" in LOSSES.get(args.loss_type).parameters
+    if args.num_generations < 2 and entry.compares_group and reads:
         others = " or ".join(other.name for other in ADVANTAGES.entries.values() if not other.compares_group)
         raise GrpoError(
             f"--num-generations ({args.num_generations}) must be at least 2: --advantage-estimator {estimator} "
@@ -308,6 +396,52 @@ def _check_token_advantages(args: Namespace) -> None:
         )
 
 
+def check_mixture(args: Namespace) -> None:
+    """Refuse demonstrations beside the rollout without data or weight, and flags that their loss does not read."""
+    loss = LOSSES.get(args.sft_loss_type) if args.sft_loss_type else None
+    joins = loss is not None and loss.joins_groups
+    of_mu = ["chord_mu_peak", "chord_mu_valley", "chord_mu_warmup_steps", "chord_mu_decay_steps"]
+    for dest in ("sft_batch_size", *of_mu, "luffy_reward"):
+        needs(args, dest, "sft_loss_type", "it is of demonstrations beside the rollout")
+        if loss is not None and getattr(args, dest) is not None and joins != (dest == "luffy_reward"):
+            has = "joins each demonstration to the group of its prompt" if joins else "has no groups"
+            raise GrpoError(f"{flag(dest)} has no effect with --sft-loss-type {loss.name}, which {has}: leave it out")
+    if (args.chord_mu_valley is None) != (args.chord_mu_decay_steps is None):
+        raise GrpoError("--chord-mu-valley needs --chord-mu-decay-steps, the updates until then, and the reverse")
+    if loss is None:
+        return
+    for dest in () if args.dry_run else ("sft_data_path",) if joins else ("sft_data_path", "sft_batch_size"):
+        required(args, dest, f"--sft-loss-type {loss.name} needs it")
+    if not joins:
+        required(args, "chord_mu_peak", f"--sft-loss-type {loss.name} needs it, such as 0.1")
+    excludes(args, "sft_loss_type", "eval_only", "an evaluation makes no updates")
+    excludes(args, "sft_loss_type", "rollout_only", "no update follows a rollout")
+    if joins:
+        if args.train_only:
+            raise GrpoError(f"--sft-loss-type {loss.name} needs the prompts of the groups, which --train-only has not")
+        _check_joint_advantages(args, loss.name)
+
+
+def _check_joint_advantages(args: Namespace, name: str) -> None:
+    """Refuse flags with which a demonstration has no place in the group of its prompt."""
+    estimator = ADVANTAGES.get(args.advantage_estimator)
+    others = sorted({*ADVANTAGES.inputs} & {*estimator.parameters} - {"rewards", "group_ids"})
+    reasons = {
+        f"--advantage-estimator {estimator.name}": f"reads {', '.join(others)}" if others else "",
+        f"--loss-type {args.loss_type}": "replaces the advantages" * bool(LOSSES.get(args.loss_type).update_advantages),
+        "--kl-in-reward": "changes the rewards of sampled tokens" * bool(args.kl_in_reward),
+        "--teacher-kl-coef": "changes the advantages of sampled tokens" * bool(args.teacher_kl_coef),
+        "--environment": "decides on the prompts" * bool(args.environment),
+        "--agent": "decides on the prompts" * bool(args.agent),
+    }
+    for given, reason in reasons.items():
+        if reason:
+            raise GrpoError(
+                f"--sft-loss-type {name} gives a demonstration an advantage in the group of its prompt, but {given} "
+                f"{reason}: leave one of them out"
+            )
+
+
 # The rules of losses, rollout importance weights, advantages and KL, in order.
 STEPS: tuple[Step, ...] = (
     check_loss,
@@ -317,4 +451,5 @@ STEPS: tuple[Step, ...] = (
     check_importance_sampling,
     resolve_advantages,
     check_advantages,
+    check_mixture,
 )

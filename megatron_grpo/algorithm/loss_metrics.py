@@ -36,6 +36,7 @@ def report(
         "clip/high": policy.clip_high,
         "clip/masked": policy.masked,
         "ratio/mean": ratio,
+        **({"teacher/divergence": batch["divergence"]} if "divergence" in batch else {}),
         **policy.metrics,
     }
     values = {"loss": loss, "tokens": loss.new_full((), len(old))}
@@ -46,6 +47,19 @@ def report(
     if policy.weight_clipped is not None:
         values["mismatch/clipped"] = policy.weight_clipped.sum().to(old)
     return {name: value.detach() for name, value in values.items()}
+
+
+@torch.no_grad()
+def report_demonstrations(loss: Tensor, log_probs: Tensor) -> dict[str, Tensor]:
+    """Return the named scalars of a micro-batch of demonstrations beside the rollout; ``log_probs``: [t]."""
+    values = {"loss": loss, "tokens": loss.new_full((), len(log_probs)), "cross_entropy": -log_probs.sum()}
+    return {name: value.detach() for name, value in values.items()}
+
+
+def demonstration_metrics(totals: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of an update's demonstrations, from `report_demonstrations` of all its micro-batches."""
+    tokens = totals["tokens"]
+    return {"loss": totals["loss"], "sft/loss": totals["cross_entropy"] / max(tokens, 1), "sft/tokens": tokens}
 
 
 def is_extreme(name: str) -> bool:

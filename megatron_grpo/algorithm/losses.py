@@ -60,6 +60,7 @@ LOSSES.declare(
         positive=True,
     ),
     Flag("--real-tau", float, 0.5, "real: temperature of the scores", positive=True),
+    Flag("--luffy-gamma", float, None, "luffy: gamma of the shaped probability p / (p + gamma) [0.1]", positive=True),
 )
 
 
@@ -342,14 +343,21 @@ def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
     return PolicyLoss(-advantages * log_probs)
 
 
-def _check_sft() -> None:
-    raise GrpoError(
-        "--loss-type sft learns demonstrations, not rollouts: give --sft-iters and --sft-data-path, and another "
-        "--loss-type for the updates after them"
-    )
+@register_loss("gkd", aggregation="dapo", level="token", example=None)
+def gkd_loss(divergence: Tensor) -> PolicyLoss:
+    """Return the loss of generalised knowledge distillation, L = D(teacher, policy), [t], nats.
+
+    D is a KL or Jensen-Shannon divergence (--gkd-beta) of the distributions at the token, over the whole vocabulary or
+    the teacher's likely tokens (--gkd-logits-topk): models/divergence.py has the formulas. There is no ratio, no clip
+    and no advantage. On the policy's own completions this is on-policy distillation, on recorded ones supervised.
+
+    Source: Agarwal et al. 2024, "On-policy distillation of language models", arXiv:2306.13649, equation 1; the average
+    is over the tokens of an update, as in TRL (there: of each completion, then over completions).
+    """
+    return PolicyLoss(divergence)
 
 
-@register_loss("sft", aggregation="dapo", level="token", check=_check_sft, example=None)
+@register_loss("sft", aggregation="dapo", level="token", demonstrations=True, example=None)
 def sft_loss(log_probs: Tensor) -> PolicyLoss:
     """Return the loss of supervised learning, L = -log_probs, [t]: the cross-entropy of the demonstrated tokens, nats.
 
@@ -359,6 +367,43 @@ def sft_loss(log_probs: Tensor) -> PolicyLoss:
     arXiv:2203.02155, section 3.5.
     """
     return PolicyLoss(-log_probs)
+
+
+@register_loss("chord", aggregation="dapo", level="token", demonstrations=True, example=None)
+def chord_loss(log_probs: Tensor) -> PolicyLoss:
+    """Return CHORD's loss of demonstrated tokens, whose weight phi is largest where the policy is undecided, [t].
+
+        L = -sg(p (1 - p)) log_probs,    p = exp(log_probs)
+
+    Tokens that the policy knows (p near 1), and tokens far from it (p near 0), have little weight. The weights are not
+    normalised: the mean is over the tokens.
+
+    Source: Zhang et al. 2025, "On-policy RL meets off-policy experts", arXiv:2508.11408, section 3.3 (CHORD-phi).
+    """
+    p = log_probs.detach().exp()
+    return PolicyLoss(-p * (1 - p) * log_probs)
+
+
+@register_loss(
+    "luffy",
+    aggregation="dapo",
+    level="token",
+    demonstrations=True,
+    defaults={"luffy_gamma": 0.1},
+    example=None,
+)
+def luffy_loss(log_probs: Tensor, advantages: Tensor, luffy_gamma: float) -> PolicyLoss:
+    """Return LUFFY's loss of demonstrated tokens: the importance ratio p / 1, shaped and without a clip, [t].
+
+        L = -A f(p),    f(p) = p / (p + gamma),    p = exp(log_probs)
+
+    f'(p) p = gamma p / (p + gamma)^2 is largest at p = gamma: the shaping raises the gradient of improbable tokens,
+    which is that of p itself without it. A is the advantage of the demonstration in the group of its prompt.
+
+    Source: Yan et al. 2025, "Learning to reason under off-policy guidance", arXiv:2504.14945, eq. 6 to 8.
+    """
+    p = log_probs.exp()
+    return PolicyLoss(-advantages * p / (p + luffy_gamma))
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

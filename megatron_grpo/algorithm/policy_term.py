@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_grpo.algorithm import losses, masks
 from megatron_grpo.algorithm.importance_sampling import importance_weights
-from megatron_grpo.algorithm.registry import LOSSES, TOKEN_STATISTICS, PolicyLoss, call
+from megatron_grpo.algorithm.registry import LOSS_INPUTS, LOSSES, TOKEN_STATISTICS, PolicyLoss, call
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.data.share import of_completions
@@ -60,7 +60,7 @@ def policy_loss(args, log_probs: Tensor, old: Tensor, batch: Mapping[str, Tensor
         "log_probs": log_probs,
         "old_log_probs": old,
         "log_ratio": losses.log_ratio(log_probs, old, batch["completion"], args.importance_sampling_level),
-        **{name: batch[name] for name in ("advantages", "completion", *TOKEN_STATISTICS) if name in batch},
+        **{name: batch[name] for name in LOSS_INPUTS if name in batch and name != "old_log_probs"},
     }
     value = call(LOSSES.get(args.loss_type).function, inputs, args)
     if not isinstance(value, PolicyLoss):  # only L: the loss clips no token

@@ -12,7 +12,7 @@ not import torch, because worker processes of reward functions load the same fil
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
@@ -30,8 +30,9 @@ Level = Literal["token", "sequence", "sequence_token"]
 # forward pass.
 # covariances: (A - mean A)(lp - mean lp), of `masks.covariances`; entropies: of the policy, nats.
 TOKEN_STATISTICS = ("covariances", "entropies")
-# Inputs of a loss, [t] each: the label tokens of a pack. log_ratio is log_probs - old_log_probs at the loss's level.
-LOSS_INPUTS = ("log_probs", "old_log_probs", "log_ratio", "advantages", "completion", *TOKEN_STATISTICS)
+# Inputs of a loss, [t] each: the label tokens of a pack. log_ratio is log_probs - old_log_probs at the loss's level,
+# divergence that of the policy's distribution from a teacher's (models/divergence.py), with its gradient.
+LOSS_INPUTS = ("log_probs", "old_log_probs", "log_ratio", "advantages", "completion", "divergence", *TOKEN_STATISTICS)
 # Inputs of update_advantages, [n] each: the completions of an update. scores is the mean of d over each completion.
 UPDATE_INPUTS = ("scores", "advantages", "group_ids")
 # Inputs of an estimator, of all completions of the rollout: rewards (the weighted sums) and group_ids [n], and
@@ -86,12 +87,23 @@ class Loss(Entry):
     # Replaces the advantages of an update, from statistics of all its completions (UPDATE_INPUTS): [n].
     update_advantages: Function | None = None
     one_advantage: bool = False  # needs the same advantage at all tokens of a completion
+    demonstrations: bool = False  # --sft-loss-type: of demonstrations beside a rollout, not of --loss-type
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters by name, including those of ``update_advantages``."""
         more = parameters(self.update_advantages) if self.update_advantages else {}
         return {**more, **parameters(self.function)}
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss reads the distribution of a teacher."""
+        return "divergence" in self.parameters
+
+    @property
+    def joins_groups(self) -> bool:
+        """Whether demonstrations have advantages: each then belongs to the group of its prompt."""
+        return self.demonstrations and "advantages" in self.parameters
 
     @property
     def whole_groups(self) -> bool:
@@ -159,6 +171,23 @@ class Registry[E: Entry]:
 
 
 LOSSES: Registry[Loss] = Registry("loss", "--loss-type", (*LOSS_INPUTS, *UPDATE_INPUTS))
+
+
+class DemonstrationLosses(Mapping[str, Loss]):
+    """The choices of --sft-loss-type: the losses of demonstrations, with those that plug-ins register later."""
+
+    def __getitem__(self, name: str) -> Loss:
+        if not LOSSES.entries[name].demonstrations:
+            raise KeyError(name)
+        return LOSSES.entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, loss in LOSSES.entries.items() if loss.demonstrations)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", "--advantage-estimator", ADVANTAGE_INPUTS)
 
 

@@ -43,9 +43,38 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> tuple
         means = _sum_per_completion(batch, of_tokens) / np.maximum(batch.response_lengths, 1)
         advantages = means.astype(np.float32)
     assert advantages is not None
-    metrics["advantage/mean"] = float(advantages.mean())
-    metrics["advantage/std"] = float(advantages.std(ddof=1)) if batch.num_completions > 1 else 0.0
-    return replace(batch, advantages=advantages, token_advantages=of_tokens), metrics
+    return replace(batch, advantages=advantages, token_advantages=of_tokens), metrics | _metrics(advantages)
+
+
+def estimate_joint_advantages(
+    args, batch: RolloutBatch, rewards: np.ndarray, demonstrations: RolloutBatch
+) -> tuple[RolloutBatch, RolloutBatch, dict[str, float]]:
+    """Return the batch and the demonstrations of its groups with ``advantages``, and the metrics of the batch.
+
+    A group has its completions, with ``rewards`` [n], and its demonstrations, each with --luffy-reward: the estimator
+    sees n + m completions.
+
+    Source: LUFFY (Yan et al. 2025, arXiv:2504.14945, eq. 4).
+    """
+    of_demonstrations = np.full(demonstrations.num_completions, _reward_of_demonstrations(args), rewards.dtype)
+    estimator = ADVANTAGES.get(args.advantage_estimator)
+    inputs = {
+        "rewards": np.concatenate([rewards, of_demonstrations]),
+        "group_ids": np.concatenate([batch.group_ids, demonstrations.group_ids]),
+    }
+    advantages = np.asarray(call(estimator.function, inputs, args), np.float32)
+    of_shape(estimator, advantages, len(inputs["rewards"]))
+    own, others = np.split(advantages, [batch.num_completions])
+    return replace(batch, advantages=own), replace(demonstrations, advantages=others), _metrics(own)
+
+
+def _reward_of_demonstrations(args) -> float:
+    return 1.0 if args.luffy_reward is None else args.luffy_reward
+
+
+def _metrics(advantages: np.ndarray) -> dict[str, float]:
+    std = float(advantages.std(ddof=1)) if len(advantages) > 1 else 0.0
+    return {"advantage/mean": float(advantages.mean()), "advantage/std": std}
 
 
 def _estimate(

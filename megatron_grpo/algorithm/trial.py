@@ -98,7 +98,7 @@ def _try_loss(args: Namespace) -> None:
     log_probs = (old + 0.01).requires_grad_()
     advantages = torch.where(completion % 2 == 0, 1.0, -1.0)
     statistics = {"covariances": torch.zeros(tokens), "entropies": torch.ones(tokens)}
-    batch = {"advantages": advantages, "completion": completion, **statistics}
+    batch = {"advantages": advantages, "completion": completion, "divergence": -log_probs, **statistics}
     loss = policy_loss(args, log_probs, old, batch).loss
     if not loss.requires_grad and (loss.any() or not (args.beta or args.entropy_coef)):  # 0: the other terms train
         raise GrpoError(

@@ -112,8 +112,10 @@ def check_data(args: Namespace) -> None:
 
 def check_sft(args: Namespace) -> None:
     """Refuse a supervised warm-up without data or learning rate, or before recorded rollouts."""
+    needs(args, "sft_lr", "sft_iters", "it is of the supervised updates")
+    if not args.sft_loss_type:
+        needs(args, "sft_data_path", "sft_iters", "it is of the supervised updates (or give --sft-loss-type)")
     for dest in ("sft_data_path", "sft_lr"):
-        needs(args, dest, "sft_iters", "it is of the supervised updates")
         if args.sft_iters and not args.dry_run:
             required(args, dest, "--sft-iters needs it")
     for dest, reason in {

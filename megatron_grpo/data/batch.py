@@ -55,7 +55,8 @@ class ArrayField:
     # The first axis has length n + 1, n, total, or the bytes of the held completions' encoded images.
     axis: Literal["offset", "completion", "token", "byte"]
     columns: int = 0  # number of axes after the first
-    packed: Literal["label", "token"] | None = None  # a pack holds one value per label, or one per token
+    # A pack holds one value per label, one per label that the rank's head computes, or one per token.
+    packed: Literal["label", "own_label", "token"] | None = None
     complete: bool = False  # NaN is an error on a token in the loss
     padding: int = 0  # value of padding tokens in a pack
     dtype: Any = None  # of the annotated type
@@ -106,6 +107,17 @@ class RolloutBatch:
     policy_mask: Annotated[Float32 | None, PER_LABEL] = None
     kl_cov: Annotated[Float32 | None, PER_LABEL] = None  # factor of |lp - lp_old| in the policy term of one update
     teacher_log_probs: Annotated[Float32 | None, PER_TOKEN] = None  # under the teacher; NaN on other tokens
+    # With --loss-type gkd, of the teacher's distribution at each token in the loss: its hidden state before the output
+    # layer, the bits of its numbers as 16-bit integers [total, h] (of float32: [total, 2 h]);
+    teacher_hidden: Annotated[Int16 | None, ArrayField("token", columns=1, packed="own_label")] = None
+    # (with several teachers as many columns as the widest has);
+    # or its k most likely tokens [total, k], and log-probabilities of these and of all others together [total, k + 1].
+    teacher_token_ids: Annotated[Int32 | None, ArrayField("token", columns=1, packed="own_label")] = None
+    teacher_token_log_probs: Annotated[
+        Float32 | None, ArrayField("token", columns=1, packed="own_label", complete=True)
+    ] = None
+    # Which of several teachers the completion has: `reference.teacher.Teachers`.
+    teacher_numbers: Annotated[Int32 | None, ArrayField("completion", packed="own_label")] = None
     # 1 on the first token of every further sample of a completion. Samples do not see each other: each is a sequence of
     # the model, with positions from 0. All else (group, reward, advantage, T_i of the weights) is the completion's.
     sample_starts: Annotated[UInt8 | None, PER_TOKEN] = None

@@ -1,6 +1,7 @@
 """Demonstrations: token ids of conversations, and a mask of what the assistant says. Supervised updates learn that."""
 
 import argparse
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from megatron_grpo.data.row_prompt import (
     parse_tools,
 )
 from megatron_grpo.data.tokenizer import Tokenizer, render
+from megatron_grpo.utils import progress
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import without_bytes
@@ -168,21 +170,47 @@ class Demonstrations(PromptDataset):
         return whole[:end], mask[:end]
 
 
-def batch_of(demonstrations: Sequence[Demonstration], first_row: int = 0) -> RolloutBatch:
-    """Return demonstrations as completions of a batch, with the row ids ``first_row`` + their numbers."""
+def batch_of(
+    demonstrations: Sequence[Demonstration], first_row: int = 0, group_ids: Sequence[int] | None = None
+) -> RolloutBatch:
+    """Return demonstrations as completions of a batch, with the row ids ``first_row`` + their numbers.
+
+    Each is a group of its own without ``group_ids``.
+    """
     numbers = range(len(demonstrations))
     return RolloutBatch.from_completions(
         [one.ids for one in demonstrations],
         [one.completion for one in demonstrations],
         [None for _ in numbers],
         weight_version=0,
-        group_ids=numbers,
+        group_ids=numbers if group_ids is None else group_ids,
         row_ids=[first_row + one.id for one in demonstrations],
         sample_ids=numbers,
         finish_reasons=[FinishReason.STOP for _ in numbers],
         response_masks=[one.mask for one in demonstrations],
         turns=[one.turns for one in demonstrations],
     )
+
+
+def prompts_of(data: Demonstrations) -> dict[bytes, int]:
+    """Return the number of a demonstration of each prompt, by the `prompt_key` of its ids: the first in the files."""
+    found: dict[bytes, int] = {}
+    for number in range(len(data)):
+        progress.advance()
+        demonstration = data[number]
+        if demonstration is not None:
+            if demonstration.images is not None and demonstration.images.sources:
+                raise GrpoError(
+                    f"{demonstration.source}: a demonstration with images has no place in the group of its prompt: "
+                    "give --sft-loss-type sft or chord"
+                )
+            found.setdefault(prompt_key(demonstration.ids), number)
+    return found
+
+
+def prompt_key(ids: Sequence[int]) -> bytes:
+    """Return a hash of the token ids of a prompt."""
+    return hashlib.blake2b(np.array(ids, np.int32).tobytes(), digest_size=16).digest()
 
 
 def _answer(row: Mapping[str, Any]) -> str:

@@ -96,12 +96,14 @@ class Pack:
     token_index: Int64  # [L], where each label token lies in the flat arrays of the batch
     completion: Int64  # [L], number in the pack of the completion of each label
     of_labels: dict[str, Array]  # [L] each: the fields that `RolloutBatch` declares with packed="label"
+    of_own_labels: dict[str, Array]  # [l, ...] each: those with packed="own_label"
     of_tokens: dict[str, Array]  # [T, ...] each: those with packed="token", of the tokens themselves
     # Of a vision-language model: M-RoPE's positions [3, tokens of all context ranks], and the images.
     rope_positions: Int64 | None = None
     images: PackImages | None = None
     shared_prompts: SharedPrompts | None = None  # None: each sequence attends to its own tokens
-    # [L], for each label the first one that the same position predicts, from the same `kept_token_ids`; None: itself.
+    # [L], for each label the first one that the same position predicts, from the same `kept_token_ids` and with the
+    # same teacher; None: itself.
     first_labels: Int64 | None = None
     # [2, c]: further tokens of completions that this rank computes once: where in its tokens, and in the flat arrays.
     copies: Int64 | None = None
@@ -111,6 +113,7 @@ class Pack:
     further_tokens: Int64 | None = None
     further_labels: Int64 | None = None
     further_in_loss: Bool | None = None
+    demonstrations: bool = False  # completions beside the rollout, with a loss of their own (--sft-loss-type)
 
     @property
     def num_labels(self) -> int:
@@ -249,7 +252,7 @@ def pack_completions(
     completion = chosen[number]
     first_labels, computed = None, np.arange(len(in_loss))  # the labels that the head computes
     if tree is not None:
-        first_labels = _first_labels(predicted_at, token_index, batch)
+        first_labels = _first_labels(predicted_at, token_index, completion, batch)
         computed = np.flatnonzero(first_labels == computed)
     held = zigzag(cu_seqlens, cp_size, cp_rank)
     place_in_held = np.full(total, -1)
@@ -284,34 +287,43 @@ def pack_completions(
         token_index=token_index,
         completion=number,
         of_labels=_label_values(batch, token_index, completion),
+        of_own_labels=_own_label_values(batch, token_index[own_labels], completion[own_labels]),
         of_tokens=_token_values(batch, source),
         rope_positions=rope_positions,
         images=_images(batch, chosen, source),
         shared_prompts=shared_prompts,
         first_labels=first_labels,
         copies=copies,
+        demonstrations=False,
         **_further_tokens(batch, flat, sequences, index[held], in_loss, own_labels, first_labels, mtp_layers),
     )
-    for name, values in pack.of_labels.items():
+    for name, values in (pack.of_labels | pack.of_own_labels).items():
         if FIELDS[name].complete and np.isnan(values).any():
             samples = batch.sample_ids[chosen].tolist()
             raise GrpoError(
-                f"{name} is NaN for {np.isnan(values).sum()} of {pack.num_labels} tokens in the loss of samples "
+                f"{name} is NaN for {np.isnan(values).sum()} of {len(values)} tokens in the loss of samples "
                 f"{samples}: the pass that computes it missed them or the model gives NaN; check the weights loaded"
             )
     return pack
 
 
-def _first_labels(predicted_at: Int64, token_index: Int64, batch: RolloutBatch) -> Int64:
-    """Return `Pack.first_labels` of labels that are predicted at these positions of the pack, [L]."""
+def _first_labels(predicted_at: Int64, token_index: Int64, completion: Int64, batch: RolloutBatch) -> Int64:
+    """Return `Pack.first_labels` of labels that are predicted at these positions of the pack, [L].
+
+    ``token_index`` [L] and ``completion`` [L] are their tokens and completions in the batch.
+    """
     numbers = np.arange(len(predicted_at))
     first = np.empty(predicted_at.max(initial=-1) + 1, np.int64)
     first[predicted_at[::-1]] = numbers[::-1]  # of equal positions numpy keeps the last value
     found = first[predicted_at]
-    if batch.kept_token_ids is not None:
+    if batch.kept_token_ids is not None or batch.teacher_numbers is not None:
         several = np.flatnonzero(np.bincount(predicted_at)[predicted_at] > 1)
-        kept = batch.kept_token_ids[token_index[several]]
-        different = np.concatenate([predicted_at[several, None], kept], axis=1)
+        columns: list[Array] = [predicted_at[several, None]]
+        if batch.kept_token_ids is not None:
+            columns.append(batch.kept_token_ids[token_index[several]])
+        if batch.teacher_numbers is not None:
+            columns.append(batch.teacher_numbers[completion[several], None])
+        different = np.concatenate(columns, axis=1)
         _, own, prediction = np.unique(different, axis=0, return_index=True, return_inverse=True)
         found[several] = several[own][prediction.reshape(-1)]
     return found
@@ -406,6 +418,16 @@ def _label_values(batch: RolloutBatch, token_index: Int64, completion: Int64) ->
             values[name] = array[token_index if spec.axis == "token" else completion]
     if batch.advantages is not None:
         values["advantages"] = batch.advantages_of(token_index, completion)
+    return values
+
+
+def _own_label_values(batch: RolloutBatch, token_index: Int64, completion: Int64) -> dict[str, Array]:
+    """Return the values of the l label tokens that this rank's head computes, [l, ...] each; see `_label_values`."""
+    values = {}
+    for name, spec in FIELDS.items():
+        array = getattr(batch, name)
+        if spec.packed == "own_label" and array is not None:
+            values[name] = array[token_index if spec.axis == "token" else completion]
     return values
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from megatron_grpo.data.answer_column import AnswerCounts
 from megatron_grpo.data.blend import read_blend
-from megatron_grpo.data.routing import check_source, reward_routes
+from megatron_grpo.data.routing import check_source, reward_routes, teacher_routes
 from megatron_grpo.data.row_files import Index, RowFiles
 from megatron_grpo.data.row_prompt import (
     check_media,
@@ -119,6 +119,9 @@ class PromptDataset:
         if not len(self._files):
             raise GrpoError(f"no {self.what}: {', '.join(words)} has no rows: give files that have some")
         self._routes = reward_routes(args.reward_routing, args.reward_funcs or [])
+        self._teacher_flag = "--teacher-server" if args.teacher_server else "--teacher-load-hf"
+        teachers = teacher_routes(self._teacher_flag, args.teacher_server or args.teacher_load_hf) if training else {}
+        self._teachers = [source for source in teachers if source is not None]
         self._low = 0.0 if args.min_pass_rate is None else args.min_pass_rate
         self._high = 1.0 if args.max_pass_rate is None else args.max_pass_rate
         curriculum = training and args.curriculum
@@ -352,7 +355,8 @@ class PromptDataset:
             if decode and images is not None:
                 images.check()
             fields = row_sampling(row, self._args, self._tokenizer.special_tokens)
-            check_source(self._routes, row)
+            check_source("--reward-routing", self._routes, row)
+            check_source(self._teacher_flag, self._teachers, row)
             self._check_gold(row)
             rate = pass_rate(row) if self._rated else 1.0
         except GrpoError as error:

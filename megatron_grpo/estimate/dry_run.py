@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.data.prefix_tree import Prefixes, is_worth_sharing, shareable_tokens
 from megatron_grpo.data.schedule import schedule
 from megatron_grpo.estimate.memory import GIB, MARGIN, Chunk, Plan, engine_share, gpu_bytes
@@ -89,6 +90,7 @@ def dry_run_report(args: Namespace, world_size: int) -> str:
         *batch_arithmetic(args, world_size).lines(),
         *_shared_lines(args),
         *_warm_up_lines(args),
+        *_mixture_lines(args),
         "",
         f"pipeline stages of a model of {plan.whole_model():,} parameters",
         *_stage_lines(plan),
@@ -171,6 +173,20 @@ def _warm_up_lines(args: Namespace) -> list[str]:
         f"supervised warm-up: {args.sft_iters:,} updates before the first rollout, each of {args.global_batch_size:,} "
         f"demonstrations ({data}), {rate}"
     ]
+
+
+def _mixture_lines(args: Namespace) -> list[str]:
+    """Return the line about the demonstrations beside the rollout."""
+    if not args.sft_loss_type:
+        return []
+    data = " ".join(args.sft_data_path or ["no --sft-data-path yet"])
+    if LOSSES.get(args.sft_loss_type).joins_groups:
+        count, weight = "one of each prompt that has one", ""
+    else:
+        count = f"{args.sft_batch_size or 'no --sft-batch-size yet,'} in each update"
+        valley = args.chord_mu_peak if args.chord_mu_valley is None else args.chord_mu_valley
+        weight = f", mu {args.chord_mu_peak:g} to {valley:g}"
+    return [f"demonstrations beside the rollout: {count} ({data}), loss {args.sft_loss_type}{weight}"]
 
 
 def _stage_lines(plan: Plan) -> list[str]:
@@ -311,11 +327,11 @@ def _reference_lines(args: Namespace) -> list[str]:
     models = {}
     if args.beta > 0:
         models["reference model"] = reference_args(args)
-    if args.teacher_load_hf:
-        models["teacher"] = teacher_args(args)
+    for own in teacher_args(args):
+        models[f"teacher {own.load_hf}"] = own
     lines = []
     for name, own in models.items():
-        swapped = name != "teacher" and not has_own_parallel_configuration(args)
+        swapped = not name.startswith("teacher ") and not has_own_parallel_configuration(args)
         where = "the policy's are there instead" if swapped else "they are on the GPU, too"
         size = Plan(own).largest_stage() * (4 if own.sync_ref_model else params_dtype(own).itemsize) / GIB
         average = ", an average in float32," if own.sync_ref_model else ""

@@ -237,9 +237,7 @@ class Plan:
         args, found = self.args, 0.0
         if args.beta > 0 and not args.lora_rank:
             found += Plan(reference_args(args)).largest_stage() * (4 if args.sync_ref_model else self._itemsize)
-        if args.teacher_load_hf:
-            found += Plan(teacher_args(args)).largest_stage() * self._itemsize
-        return found
+        return found + sum(Plan(own).largest_stage() * self._itemsize for own in teacher_args(args))
 
     @property
     def _swaps(self) -> bool:

@@ -3,7 +3,13 @@
 from collections.abc import Callable
 from itertools import chain
 
-from megatron_grpo.migration.hf_trainer import STEPS, completions_per_update, global_batch, updates_per_rollout
+from megatron_grpo.migration.hf_trainer import (
+    STEPS,
+    accumulation,
+    completions_per_update,
+    global_batch,
+    updates_per_rollout,
+)
 from megatron_grpo.migration.rows import (
     ENGINE_RANKS,
     OF_DELAYED,
@@ -26,6 +32,7 @@ from megatron_grpo.migration.rows import (
     differs,
     fixed,
     fp8_rows,
+    is_off,
     multiple_of,
     number,
     only_if,
@@ -46,6 +53,23 @@ def _megatron(settings: Settings) -> bool:
     """Return whether the command is ``megatron rlhf``, whose batches have Megatron-LM's names."""
     names = ("lr", "global_batch_size", "micro_batch_size", "tensor_model_parallel_size")
     return any(settings.given(name) for name in names)
+
+
+def _mu_decays(settings: Settings) -> bool:
+    return settings.number("chord_mu_decay_steps", 0) > 0
+
+
+def _mu_peak(value: object, settings: Settings) -> Converted:
+    """Return the peak of CHORD's mu; without decay steps mu is the valley after its warm-up."""
+    if _mu_decays(settings) or not settings.given("chord_mu_valley"):
+        return SAME.apply(value, settings)
+    if settings.number("chord_mu_warmup_steps", 0) > 0 and settings.number("chord_mu_valley", 0) != settings.number(
+        "chord_mu_peak", 0
+    ):
+        raise Undecided(
+            "without decay steps mu falls from its peak to its valley at once: give --chord-mu-decay-steps 1"
+        )
+    return settings.text("chord_mu_valley")
 
 
 def _updates_per_rollout(settings: Settings) -> float:
@@ -171,17 +195,19 @@ DATA = (
     Row("--remove_unused_columns", None, None, "reward functions get the whole row"),
 )
 
+
+def _distils(settings: Settings) -> bool:
+    return settings.text("rlhf_type", "grpo") == "gkd"
+
+
+def _teacher_server(value: object, settings: Settings) -> Converted:
+    if str(value).lstrip().startswith("["):
+        raise Undecided("of several servers give SOURCE=URL of each, where SOURCE is a row's data_source")
+    return None if is_off(value) else str(value)
+
+
 MODEL = (
-    Row(
-        "--rlhf_type",
-        None,
-        only_if(
-            "other than grpo",
-            lambda s: s.text("rlhf_type", "grpo") != "grpo",
-            ask("only grpo, and teachers with --teacher-load-hf"),
-        ),
-        "grpo is the only type",
-    ),
+    Row("--rlhf_type", "--loss-type", choice({"grpo": None, "gkd": "gkd"}, "grpo, and gkd with a teacher")),
     Row("--model", "--load-hf", None, "a local directory"),
     Row("--load", "--pretrained-checkpoint", None, "a Megatron checkpoint"),
     Row("--mcore_model", "--pretrained-checkpoint"),
@@ -333,7 +359,21 @@ ENGINE = (
 )
 
 ALGORITHM = (
-    Row("--beta", "--beta"),
+    Row("--beta", "--beta", only_if("with rlhf_type grpo", lambda s: not _distils(s))),
+    Row("--beta", "--gkd-beta", only_if("with rlhf_type gkd", _distils)),
+    Row("--gkd_logits_topk", "--gkd-logits-topk", None, "the tokens outside are one class here, and left out there"),
+    Row(
+        "--lmbda",
+        None,
+        only_if(
+            "with rlhf_type gkd",
+            _distils,
+            differs("all completions are the policy's; --train-only learns recorded ones", "1", "1.0"),
+        ),
+    ),
+    Row("--sft_alpha", None, differs("there is no supervised term next to the teacher's: --sft-iters come before")),
+    Row("--seq_kd", None, differs("the teacher samples no completions")),
+    Row("--teacher_tag_key", None, ask("the column is data_source: rename it", "dataset")),
     Row("--loss_type", "--loss-type"),
     Row("--epsilon", "--epsilon"),
     Row("--epsilon_high", "--epsilon-high"),
@@ -372,10 +412,30 @@ ALGORITHM = (
     Row("--ref_model_sync_steps", "--ref-model-sync-steps", INTERVAL),
     Row("--ref_model_mixup_alpha", "--ref-model-mixup-alpha"),
     Row("--teacher_model", "--teacher-load-hf"),
-    Row("--teacher_model_server", "--teacher-server"),
+    Row(
+        "--teacher_model_server",
+        "--teacher-server",
+        Conversion("URL; of several a list in JSON: decide", _teacher_server),
+    ),
     Row("--teacher_kl_coef", "--teacher-kl-coef"),
     Row("--offload_teacher_model", None, None, "the teacher is on the host between its passes"),
-    Row("--chord_sft_dataset", None, differs("there is no supervised loss (CHORD)")),
+    Row("--chord_sft_dataset", "--sft-data-path", DATA_FILES),
+    Row(
+        "--chord_sft_per_device_train_batch_size",
+        "--sft-batch-size",
+        scaled(
+            "of one GPU there, of all here: x gradient_accumulation_steps x GPUs", lambda s: accumulation(s) * s.gpus
+        ),
+    ),
+    Row(
+        "--chord_enable_phi_function",
+        "--sft-loss-type",
+        Conversion("true → chord; false → sft", lambda value, settings: "chord" if truth(value) else "sft"),
+    ),
+    Row("--chord_mu_peak", "--chord-mu-peak", Conversion("the valley without decay steps", _mu_peak)),
+    Row("--chord_mu_valley", "--chord-mu-valley", only_if("with decay steps", _mu_decays)),
+    Row("--chord_mu_warmup_steps", "--chord-mu-warmup-steps", SEQUENCE),
+    Row("--chord_mu_decay_steps", "--chord-mu-decay-steps", SEQUENCE),
 )
 
 REWARDS = (
@@ -484,6 +544,8 @@ SYSTEM = System(
             lambda s: "1" if s.number("expert_model_parallel_size", 1) > 1 else None,
             "ms-swift's default",
         ),
+        ("--beta", lambda s: "0" if _distils(s) else None, "GKD has no reference model"),
+        ("--sft-loss-type", lambda s: "sft" if s.given("chord_sft_dataset") else None, "CHORD without phi"),
         ("--reward-funcs", constant("accuracy"), "decide: docs/rewards.md lists the rewards"),
     ),
     decide=_decide,

@@ -49,6 +49,10 @@ EXPERTS = (
     "--moe-router-topk-scaling-factor --moe-shared-expert-gate --mtp-num-layers"
 ).split()
 OF_REFERENCE = ("--kl-estimator", "--kl-in-reward", "--sync-ref-model")
+OF_RATIO = (
+    "--epsilon --epsilon-high --dual-clip --importance-sampling-level --advantage-estimator --scale-rewards "
+    "--clip-cov-ratio --kl-cov-ratio --kl-cov-coef --off-policy-sequence-mask-delta"
+).split()
 _UNKNOWN = Row("", "--unknown")
 KNOWN_VARIABLES = {"HOME", "USER", "PWD", "SAVE"}
 NOT_IN_CONFIG = ("--attention-backend", "--attention-dropout", "--hidden-dropout", "--seq-length")
@@ -85,6 +89,11 @@ def translate(
         for flag in [flag for flag in result.given if flag in OF_REFERENCE or flag.startswith("--ref-")]:
             del result.given[flag]
             result.without.append((flag, "there is no KL term with --beta 0"))
+    loss = result.given.get("--loss-type")
+    if loss and loss.values == ["gkd"]:
+        for flag in [flag for flag in OF_RATIO if flag in result.given]:
+            del result.given[flag]
+            result.without.append((flag, "there is neither ratio nor advantage with --loss-type gkd"))
     held = [result.given.pop(flag) for flag in extra_libraries if flag in result.given]
     if held:
         words = " ".join(" ".join([given.flag, *given.values]) for given in held)

@@ -67,6 +67,7 @@ REWARDS_OF_SOURCES = "docs/rewards.md#rewards-of-verls-data"
 LAST_LINE = ("math_dapo", "aime")  # prompts of these sources ask for a last line "Answer: 72"
 VALIDATION = f"{ROLLOUT}val_kwargs."
 CORRECTION = "algorithm.rollout_correction."
+DISTILLATION = "distillation.distillation_loss."
 
 ROLLOUTS = "rollouts there, updates here: x data.train_batch_size / ppo_mini_batch_size x ppo_epochs"
 
@@ -97,6 +98,14 @@ def _lora(settings: Settings) -> bool:
 
 def _dynamic(settings: Settings) -> bool:
     return settings.true(f"{ACTOR}use_dynamic_bsz")
+
+
+def _distils(settings: Settings) -> bool:
+    return settings.true("distillation.enabled")
+
+
+def _distils_top_k(settings: Settings) -> bool:
+    return _distils(settings) and settings.text(f"{DISTILLATION}loss_mode", "k3") == "forward_kl_topk"
 
 
 def _kl_loss(settings: Settings) -> bool:
@@ -196,6 +205,8 @@ AVERAGES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token
 
 def _loss_mode(value: object, settings: Settings) -> Converted:
     """Return our loss: of the mode, or, where the mode leaves the average open, of the average."""
+    if _distils_top_k(settings):
+        return None
     if str(value) in LOSS_MODES and LOSS_MODES[str(value)] != "dapo":
         return LOSS_MODES[str(value)]
     if str(value) not in ("vanilla", *LOSS_MODES):
@@ -204,6 +215,8 @@ def _loss_mode(value: object, settings: Settings) -> Converted:
 
 
 def _average(value: object, settings: Settings) -> Converted:
+    if _distils_top_k(settings):
+        return None
     if str(value) not in AVERAGES:
         raise Undecided(f"no loss here has the average {value!r}: docs/algorithms.md lists the averages")
     return AVERAGES[str(value)]
@@ -1061,10 +1074,35 @@ ALGORITHM = (
         )
         for place in ("", "megatron.")
     ),
+    Row("distillation.enabled", None, None, "a teacher switches it on"),
     Row(
-        "distillation.enabled",
-        None,
-        ask("--teacher-load-hf or --teacher-server, with --teacher-kl-coef: docs/reference.md"),
+        "distillation.teacher_models.teacher_model.model_path",
+        "--teacher-load-hf",
+        only_if("with distillation.enabled", _distils),
+        "on the trainer's ranks",
+    ),
+    Row(
+        f"{DISTILLATION}loss_mode",
+        "--loss-type",
+        only_if(
+            "with distillation.enabled",
+            _distils,
+            choice(
+                {"forward_kl_topk": "gkd"},
+                "k1 with use_policy_gradient is --teacher-kl-coef 1, the others are near --loss-type gkd --gkd-beta 1",
+            ),
+        ),
+    ),
+    Row(
+        f"{DISTILLATION}loss_mode",
+        "--gkd-beta",
+        only_if("with forward_kl_topk", _distils_top_k, Conversion("0", lambda value, s: "0")),
+    ),
+    Row(
+        f"{DISTILLATION}topk",
+        "--gkd-logits-topk",
+        only_if("with forward_kl_topk", _distils_top_k),
+        "the tokens outside are one class here, and no term there",
     ),
     Row("distillation.*", None, None, "with distillation.enabled"),
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -175,22 +176,31 @@ class MicroBatches(Sequence[Pack]):
             self._packs[number] = self._makers[number]()
         return self._packs[number]
 
+    def __add__(self, others: "MicroBatches") -> "MicroBatches":
+        parts: list[tuple[MicroBatches, int]] = [(packs, i) for packs in (self, others) for i in range(len(packs))]
+        return MicroBatches([partial(packs.__getitem__, i) for packs, i in parts])
+
     def make_next(self) -> None:
         """Make the first pack that nothing has read yet."""
         if len(self._packs) < len(self):
             self[next(number for number in range(len(self)) if number not in self._packs)]
 
 
-def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None) -> MicroBatches:
+def micro_batches(
+    args, batch: RolloutBatch, completions: np.ndarray, max_tokens: int | None = None, end: int | None = None
+) -> MicroBatches:
     """Return this rank's micro-batches (packs) of ``completions``, indices in the batch; each rank has equally many.
 
     Context parallelism splits the tokens of a pack over ranks, and sequence parallelism splits them again over
-    tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags.
+    tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags. Completions from number ``end`` on
+    have a place in the schedule, and are not computed: a micro-batch can be empty.
     """
     max_tokens = max_tokens or args.max_tokens_per_microbatch
     prefixes = _shared(args, batch, completions, max_tokens)
     degrees, ranks = _assignment(args, batch, completions, max_tokens, prefixes)
     own, share_prompts = ranks[_own_place()], prefixes is not None
+    if end is not None:
+        own = [indices[indices < end] for indices in own]
     further = _further_tokens(args)
     pad_multiple = token_multiple(args) * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
     cp_rank = parallel_state.get_context_parallel_rank()
@@ -212,6 +222,30 @@ def micro_batches(args, batch: RolloutBatch, completions: np.ndarray, max_tokens
         return pack_completions(batch, indices, pad_multiple, total, degree, place, share_prompts, further, layout)
 
     return MicroBatches([partial(pack, *item) for item in zip(own, degrees, layouts, strict=True)])
+
+
+def micro_batches_of_demonstrations(args, batch: RolloutBatch | None) -> MicroBatches:
+    """Return this rank's micro-batches of demonstrations beside a rollout, ``batch``, which every rank holds.
+
+    Each rank has equally many; where the demonstrations are too few, some are empty. A micro-batch without a token
+    budget has at most --micro-batch-size of them.
+    """
+    if batch is None:
+        return MicroBatches([])
+    unit = parallel_state.get_data_parallel_world_size()
+    unit *= args.pipeline_model_parallel_size if args.num_virtual_stages_per_pipeline_rank else 1
+    count = -(-batch.num_completions // unit)
+    if not args.max_tokens_per_microbatch:
+        size = min(args.micro_batch_size, count)
+        args, count = replaced(args, micro_batch_size=size), -(-count // size) * size
+    end, shortest = batch.num_completions, int(np.argmin(batch.lengths))
+    batch = batch.select([*range(end), *[shortest] * (count * unit - end)])
+    packs = micro_batches(args, batch, np.arange(batch.num_completions), end=end)
+
+    def pack(number: int) -> Pack:
+        return replace(packs[number], demonstrations=True)
+
+    return MicroBatches([partial(pack, number) for number in range(len(packs))])
 
 
 def _prefixes(args, batch: RolloutBatch, completions: np.ndarray) -> Prefixes:
@@ -300,21 +334,34 @@ def _replays_shared_tokens(args) -> bool:
     return args.router_replay_mode == "R2" and args.share_prompts
 
 
-@torch.no_grad()
 def forward_scores(forward_step: Callable, packs: Sequence[Pack], model: Model, batch: RolloutBatch) -> np.ndarray:
     """Compute log-probability and entropy of every label token of all ranks' ``packs``, which are of ``batch``.
 
     Returns float32 ``[2, total]`` on every rank that holds the tokens, nan for tokens that are not labels.
     """
+    nothing = np.full((len(batch.tokens), 2), np.nan, np.float32)
+    return np.ascontiguousarray(forward_rows(forward_step, packs, model, batch, nothing).T)
+
+
+@torch.no_grad()
+def forward_rows(
+    forward_step: Callable, packs: Sequence[Pack], model: Model, batch: RolloutBatch, nothing: np.ndarray
+) -> np.ndarray:
+    """Compute the model's output for every label token of all ranks' ``packs``, which are of ``batch``.
+
+    Returns ``[total, columns]`` on every rank that holds the tokens, and ``nothing``, of this shape and type, for
+    tokens that are not labels. Of int16 the values are the bits of the model's dtype.
+    """
     results = run_schedule(forward_step, packs, model, forward_only=True)
-    flat = np.full((2, len(batch.tokens)), np.nan, np.float32)
-    computed = np.zeros(batch.num_completions, bool)
+    flat, computed = nothing.copy(), np.zeros(batch.num_completions, bool)
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
-        for pack, scores in zip(packs, results, strict=True):
+        for pack, rows in zip(packs, results, strict=True):
             if pack.cp_rank == 0:
-                flat[:, pack.token_index] = scores.float().cpu().numpy()
+                values = rows.T.contiguous().cpu()
+                values = values.view(torch.int16) if flat.dtype == np.int16 else values.float()
+                flat[pack.token_index] = values.numpy()
                 computed[pack.indices] = True
-    return np.stack(spread(batch, list(flat), computed))
+    return spread(batch, [flat], computed)[0]
 
 
 def run_schedule(forward_step: Callable, packs: Sequence[Pack], model: Model, forward_only: bool) -> list:

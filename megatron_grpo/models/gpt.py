@@ -1,7 +1,11 @@
 """The policy model: megatron-core's ``GPTModel`` with log-probabilities and entropies as output of the last stage."""
 
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -9,6 +13,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron_grpo.data.pack import IGNORED_LABEL, SharedPrompts
 from megatron_grpo.models.balancing import counting
 from megatron_grpo.models.config import trains_mtp, transformer_config_from_args
+from megatron_grpo.models.divergence import (
+    Head,
+    TopK,
+    WholeVocabulary,
+    vocab_parallel_divergence,
+    vocab_parallel_top_k,
+)
 from megatron_grpo.models.expert_dispatch import replace_dispatchers
 from megatron_grpo.models.gemma4 import PerLayerInputs, Ropes
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
@@ -36,6 +47,9 @@ class PolicyModel(GPTModel):
     vision: VisionTower | None  # on the first stage of a vision-language model
     per_layer_inputs: PerLayerInputs | None  # on the first stage of a model that has them
     _images: PackImages | None = None
+    distribution: Literal["hidden"] | int | None = None  # of a teacher: return hidden states, or its k likely tokens
+    teacher_heads: Sequence[Head] = ()  # of a policy, on the last stage during updates from teachers' hidden states
+    gkd_beta: float | None = None
 
     def forward(
         self,
@@ -48,18 +62,22 @@ class PolicyModel(GPTModel):
         further_labels: torch.Tensor | None = None,
         entropy_gradient: bool = True,
         temperature: float | None = None,
+        teacher: Mapping[str, np.ndarray] | None = None,
+        log_probs_gradient: bool = True,
         **kwargs,
     ):
         """Extend megatron-core's method by ``label_positions`` ``[l]``, ``kept_token_ids`` ``[l, k]`` of the labels,
         ``entropy_gradient`` and ``temperature`` [the model's] (`vocab_parallel_log_probs`), ``rope_positions``
-        ``[3, t]`` of all tokens of the pack (`MRope`), its ``images``, and ``further_tokens`` ``[n, t]`` and
-        ``further_labels`` ``[n, l]`` of `Pack`.
+        ``[3, t]`` of all tokens of the pack (`MRope`), its ``images``, ``further_tokens`` ``[n, t]`` and
+        ``further_labels`` ``[n, l]`` of `Pack`, and ``teacher``: a teacher's distributions, ``Pack.of_own_labels``.
+        ``log_probs_gradient``: False leaves out the gradient of log-probabilities and entropies, next to a teacher's.
 
         Without ``label_positions`` the head finds them in the labels, and the host waits for the device.
         """
         self._label_positions = label_positions
         self._kept_token_ids, self._images, self._entropy_gradient = kept_token_ids, images, entropy_gradient
         self._further = further_tokens, further_labels
+        self._teacher, self._log_probs_gradient = teacher, log_probs_gradient
         self._temperature = self.temperature if temperature is None else temperature
         if self.config.mrope_section:
             self.rotary_pos_emb.positions = rope_positions
@@ -90,9 +108,10 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states, input_ids, position_ids, labels=None, **kwargs):
         """Return ``[2 + n, l]`` on the last stage for the l positions with a label other than ``IGNORED_LABEL``.
 
-        The rows are log-probabilities, entropies and, in training, the log-probabilities of n multi-token-prediction
-        layers. The head skips the positions of the prompt, which saves most of its work for long prompts. Without
-        labels and on other stages the result is megatron-core's.
+        The rows are log-probabilities, entropies and, in training, the divergences from a teacher, if there is one, and
+        the log-probabilities of n multi-token-prediction layers. A teacher returns its `_distributions`. The head skips
+        the positions of the prompt, which saves most of its work for long prompts. Without labels and on other stages
+        the result is megatron-core's.
         """
         if not self.post_process or labels is None:
             out = super()._postprocess(
@@ -104,10 +123,17 @@ class PolicyModel(GPTModel):
         kept = self._label_positions
         if kept is None:
             kept = (labels[0] != IGNORED_LABEL).nonzero()[:, 0]
-        log_probs, entropy = self._head(
-            hidden_states, weight, labels[0].index_select(0, kept), kept, self._kept_token_ids, self._entropy_gradient
-        )
-        rows = [log_probs, entropy]
+        hidden = self._at(hidden_states, kept)
+        if self.distribution is not None:
+            return self._distributions(hidden, weight)
+        distils = bool(self._teacher) and torch.is_grad_enabled()
+        inputs = hidden, weight
+        if distils and not self._log_probs_gradient:
+            inputs = hidden.detach(), weight.detach()
+        of_labels = labels[0].index_select(0, kept)
+        rows = [*self._head(*inputs, of_labels, self._kept_token_ids, self._entropy_gradient)]
+        if distils:
+            rows.append(self._divergences(hidden, weight))
         if trains_mtp(self.config) and (torch.is_grad_enabled() or counting(self)):
             rows += self._mtp_log_probs(hidden_states, weight.detach(), position_ids, kept, kwargs)
         return torch.stack(rows)
@@ -136,24 +162,70 @@ class PolicyModel(GPTModel):
         logits = tensor_parallel.gather_from_tensor_model_parallel_region(logits)
         return soft_cap(logits[:, : self.vocab_size_without_padding], self.final_logit_softcapping)
 
-    def _head(self, hidden_states, weight, labels, kept, kept_token_ids=None, entropy_gradient=False):
-        """Return (log_probs [l], entropies [l]) of ``labels`` [l] at the positions ``kept`` [l]."""
+    def _at(self, hidden_states, kept):
+        """Return the hidden states ``[l, h]`` at the positions ``kept`` ``[l]``, equal on tensor-parallel ranks."""
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
+        return hidden[:, 0].index_select(0, kept)
+
+    def _of_head(self) -> tuple[float, int, dist.ProcessGroup]:
+        """Return the arguments that all functions of the head have: temperature, vocabulary and ranks."""
+        return self._temperature, self.vocab_size_without_padding, parallel_state.get_tensor_model_parallel_group()
+
+    def _head(self, hidden, weight, labels, kept_token_ids=None, entropy_gradient=False):
+        """Return (log_probs [l], entropies [l]) of ``labels`` [l] from hidden states [l, h]."""
         return vocab_parallel_log_probs(
-            hidden[:, 0].index_select(0, kept),
+            hidden,
             weight,
             labels,
-            self._temperature,
-            self.vocab_size_without_padding,
-            parallel_state.get_tensor_model_parallel_group(),
+            *self._of_head(),
             cap=self.final_logit_softcapping,
             kept_token_ids=kept_token_ids,
             entropy_gradient=entropy_gradient,
             accumulate=self.config.gradient_accumulation_fusion,
         )
+
+    def _divergences(self, hidden, weight):
+        """Return the divergences [l] of the distributions of hidden states [l, h] from those of the teacher."""
+        assert self._teacher is not None
+        given = {name: to_device(torch.from_numpy(array), device()) for name, array in self._teacher.items()}
+        if "teacher_hidden" not in given:
+            return self._divergence(hidden, weight, TopK(given["teacher_token_ids"], given["teacher_token_log_probs"]))
+        numbers = self._teacher.get("teacher_numbers", np.zeros(len(hidden), np.int32))
+        found, rows = [], [torch.from_numpy(np.flatnonzero(numbers == n)) for n in range(len(self.teacher_heads))]
+        for own, head in zip(rows, self.teacher_heads, strict=True):
+            at = to_device(own, device())
+            columns = head.weight.shape[1] * head.weight.itemsize // 2
+            theirs = given["teacher_hidden"].index_select(0, at)[:, :columns].contiguous().view(head.weight.dtype)
+            found.append(self._divergence(hidden.index_select(0, at), weight, WholeVocabulary(theirs, head)))
+        order = torch.cat(rows).argsort()
+        return torch.cat(found).index_select(0, to_device(order, device()))
+
+    def _divergence(self, hidden, weight, teacher: TopK | WholeVocabulary):
+        assert self.gkd_beta is not None
+        return vocab_parallel_divergence(
+            hidden,
+            weight,
+            teacher,
+            self.gkd_beta,
+            *self._of_head(),
+            cap=self.final_logit_softcapping,
+            accumulate=self.config.gradient_accumulation_fusion,
+        )
+
+    def _distributions(self, hidden, weight):
+        """Return a teacher's distributions, a column of each label: hidden states [h, l], or its k likely tokens.
+
+        Of these there are the k + 1 log-probabilities of `TopK` and the k tokens, float32 [2 k + 1, l].
+        """
+        if self.distribution is None or self.distribution == "hidden":
+            return hidden.T
+        top = vocab_parallel_top_k(
+            hidden, weight, self.distribution, *self._of_head(), cap=self.final_logit_softcapping
+        )
+        return torch.cat([top.log_probs, top.token_ids.float()], 1).T  # ids below 2^24 are exact
 
     def _mtp_log_probs(self, hidden_states, weight, position_ids, kept, inputs) -> list:
         """Return the log-probabilities [l] of each multi-token-prediction layer for the tokens 1, 2, ... further on.
@@ -177,7 +249,8 @@ class PolicyModel(GPTModel):
         rows = []
         for output, labels in zip(outputs[1:], further_labels, strict=True):
             known = (labels != IGNORED_LABEL).nonzero()[:, 0]
-            log_probs, _ = self._head(output, weight, labels.index_select(0, known), kept.index_select(0, known))
+            hidden = self._at(output, kept.index_select(0, known))
+            log_probs, _ = self._head(hidden, weight, labels.index_select(0, known))
             rows.append(log_probs.new_zeros(len(labels)).index_copy(0, known, log_probs))
         return rows
 
@@ -230,6 +303,7 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
     model.final_logit_softcapping = args.final_logit_softcapping
     model.temperature = args.temperature
     model.vocab_size_without_padding = args.vocab_size
+    model.gkd_beta = args.gkd_beta
     return model
 
 

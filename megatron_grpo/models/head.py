@@ -102,16 +102,16 @@ class _LogProbs(torch.autograd.Function):
             0 if entropy_gradient or not of_hidden else min(len(labels), KEPT * chunk if ctx.trained else len(labels))
         )
         of_logits, gradient = [], hidden.new_empty(early, hidden.shape[1])  # of log p
-        for part in _chunks(len(labels), chunk):
+        for part in chunks(len(labels), chunk):
             at = _Chunk(hidden[part], weight, labels[part], None if kept is None else kept[part], first, rows)
             logits, inner_cap = at.logits, cap
             if at.mine is not None:
                 logits, inner_cap = soft_cap(logits, cap).masked_fill(~at.mine, OUTSIDE), None
             empty = logits.shape[1] == 0
             peak = torch.full_like(log_z[part], float("-inf")) if empty else _peak(logits, temperature, inner_cap)
-            _reduce(peak, dist.ReduceOp.MAX, group)
+            reduce(peak, dist.ReduceOp.MAX, group)
             sums = _sums(logits, peak, at.column, temperature, inner_cap)
-            _reduce(sums, dist.ReduceOp.SUM, group)
+            reduce(sums, dist.ReduceOp.SUM, group)
             mass, target, moment = sums
             log_z[part] = mass.log() + peak
             chosen[part] = target - mass.log()
@@ -140,7 +140,7 @@ class _LogProbs(torch.autograd.Function):
         grad_weight = ctx.main_grad
         if ctx.trained and grad_weight is None:
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for number, part in enumerate(_chunks(len(labels), chunk)):
+        for number, part in enumerate(chunks(len(labels), chunk)):
             if part.start < len(gradient):
                 scale = grad_chosen[part, None]
                 grad_hidden[part] = gradient[part] * scale
@@ -202,7 +202,7 @@ def _column(kept, labels, mine):
     return torch.where(is_label.any(-1), is_label.int().argmax(-1), -1)
 
 
-def _fused(function):
+def fused(function):
     """Compile elementwise work over logits into one kernel on a GPU; vocabularies of CPU runs are small.
 
     The number of tokens differs from call to call. The vocabulary is a constant of the kernel, which divides by it for
@@ -222,12 +222,12 @@ def _fused(function):
     return call
 
 
-@_fused
+@fused
 def _peak(logits, temperature: float, cap: float | None):
     return soft_cap(logits.amax(-1), cap) / temperature
 
 
-@_fused
+@fused
 def _sums(logits, peak, column, temperature: float, cap: float | None):
     """Return this rank's share of sum exp(z - peak), z_y - peak, and sum exp(z - peak) (z - peak): ``[3, t]``."""
     z = soft_cap(logits, cap) / temperature - peak[:, None]
@@ -235,7 +235,7 @@ def _sums(logits, peak, column, temperature: float, cap: float | None):
     return torch.stack([mass.sum(-1), torch.where(_is_label(column, z), z, 0.0).sum(-1), (mass * z).sum(-1)])
 
 
-@_fused
+@fused
 def _gradient(
     logits, log_z, entropy, column, grad_chosen, grad_entropy, temperature: float, cap: float | None, dtype: torch.dtype
 ):
@@ -256,10 +256,12 @@ def _is_label(column, logits):
     return torch.arange(logits.shape[1], device=logits.device) == column[:, None]
 
 
-def _chunks(count: int, size: int):
+def chunks(count: int, size: int):
+    """Return the slices of ``size`` tokens, the last one smaller, of ``count`` tokens."""
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def _reduce(tensor: torch.Tensor, op, group) -> None:
+def reduce(tensor: torch.Tensor, op, group) -> None:
+    """All-reduce a tensor in place over the tensor-parallel ranks; nothing with one rank, or None."""
     if group is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, op, group=group)

@@ -181,10 +181,16 @@ def _reward(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
 
 def _has_teacher(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the run learns from a teacher: the divergence falls, is below 0.01 nats, or is young."""
-    series = _series(rows, "teacher/kl")
+    name = _divergence(rows)
+    series = _series(rows, name)
     if series is None:
-        return any("teacher/kl" in row for row in rows)
+        return any(name in row for row in rows)
     return len(series.values) <= FLAT or series.end() <= 0.01 or _change(series) < 0
+
+
+def _divergence(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the name of the run's metric of its divergence from a teacher."""
+    return "teacher/divergence" if any("teacher/divergence" in row for row in rows) else "teacher/kl"
 
 
 def _teacher(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
@@ -192,13 +198,14 @@ def _teacher(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
 
     None if the reward rises: a policy that learns from it leaves its teacher.
     """
-    series, reward = _series(rows, "teacher/kl"), _series(rows, "reward/mean")
+    name = _divergence(rows)
+    series, reward = _series(rows, name), _series(rows, "reward/mean")
     if series is None or _has_teacher(rows) or (reward is not None and _change(reward) > 0):
         return
     third = len(series.values) // 3
     start, end = fmean(series.values[:third]), fmean(series.values[-third:])
     text = f"it did not fall in {len(series.values)} rows: {start:.3g}, then {end:.3g} nats a token"
-    yield Finding(series.updates[0], "teacher/kl", text)
+    yield Finding(series.updates[0], name, text)
 
 
 def _change(series: Series) -> int:
@@ -330,5 +337,15 @@ def _waits(rows: Sequence[Mapping[str, Any]], placed: tuple[int, int] | None) ->
 
 
 RULES = (_not_finite, _counted, _levels, _reward, _teacher, _entropy, _mismatch, _evaluation, _seconds)
-READ = {*ABOVE, *WAITS, "loss", "grad_norm", "update/skipped", "entropy", "mismatch/mean_abs", "teacher/kl"}
+READ = {
+    *ABOVE,
+    *WAITS,
+    "loss",
+    "grad_norm",
+    "update/skipped",
+    "entropy",
+    "mismatch/mean_abs",
+    "teacher/kl",
+    "teacher/divergence",
+}
 READ |= {"mismatch/effective_sample_size", "perf/tokens_per_second"}

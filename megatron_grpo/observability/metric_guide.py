@@ -19,6 +19,7 @@ METRICS = {
     "reward/kl_penalty": "KL penalty subtracted by --kl-in-reward, beta times the sum of k1: mean over completions",
     "advantage/mean": "mean over completions of the advantage (of a completion: the mean over its tokens)",
     "teacher/kl": "KL divergence of the old policy from the teacher: mean over tokens of log p(old) - log p(teacher)",
+    "teacher/divergence": "divergence from the teacher, which --loss-type gkd lowers: mean over tokens, in nats",
     "advantage/std": "standard deviation over completions of the advantage",
     "reward/zero_std_groups": "fraction of prompts whose completions all have the same reward (no learning signal)",
     "reward/failures": "calls of reward functions that raised an error, timed out or returned no number",
@@ -42,8 +43,10 @@ METRICS = {
     "completion/length_min": "length of the shortest completion, sampled tokens",
     "completion/length_max": "length of the longest completion, sampled tokens",
     "completion/truncated": "fraction of completions truncated at --max-completion-length",
-    "sft/loss": "cross-entropy of the demonstrated tokens of a supervised update (--sft-iters), nats a token",
+    "sft/loss": "cross-entropy of the demonstrated tokens of an update (--sft-iters, --sft-loss-type), nats a token",
     "sft/tokens": "demonstrated tokens in the loss of this update",
+    "sft/mu": "weight mu of the demonstrations (--sft-loss-type sft, chord)",
+    "sft/advantage": "advantage of a demonstration in the group of its prompt (--sft-loss-type luffy), mean",
     "loss": "loss that was differentiated, including the KL term",
     "kl": "k3 estimate of KL(policy || reference), mean over completion tokens, for every --kl-estimator",
     "entropy": "entropy of the policy's next-token distribution, mean over completion tokens, nats",
@@ -155,6 +158,8 @@ REMEDIES = {
     "sft/loss": "Flat from the start: raise --sft-lr. Near 0: the rows are learnt by heart, and the completions of a "
     "prompt become alike; lower --sft-iters, or give more rows.",
     "sft/tokens": "A count: small beside the tokens of the rows if prompts are long.",
+    "sft/mu": "By the schedule: --chord-mu-peak, --chord-mu-valley.",
+    "sft/advantage": "Falls to 0 as the policy earns the same reward. Below 0: raise --luffy-reward.",
     "reward/mean": "Flat from the start: see reward/zero_std_groups (no signal) and read completions.jsonl. Rising "
     "while eval/* falls: reward hacking; make the reward stricter. Collapsing: lower --lr, raise --beta.",
     "reward/std": "Near 0: all completions of a prompt are equally good, so there is no gradient. Raise --temperature "
@@ -195,6 +200,7 @@ REMEDIES = {
     "or try --clip-cov-ratio. Rising steadily: the policy becomes random; lower --lr and check the rewards.",
     "teacher/kl": "Not falling: raise --teacher-kl-coef, or check that the teacher has the policy's vocabulary and "
     "chat template.",
+    "teacher/divergence": "Not falling: raise --lr, or check that the teacher has the policy's chat template.",
     "clip/low": "Above about 0.2: the updates of one rollout are too large; lower --lr, --num-iterations or "
     "--steps-per-generation.",
     "clip/high": "As clip/low. If unlikely tokens never become more likely, raise --epsilon-high.",

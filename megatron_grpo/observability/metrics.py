@@ -438,7 +438,7 @@ def console_lines(
 
     lines = []
     position = f"{iteration:>{len(str(total))}}/{total}"
-    if "sft/loss" in row:
+    if "sft/loss" in row and iteration < 0:
         parts = [f"{title} {row[name]:{form}}" for title, name, form in _SFT_COLUMNS if name in row]
         return [_fitting(f"warm-up {iteration}", None, parts, width)]
     if any(not name.startswith(("eval/", "time/", "memory/")) for name in row):  # an evaluation alone has these three

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from urllib.parse import urlsplit
 
+from megatron_grpo.data.routing import teacher_routes
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import COUNT, PATH, POSITIVE, POSITIVE_SHARE, SECONDS, FlagRow
 from megatron_grpo.utils.rules import excludes, flag, needs
@@ -41,9 +42,19 @@ REFERENCE_AND_TEACHER: tuple[FlagRow, ...] = (
     ("--sync-ref-model", bool, False, "update the reference model towards the policy (EMA update, TR-DPO)"),
     ("--ref-model-sync-steps", COUNT, 512, "policy updates between two EMA updates of the reference model"),
     ("--ref-model-mixup-alpha", POSITIVE_SHARE, 0.6, "alpha in: reference = alpha x policy + (1 - alpha) x reference"),
-    ("--teacher-load-hf", PATH, None, "Hugging Face model directory of a teacher with the policy's tokenizer"),
+    (
+        "--teacher-load-hf",
+        [PATH],
+        None,
+        "Hugging Face model directory of a teacher with the policy's tokenizer; of several SOURCE=DIR, by data_source",
+    ),
     *_parallel_size_flags("teacher", "teacher"),
-    ("--teacher-server", str, None, "URL of a vLLM server that computes the teacher's log-probabilities"),
+    (
+        "--teacher-server",
+        [str],
+        None,
+        "URL of a vLLM server that computes the teacher's log-probabilities; of several SOURCE=URL, by data_source",
+    ),
     ("--teacher-server-timeout", SECONDS, 240.0, "time-out of a request (one completion) to the server, seconds"),
     (
         "--teacher-kl-coef",
@@ -79,7 +90,12 @@ def check_reference_models(args: Namespace) -> None:
 
 
 def check_reference_of_model(args: Namespace) -> None:
-    """Raise GrpoError for a parallel configuration that the reference of this policy cannot have."""
+    """Raise GrpoError for what a reference or teacher of this policy cannot have."""
+    if args.gkd_logits_topk is not None and args.gkd_logits_topk > args.vocab_size:
+        raise GrpoError(
+            f"--gkd-logits-topk ({args.gkd_logits_topk}) is larger than the vocabulary ({args.vocab_size}): leave it "
+            "out for the whole vocabulary"
+        )
     for dest in (f"ref_{size}" for size in SIZES if size.startswith("expert")):
         if not args.num_experts and (getattr(args, dest) or 1) > 1:
             raise GrpoError(f"{flag(dest)} needs --num-experts: the model has no experts")
@@ -101,24 +117,28 @@ def _check_ema_update(args: Namespace) -> None:
 
 
 def _check_teacher(args: Namespace, sizes: list[str]) -> None:
-    excludes(args, "teacher_load_hf", "teacher_server", "there is one teacher")
+    excludes(args, "teacher_load_hf", "teacher_server", "all teachers are of one kind")
     for dest in sizes:
         needs(args, dest, "teacher_load_hf", "it sets the parallel configuration of that model")
     needs(args, "teacher_server_timeout", "teacher_server", "it is the time-out of that server's requests")
-    for dest in ("teacher_load_hf", "teacher_server"):
-        needs(args, dest, "teacher_kl_coef", "the teacher has no effect without its coefficient; give 1, for example")
+    for dest in ("teacher_load_hf", "teacher_server") if args.gkd_beta is None else ():
+        needs(
+            args, dest, "teacher_kl_coef", "it has no effect without a coefficient (1, for example), or --loss-type gkd"
+        )
     if args.teacher_kl_coef and not (args.teacher_load_hf or args.teacher_server):
         raise GrpoError("--teacher-kl-coef needs --teacher-load-hf or --teacher-server: there is no teacher")
-    if args.teacher_server:
-        url = urlsplit(args.teacher_server)
+    teacher_routes("--teacher-load-hf", args.teacher_load_hf)
+    servers = teacher_routes("--teacher-server", args.teacher_server)
+    for server in servers.values():
+        url = urlsplit(server)
         if url.scheme not in ("http", "https") or not url.hostname or url.path.rstrip("/") not in ("", "/v1"):
             raise GrpoError(
                 f"--teacher-server: {url.hostname or 'it'} is not the address of a server: give http://HOST:PORT"
             )
         if url.username or url.password:
             raise GrpoError("--teacher-server must not contain a password, because it is printed and saved: remove it")
-        if args.temperature != 1:
-            raise GrpoError(
-                f"--teacher-server with --temperature {args.temperature}: a server returns the log-probabilities of "
-                "a prompt at temperature 1 only; give --temperature 1, or --teacher-load-hf"
-            )
+    if servers and args.temperature != 1:
+        raise GrpoError(
+            f"--teacher-server with --temperature {args.temperature}: a server returns the log-probabilities of "
+            "a prompt at temperature 1 only; give --temperature 1, or --teacher-load-hf"
+        )

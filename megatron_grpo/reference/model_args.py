@@ -4,6 +4,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_grpo.data.arguments import check_budgets
+from megatron_grpo.data.routing import teacher_routes
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_grpo.models.arguments import check_model, resolve_model_sizes
 from megatron_grpo.models.fp8_training import check_fp8_sizes
@@ -69,13 +70,17 @@ def reference_args(args: Namespace) -> Namespace:
     return own
 
 
-def teacher_args(args: Namespace) -> Namespace:
-    """Return the arguments of the teacher of --teacher-load-hf: its architecture, its parallel configuration.
+def teacher_args(args: Namespace) -> list[Namespace]:
+    """Return the arguments of each teacher of --teacher-load-hf: its architecture, its parallel configuration.
 
     ``args``: validated arguments. Raises GrpoError when its sizes do not fit, or its vocabulary has another size than
     the policy's.
     """
-    directory = args.teacher_load_hf
+    places = teacher_routes("--teacher-load-hf", args.teacher_load_hf).values()
+    return [_teacher_args(args, directory) for directory in places]
+
+
+def _teacher_args(args: Namespace, directory: str) -> Namespace:
     # Its log-probabilities are targets: quantization would only add noise. A reference quantizes as the policy does,
     # so that the KL of equal weights is 0.
     plain = {"load_hf": directory, "fp8_format": None, "sync_ref_model": False}
@@ -91,9 +96,8 @@ def teacher_args(args: Namespace) -> Namespace:
     return own
 
 
-def check_teacher_tokenizer(args: Namespace, tokenizer: Tokenizer) -> None:
-    """Raise GrpoError when the teacher's directory holds a tokenizer with other token ids than the policy's."""
-    directory = args.teacher_load_hf
+def check_teacher_tokenizer(directory: str, tokenizer: Tokenizer) -> None:
+    """Raise GrpoError when a teacher's directory holds a tokenizer with other token ids than the policy's."""
     if not isinstance(tokenizer, HuggingFaceTokenizer) or not HuggingFaceTokenizer.is_in(directory):
         return
     if HuggingFaceTokenizer(directory).vocabulary() != tokenizer.vocabulary():

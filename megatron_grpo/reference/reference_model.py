@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,10 +71,25 @@ class ReferenceModel:
         """Return the log-probabilities of a rollout's tokens under this model, ``[total]``; collective."""
         return _log_probs(self, batch, policy, forward_step)
 
-    def own_completions(self, batch: RolloutBatch) -> np.ndarray:
-        """Return the completions of the rollout whose log-probabilities this rank computes."""
+    def own_completions(self, batch: RolloutBatch, completions: np.ndarray | None = None) -> np.ndarray:
+        """Return those of ``completions`` [all of the rollout] whose log-probabilities this rank computes."""
         with self.groups.entered():
-            return _own_completions(self.args, batch)
+            return _own_completions(self.args, batch, completions)
+
+    def rows(
+        self,
+        batch: RolloutBatch,
+        completions: np.ndarray,
+        policy: forward.Model,
+        forward_step: Callable,
+        nothing: np.ndarray,
+    ) -> np.ndarray:
+        """Return this model's output for the tokens of ``completions``, ``nothing`` elsewhere; collective."""
+        budget = self.args.logprobs_max_tokens_per_microbatch
+        with self.ready(policy):
+            packs = forward.micro_batches(self.args, batch, completions, budget)
+            step = partial(forward_step, args=self.args, num_microbatches=len(packs))
+            return forward.forward_rows(step, packs, self.model, batch, nothing)
 
     @torch.no_grad()
     def update_from(self, policy_args: Namespace, policy: forward.Model, share: float = 1.0) -> None:
@@ -202,8 +218,8 @@ class BaseReference:
         return _own_completions(self.args, batch)
 
 
-def _own_completions(args: Namespace, batch: RolloutBatch) -> np.ndarray:
-    completions = np.arange(batch.num_completions)
+def _own_completions(args: Namespace, batch: RolloutBatch, completions: np.ndarray | None = None) -> np.ndarray:
+    completions = np.arange(batch.num_completions) if completions is None else completions
     return forward.own_completions(args, batch, completions, args.logprobs_max_tokens_per_microbatch)
 
 

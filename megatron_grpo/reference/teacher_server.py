@@ -1,10 +1,11 @@
 """Client of a teacher on a stock vLLM server, which returns log-probabilities of prompts with their completions.
 
 Start the server with: vllm serve DIR --max-model-len N, with N at least --max-prompt-length + --max-completion-length
-+ 1, because the server samples one more token.
++ 1, because the server samples one more token; for --gkd-logits-topk k with --max-logprobs k, too.
 """
 
 import asyncio
+import math
 import os
 from typing import Any
 
@@ -21,14 +22,18 @@ from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Client, Fault
 PAUSES = (1.0, 4.0, 16.0)  # seconds before each retry of a request
 
 
+LEAST_TAIL = 1e-6  # probability of all other tokens than the likely ones: a server's numbers are float32's
+
+
 class TeacherServer(Client):
-    """Client of --teacher-server; each completion is sent by one rank that holds it."""
+    """Client of a server of --teacher-server; each completion is sent by one rank that holds it."""
 
     key_flag = "--api-key: TEACHER_API_KEY in the environment"
 
-    def __init__(self, args):
-        super().__init__(args.teacher_server, os.environ.get("TEACHER_API_KEY"))
+    def __init__(self, args, url: str):
+        super().__init__(url, os.environ.get("TEACHER_API_KEY"))
         self._args, self._model = args, ""
+        self._k = args.gkd_logits_topk if args.gkd_beta is not None else 0
         with led_by_rank_0():
             if dist.get_rank() == 0:
                 self._run(self._check())
@@ -36,25 +41,23 @@ class TeacherServer(Client):
         dist.broadcast_object_list(names, src=0, group=host_group())
         self._model = names[0]
 
-    def own_completions(self, batch: RolloutBatch) -> np.ndarray:
-        """Return no completions: the server computes their log-probabilities."""
-        return np.zeros(0, np.int64)
+    def rows(self, batch: RolloutBatch, completions: np.ndarray, nothing: np.ndarray) -> np.ndarray:
+        """Return what the teacher says of the tokens of these completions that this rank holds. Collective.
 
-    def log_probs(self, batch: RolloutBatch, policy: Any = None, forward_step: Any = None) -> np.ndarray:
-        """Return the teacher's log-probabilities ``[total]`` of the tokens that this rank holds. Collective.
-
-        ``policy`` and ``forward_step`` are not used. NaN where the response mask is 0. Raises GrpoError when the server
-        does not answer after all retries, or sends an invalid answer.
+        ``nothing`` ``[total, columns]`` has the values of other tokens. The first column is the log-probability of the
+        token; with --gkd-logits-topk k the columns are k + 1 log-probabilities and k tokens of `TopK`. Raises GrpoError
+        when the server does not answer after all retries, or sends an invalid answer.
         """
-        found = np.full(len(batch.tokens), np.nan, np.float32)
+        found, chosen = nothing.copy(), np.zeros(batch.num_completions, bool)
+        chosen[completions] = True
         senders = first_holders(batch)
-        mine = senders == dist.get_rank()
+        mine = chosen & (senders == dist.get_rank())
         with all_finish():
             if mine.any():
                 slots = max(1, self._args.vllm_max_num_seqs // len(np.unique(senders)))
-                values = self._run(self._batch_log_probs(batch, np.flatnonzero(mine), slots))
-                found[batch.token_positions(np.flatnonzero(mine))] = values
-        found[batch.response_mask == 0] = np.nan
+                values = self._run(self._of_batch(batch, np.flatnonzero(mine), slots))
+                found[batch.token_positions(np.flatnonzero(mine)), : values.shape[1]] = values
+        found[batch.response_mask == 0] = nothing[batch.response_mask == 0]
         return spread(batch, [found], mine)[0]
 
     def _run(self, work) -> Any:
@@ -82,24 +85,23 @@ class TeacherServer(Client):
                 f"1 are {longest}: start the server with at least this length"
             )
 
-    async def _batch_log_probs(self, batch: RolloutBatch, completions: np.ndarray, slots: int) -> np.ndarray:
-        """Return the log-probabilities of the tokens of ``completions``, by ``slots`` requests at a time."""
+    async def _of_batch(self, batch: RolloutBatch, completions: np.ndarray, slots: int) -> np.ndarray:
+        """Return the values ``[tokens, columns]`` of the tokens of ``completions``, by ``slots`` requests at a time."""
         semaphore = asyncio.Semaphore(slots)
 
-        async def one(start: int, end: int) -> list[float]:
+        async def one(start: int, end: int) -> np.ndarray:
             async with semaphore:
-                return await self._sequence_log_probs(batch.tokens[start:end].tolist())
+                return await self._of_sequence(batch.tokens[start:end].tolist())
 
         spans = zip(batch.cu_seqlens[completions].tolist(), batch.cu_seqlens[completions + 1].tolist(), strict=True)
         return np.concatenate(await asyncio.gather(*(one(*span) for span in spans)), dtype=np.float32)
 
-    async def _sequence_log_probs(self, tokens: list[int]) -> list[float]:
-        """Return the log-probabilities of the tokens of one sequence; the first is NaN."""
-        body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    async def _of_sequence(self, tokens: list[int]) -> np.ndarray:
+        """Return the values of the tokens of one sequence, ``[tokens, columns]``; those of the first are NaN."""
+        body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._k}
         timeout = self._args.teacher_server_timeout
-        return _parse_log_probs(
-            await self._request_with_retries("POST", "/v1/completions", body, timeout=timeout), tokens
-        )
+        answer = await self._request_with_retries("POST", "/v1/completions", body, timeout=timeout)
+        return _parse_top_k(answer, tokens, self._k) if self._k else _parse_log_probs(answer, tokens)[:, None]
 
     async def _request_with_retries(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
@@ -115,8 +117,8 @@ class TeacherServer(Client):
         return await self.call(method, path, body, timeout=timeout)
 
 
-def _parse_log_probs(answer: dict[str, Any], tokens: list[int]) -> list[float]:
-    """Return the log-probabilities in a server's answer; raise Fault unless they belong to ``tokens``."""
+def _entries(answer: dict[str, Any], tokens: list[int]) -> list[dict[str, Any]]:
+    """Return the log-probabilities by token, of each token but the first; raise Fault unless they are of ``tokens``."""
     entries = answer["choices"][0].get("prompt_logprobs")
     if entries is None or len(entries) != len(tokens) or entries[0] is not None:
         raise Fault(f"it returned no log-probabilities for the {len(tokens)} tokens of a prompt: is it a vLLM server?")
@@ -125,7 +127,32 @@ def _parse_log_probs(answer: dict[str, Any], tokens: list[int]) -> list[float]:
         raise Fault(
             f"it returned no log-probability for token {missing[0]}: does its model have the policy's vocabulary?"
         )
-    values = [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], tokens[1:], strict=True)]
-    if not np.isfinite(values).all():
+    if not np.isfinite(
+        [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], tokens[1:], strict=True)]
+    ).all():
         raise Fault("it returned log-probabilities that are not finite")
-    return [float("nan"), *values]
+    return entries[1:]
+
+
+def _parse_log_probs(answer: dict[str, Any], tokens: list[int]) -> np.ndarray:
+    """Return the log-probabilities [tokens] in a server's answer; the first is NaN."""
+    entries = _entries(answer, tokens)
+    values = [entry[str(token)]["logprob"] for entry, token in zip(entries, tokens[1:], strict=True)]
+    return np.array([float("nan"), *values])
+
+
+def _parse_top_k(answer: dict[str, Any], tokens: list[int], k: int) -> np.ndarray:
+    """Return the log-probabilities of the k likely tokens and of all others, and these tokens: [tokens, 2 k + 1].
+
+    An answer also has the token of the sequence itself, which need not be among the k. The others' probability is 1
+    minus the sum, at least LEAST_TAIL.
+    """
+    rows = [[float("nan")] * (2 * k + 1)]
+    for entry in _entries(answer, tokens):
+        best = sorted(entry.items(), key=lambda item: (-item[1]["logprob"], int(item[0])))[:k]
+        if len(best) < k:
+            raise Fault(f"it returned {len(best)} likely tokens, fewer than --gkd-logits-topk {k}")
+        log_probs = [value["logprob"] for _, value in best]
+        tail = max(1 - math.fsum(map(math.exp, log_probs)), LEAST_TAIL)
+        rows.append([*log_probs, math.log(tail), *(int(token) for token, _ in best)])
+    return np.array(rows)

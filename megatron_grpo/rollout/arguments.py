@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron_grpo.algorithm.registry import ADVANTAGES
+from megatron_grpo.algorithm.registry import ADVANTAGES, LOSSES
 from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
@@ -552,6 +552,11 @@ def _check_log_probs(args: Namespace) -> None:
         raise GrpoError(
             f"--teacher-server with --top-k {args.top_k}: the server returns log-probabilities over the whole "
             "vocabulary, the trainer's are over the kept tokens: give --teacher-load-hf, or add --no-top-k-replay"
+        )
+    if LOSSES.get(args.loss_type).distils and replays_top_k(args):
+        raise GrpoError(
+            f"--loss-type {args.loss_type} with --top-k {args.top_k}: distributions are compared over the whole "
+            "vocabulary, the trainer's log-probabilities are over the kept tokens: add --no-top-k-replay"
         )
     changes, user = engine_changes(args), uses_engine_log_probs(args)
     if not changes:

@@ -114,8 +114,11 @@ class RolloutSource:
         """Return the completions of an evaluation with their rewards, and the tokens of those that this rank needs."""
         raise NotImplementedError
 
-    def probe(self) -> RolloutBatch:
-        """Return completions of the first prompts of the data by every replica, with all tokens and without rewards."""
+    def probe(self) -> Callable[[], RolloutBatch]:
+        """Begin completions of the first prompts of the data by every replica; return the function that returns them.
+
+        They have all tokens and no rewards. Engines on ranks of their own complete them beside other work.
+        """
         raise NotImplementedError
 
     # ---- checkpoints and end
@@ -221,12 +224,12 @@ class WholeRollouts(RolloutSource):
         """See `RolloutSource.evaluate`."""
         return self.sample(plan, needs).batch
 
-    def probe(self) -> RolloutBatch:
+    def probe(self) -> Callable[[], RolloutBatch]:
         """See `RolloutSource.probe`."""
         plan = probe_plan(self.args, self.dataset.first(PROMPTS_PER_REPLICA), self.engine.num_replicas)
         batch, _ = collect_rollout(self.engine, plan, None, self.tokenizer, self.timers)
         print_failures(self.engine, "probe of the weights: ")
-        return batch
+        return lambda: batch
 
     def free_device(self) -> None:
         """See `RolloutSource.free_device`: end the engine."""

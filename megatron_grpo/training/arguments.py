@@ -16,7 +16,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from megatron_grpo.algorithm.arguments import ADVANTAGE, LOSS
+from megatron_grpo.algorithm.arguments import ADVANTAGE, LOSS, MIXTURE
 from megatron_grpo.algorithm.registry import ADVANTAGES, LOSSES, Flag
 from megatron_grpo.checkpointing.arguments import CHECKPOINTS
 from megatron_grpo.data.arguments import CURRICULUM, DATA, SFT
@@ -191,6 +191,7 @@ FLAGS: dict[str, tuple[FlagRow, ...]] = {
     "memory while the engine generates": OFFLOAD,
     "data": DATA,
     "supervised warm-up": SFT,
+    "demonstrations beside the rollout": MIXTURE,
     "images": VISION,
     "rollout": ROLLOUT,
     "reuse and sampling": (*DYNAMIC_SAMPLING, *PARTIAL_ROLLOUTS, *PLACED, *CURRICULUM, STRUCTURED_OUTPUTS),

@@ -4,6 +4,7 @@ from argparse import Namespace
 
 from megatron_grpo.data.blend import absent_files
 from megatron_grpo.data.held_out_files import valid_paths
+from megatron_grpo.data.routing import teacher_routes
 from megatron_grpo.models.arguments import check_model, check_settings
 from megatron_grpo.patches import vllm
 from megatron_grpo.patches.replacement import check_all
@@ -47,9 +48,9 @@ def check_early(args: Namespace, world_size: int) -> None:
     check_settings(args)
     if not (args.load_hf or args.load or args.pretrained_checkpoint):  # the flags alone give the architecture
         check_model(args)
-    for dest in ("load_hf", "ref_load_hf", "teacher_load_hf"):
-        if directory := getattr(args, dest):
-            read_config(directory)
+    teachers = teacher_routes("--teacher-load-hf", args.teacher_load_hf).values()
+    for directory in filter(None, (args.load_hf, args.ref_load_hf, *teachers)):
+        read_config(directory)
     if args.dry_run:
         return
     check_packages(args)

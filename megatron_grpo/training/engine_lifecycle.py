@@ -41,7 +41,7 @@ class EngineLifecycle:
     adapter_probed: bool = False
 
     @contextlib.contextmanager
-    def awake(self, version: int, probe: Callable[[], RolloutBatch]) -> Iterator[None]:
+    def awake(self, version: int, probe: Callable[[], Callable[[], RolloutBatch]]) -> Iterator[None]:
         """Context in which the engine uses the device, with the trainer's weights of ``version`` and a KV cache.
 
         1. `_offload`: gradients and optimizer state move to the host
@@ -50,7 +50,7 @@ class EngineLifecycle:
         4. `_offload`: the trainer's weights move to the host
         5. ``engine.wake_cache``: the engine allocates memory for its KV cache
         6. ``probe``: with --check-weight-sync, and for engines on ranks of their own with --max-staleness, every
-           replica completes a few prompts
+           replica completes a few prompts, on ranks of its own beside the body
         7. the body: rollouts
         8. ``engine.sleep``: the engine frees its memory
         9. `reload`: the trainer's tensors return to the device
@@ -91,12 +91,15 @@ class EngineLifecycle:
             with self.timers("sync"):
                 probed = probe()
         yield
+        if probed is not None:
+            with self.timers("sync"):
+                batch = probed()
         self.device_memory.mark(engine=True)
         engine.sleep()
         memory["asleep"] = _memory()
         self.reload()
         if probed is not None:
-            self._check_probe(probed)
+            self._check_probe(batch)
         self.memory = {f"memory/{stage}": size for stage, size in memory.items()} if torch.cuda.is_available() else {}
 
     def sync(self, version: int) -> None:

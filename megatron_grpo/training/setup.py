@@ -18,7 +18,7 @@ from megatron_grpo.data.demonstrations import Demonstrations
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
 from megatron_grpo.data.held_out_files import valid_paths
 from megatron_grpo.data.prompts import PromptDataset, Reading
-from megatron_grpo.data.routing import reward_routes
+from megatron_grpo.data.routing import reward_routes, teacher_routes
 from megatron_grpo.data.tokenizer import (
     ChatTokenizer,
     HuggingFaceTokenizer,
@@ -63,7 +63,7 @@ from megatron_grpo.reference import reference_model
 from megatron_grpo.reference.arguments import has_own_parallel_configuration
 from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
-from megatron_grpo.reference.teacher_server import TeacherServer
+from megatron_grpo.reference.teacher import build_teachers
 from megatron_grpo.rewards.adapters import register_adapters
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import get_rewards, gold_check
@@ -102,6 +102,7 @@ from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.entry_point import before_exit
 from megatron_grpo.training.eval_only import WITHOUT_TRAINING, check_file, resolve_checkpoint
+from megatron_grpo.training.mixture import Mixture
 from megatron_grpo.training.offload import Offloader, needed_by_engine
 from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
 from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
@@ -141,7 +142,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     if args.eval_only:
         args = replaced(args, **WITHOUT_TRAINING, explicit=args.explicit - WITHOUT_TRAINING.keys())
     ref_args = reference_args(args) if args.beta > 0 else None
-    teach_args = teacher_args(args) if args.teacher_load_hf else None
+    teach_args = teacher_args(args)
     if found is not None and not args.eval_only:
         _check_position(args, found)
     if args.dry_run:
@@ -194,7 +195,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         memory.model, memory.optimizer = model, optimizer
         if inputs.images is not None:  # an agent shows the images of a row itself, in its messages
             image_store = attach_images(model, inputs.images, inputs.images_of, with_rows=not args.agent)
-        teacher = _build_teacher(args, teach_args, model_provider)
+        teacher = build_teachers(args, teach_args, model_provider, inputs.train)
     if lora_base is not None:
         args = replaced(args, lora_base=lora_base)  # for checkpoints and the record of the run
     iteration, position = 0, dict[str, Any]()
@@ -209,10 +210,12 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         print_rank_0(f"resumed from {args.load} at iteration {iteration}")
     elif args.load and not args.finetune:  # not with --eval-only, which needs it
         print_rank_0(f"{args.load} holds no checkpoint yet: starting from update 0")
-    warm_up = None
-    if inputs.demonstrations is not None:
-        over, first_row = iteration > 0, len(inputs.train)
-        warm_up = WarmUp(args, inputs.demonstrations, optimizer, position.get("sft", {}), over, first_row)
+    warm_up, mixture, first_row = None, None, len(inputs.train)
+    if inputs.demonstrations is not None and args.sft_iters:
+        warm_up = WarmUp(args, inputs.demonstrations, optimizer, position.get("sft", {}), iteration > 0, first_row)
+    if inputs.demonstrations is not None and args.sft_loss_type:
+        state = position.get("mixture", {})
+        mixture = Mixture(args, inputs.demonstrations, inputs.train, state, first_row)
     sampler = inputs.train.sampler()
     rollouts = position.get("rollouts", 0)
 
@@ -292,6 +295,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         profiler=Profiler(args, dist.get_rank(), newest if warm_up is not None and warm_up.left else iteration),
         watchdog=watchdog,
         warm_up=warm_up,
+        mixture=mixture,
         bad_updates=bad_updates,
         early_exit=early_exit,
         saves=saves,
@@ -382,8 +386,10 @@ def _start_checkpoints(args, resume: bool) -> dict[str, str]:
 
 def _directories(args, resume: bool) -> dict[str, Any]:
     """Return the directories on this host from which trainers read weights and the tokenizer, by flag."""
-    dests = "pretrained_checkpoint load_hf ref_load ref_load_hf teacher_load_hf tokenizer_model".split()
+    dests = "pretrained_checkpoint load_hf ref_load ref_load_hf tokenizer_model".split()
     found: dict[str, Any] = {flag(dest): getattr(args, dest) for dest in dests}
+    for source, directory in teacher_routes("--teacher-load-hf", args.teacher_load_hf).items():
+        found["--teacher-load-hf" + (f" {source}" if source else "")] = directory
     if resume or args.finetune:
         found = {"--load": checkpoint.find(args.load)[1]} | found
     if resume and not (args.beta > 0 or args.lora_rank):
@@ -407,7 +413,7 @@ class Inputs:
     images: ImageReader | None  # of a vision-language model
     train: PromptDataset
     valid: PromptDataset | None
-    demonstrations: Demonstrations | None  # with --sft-iters
+    demonstrations: Demonstrations | None  # with --sft-iters or --sft-loss-type
     reward_models: Mapping[str, RewardModelSpec]
     isolation: str | None  # of generated code, with the reward "code"
     end_token_ids: tuple[int, ...]  # of completions
@@ -431,13 +437,13 @@ def _read_inputs(args, teach_args) -> Inputs:
     images = ImageReader(args, tokenizer.special_tokens) if args.vision_config else None
     check_vocabulary(tokenizer, args.vocab_size, images.tokens if images else ())
     ends = end_token_ids(args, tokenizer)
-    if teach_args is not None:
-        check_teacher_tokenizer(args, tokenizer)
+    for own in teach_args:
+        check_teacher_tokenizer(own.load_hf, tokenizer)
     check_draft_tokenizer(args, tokenizer)
     tools = partial(tools_of, default=args.environment)
     parts: dict[str, Any] = {"tools": tools, "images": images}
     demonstrations = None
-    if args.sft_iters:
+    if args.sft_iters or args.sft_loss_type:
         kind = partial(Demonstrations, end_token_ids=turn_end_token_ids(args, tokenizer))
         demonstrations = _read_data(kind, args.sft_data_path, tokenizer, args, **parts)
     parts |= {"check_gold": gold_check(names, vars(args))}
@@ -656,7 +662,8 @@ def _check_destinations(args) -> None:
     export = Path(args.save_hf) if args.save_hf else None
     if export:
         inputs = args.load_hf, args.pretrained_checkpoint, args.load, args.save, args.ref_load, args.ref_load_hf
-        hf.check_replaceable("--save-hf", export, (*inputs, args.teacher_load_hf))
+        teachers = teacher_routes("--teacher-load-hf", args.teacher_load_hf).values()
+        hf.check_replaceable("--save-hf", export, (*inputs, *teachers))
     places = {
         "--weight-sync-dir": args.weight_sync_dir,
         "--save": args.save,
@@ -727,15 +734,6 @@ def _load_initial_weights(args, model: forward.Model, start: str | None, resume:
             f"resuming with {flag} needs the weights that the run started from: give the same --pretrained-checkpoint "
             f"or --load-hf as before{other}"
         )
-
-
-def _build_teacher(args, teach_args, model_provider: Callable) -> ReferenceModel | TeacherServer | None:
-    """Return the teacher of --teacher-load-hf or --teacher-server; None without one."""
-    if teach_args is not None:
-        return ReferenceModel(
-            teach_args, model_provider, partial(hf.load_hf, args=teach_args, hf_dir=args.teacher_load_hf)
-        )
-    return TeacherServer(args) if args.teacher_server else None
 
 
 def _build_reference(args, ref_args, model_provider: Callable, model: forward.Model, updated: Path | None):

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_model_config, unwrap_model
 
-from megatron_grpo.algorithm.loss_metrics import is_extreme, update_metrics
+from megatron_grpo.algorithm.loss_metrics import demonstration_metrics, is_extreme, update_metrics
 from megatron_grpo.data.pack import Pack
 from megatron_grpo.models import balancing
 from megatron_grpo.models.config import trains_mtp
@@ -140,7 +140,7 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     reports = run_schedule(forward_step, packs, model, forward_only=False)
-    metrics = update_metrics(_combine_reports(packs, reports))
+    metrics = _metrics(packs, reports)
     progress.step("optimizer")
     norm_of_mtp = partial(_norm_of_mtp, optimizer) if trains_mtp(get_model_config(model[0])) else None
     updated, grad_norm = bad_updates.step(optimizer, metrics["loss"], norm_of_mtp)
@@ -170,6 +170,16 @@ def _norm_of_mtp(optimizer) -> float:
     megatron-core computes it to clip, which it does before this call.
     """
     return float((optimizer.grad_norms_by_group or optimizer._compute_grad_norms_by_group())["mtp"])
+
+
+def _metrics(packs: Sequence[Pack], reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """Return the metrics of the loss: of the rollout's micro-batches, and of those of demonstrations behind them."""
+    count = sum(not pack.demonstrations for pack in packs)
+    metrics = update_metrics(_combine_reports(packs[:count], reports[:count]))
+    if count == len(packs):
+        return metrics
+    further = demonstration_metrics(_combine_reports(packs[count:], reports[count:]))
+    return metrics | further | {"loss": metrics["loss"] + further["loss"]}
 
 
 def _combine_reports(packs: Sequence[Pack], reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:

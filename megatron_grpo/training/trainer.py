@@ -31,7 +31,7 @@ from megatron_grpo.observability.profiling import Profiler
 from megatron_grpo.observability.watchdog import Watchdog
 from megatron_grpo.parallel.agreement import device_answers, on_rank_0
 from megatron_grpo.reference.reference_model import BaseReference, ReferenceModel, SwappedReference
-from megatron_grpo.reference.teacher_server import TeacherServer
+from megatron_grpo.reference.teacher import Teachers
 from megatron_grpo.rollout.collect import Needs, shown_images, with_images
 from megatron_grpo.rollout.evaluation import HeldOut, logged
 from megatron_grpo.rollout.rollout_metrics import rollout_metrics
@@ -44,6 +44,7 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.export import export_adapter, export_hf
+from megatron_grpo.training.mixture import Mixture
 from megatron_grpo.training.saves import Position, Saves
 from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.training.warm_up import WarmUp
@@ -81,9 +82,10 @@ class Trainer:
     watchdog: Watchdog | None = None
     bad_updates: BadUpdates = field(default_factory=lambda: BadUpdates("stop", None, None))
     left_early: str | None = None  # the reason, if the run ends before its last update
-    teacher: ReferenceModel | TeacherServer | None = None
+    teacher: Teachers | None = None
     images: ImageStore | None = None  # of a vision-language model
     warm_up: WarmUp | None = None  # with --sft-iters
+    mixture: Mixture | None = None  # with --sft-loss-type
     iteration: int = 0  # of the newest update; below 0 in the warm-up
     tokens: int = 0
     without_signal: int = 0  # rollouts in a row in which all completions of each prompt have the same reward
@@ -140,6 +142,22 @@ class Trainer:
         if self.args.save and (not warm_up.left or self.due(self.args.save_interval)):
             self.saves.write(self.position())
 
+    # ---- demonstrations beside the rollout
+
+    def joined_demonstrations(self, batch: RolloutBatch) -> RolloutBatch | None:
+        """Return the demonstrations that join the groups of a rollout (--sft-loss-type luffy)."""
+        return self.mixture.of_groups(batch) if self.mixture is not None and self.mixture.joins_groups else None
+
+    def mixed_demonstrations(self, joined: RolloutBatch | None, part: int, num_parts: int) -> RolloutBatch | None:
+        """Return the demonstrations of the next update: drawn ones, or its ``part`` of ``joined``; None without any."""
+        if joined is not None:
+            own = np.array_split(np.arange(joined.num_completions), num_parts)[part]
+            return joined.select(own) if len(own) else None
+        if self.mixture is None or self.mixture.joins_groups:
+            return None
+        drawn = self.mixture.next_batch(self.iteration)
+        return None if drawn is None else self._with_images(drawn)
+
     # ---- rollouts
 
     def next_rollout(self, divide: Divide) -> Rollout:
@@ -195,6 +213,10 @@ class Trainer:
                 computes[model.own_completions(batch)] = True
         return computes
 
+    def teachers_heads(self) -> AbstractContextManager[None]:
+        """Return the context of an update, in which the policy's last stage has the output layers that it distils."""
+        return contextlib.nullcontext() if self.teacher is None else self.teacher.heads_on_device(self.model)
+
     # ---- the engine
 
     def engine_for_rollout(self) -> AbstractContextManager[None]:
@@ -206,10 +228,15 @@ class Trainer:
         """Context in which the engine can generate with the newest weights; its loss saves and ends the run."""
         state = self.source.state_if_lost()
         try:
-            with self.lifecycle.awake(self.iteration, lambda: self._with_images(self.source.probe())):
+            with self.lifecycle.awake(self.iteration, self._probe):
                 yield
         except EngineLost as error:
             self._raise_engine_lost(error, state)
+
+    def _probe(self) -> Callable[[], RolloutBatch]:
+        """Begin the probe of the engine's weights; return the function that returns its completions."""
+        finish = self.source.probe()
+        return lambda: self._with_images(finish())
 
     def _raise_engine_lost(self, error: EngineLost, state: Callable[[], SourceState]) -> NoReturn:
         """Raise EngineLost with the cause and the checkpoint for a resume. Collective.
@@ -245,7 +272,7 @@ class Trainer:
         metrics = rollout_metrics(self.args, rollout, rewards) | self.lifecycle.memory
         estimator = ADVANTAGES.get(self.args.advantage_estimator)
         others = {"function_rewards", "turn_rewards"} & estimator.parameters.keys()  # may differ where the sums do not
-        compares = estimator.compares_group and not others and not self.args.teacher_kl_coef
+        compares = estimator.compares_group and not others and self.teacher is None
         none = compares and metrics["reward/zero_std_groups"] == 1
         self.without_signal = self.without_signal + 1 if none else 0
         if self.without_signal == WITHOUT_SIGNAL:
@@ -262,7 +289,7 @@ class Trainer:
         leave rows out for as long as it likes, and so may functions of some rows only (--reward-routing).
         """
         self.checked_rollouts += 1
-        if self.checked_rollouts > WITHOUT_SIGNAL or self.args.teacher_kl_coef or self.args.rollout_only:
+        if self.checked_rollouts > WITHOUT_SIGNAL or self.teacher is not None or self.args.rollout_only:
             return
         names, valued = self.args.reward_funcs, ~np.isnan(rewards).all(axis=0)
         self.with_value |= {name for name, has_value in zip(names, valued, strict=True) if has_value}
@@ -392,6 +419,8 @@ class Trainer:
         state = {"tokens": self.tokens, "bad_updates": self.bad_updates.state_dict()}
         if self.warm_up is not None:
             state["sft"] = self.warm_up.state()
+        if self.mixture is not None:
+            state["mixture"] = self.mixture.state()
         return Position(max(0, self.iteration), state)
 
     def finish(self) -> None:

@@ -19,6 +19,7 @@ from megatron_grpo.utils.arguments import Arguments, replaced
 # Flags of the policy's updates that those of the warm-up do not follow.
 SETTINGS: dict[str, Any] = {
     "loss_type": "sft",
+    "sft_loss_type": None,
     "importance_sampling_level": "token",
     "temperature": 1.0,
     **dict.fromkeys(("beta", "entropy_coef"), 0.0),

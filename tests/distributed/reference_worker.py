@@ -139,7 +139,7 @@ def teacher(root: Path, layout: str) -> None:
     flags = f"{MOE} --teacher-load-hf {directory} --teacher-kl-coef 1 {sizes} --temperature 0.7"
     args, model = enter(flags, layout)
     fill(model, args, "weight")
-    own = teacher_args(args)
+    (own,) = teacher_args(args)
     separate = ReferenceModel(own, model_provider, lambda chunks: hf.load_hf(chunks, own, directory))
     batch = made_up.rollout(args)
     found = separate.log_probs(batch, Trainer(args, model).model, pretrain_grpo.forward_step)

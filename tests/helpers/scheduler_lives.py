@@ -34,9 +34,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from megatron_grpo.rollout.vllm import decode_steps
 from megatron_grpo.rollout.vllm.decode_steps import DecodeStep, scheduler
 from megatron_grpo.rollout.vllm.scheduler import collect_log_probs
 
+decode_steps.BETWEEN_ADMISSIONS = 0  # vLLM admits a request as soon as it can
 VOCABULARY = 40
 LONGEST = 120  # tokens of a sequence
 WORD = 7  # the token that completes the "stop word" of some requests

@@ -313,7 +313,7 @@ class VllmHandler(Handler):
         model = double.adapters.get(body["model"], double.model)
         assert all(0 <= token < double.model.config.vocab_size for token in body["prompt"]), "out of vocabulary"
         if body.get("prompt_logprobs") is not None:
-            return {"choices": [{"index": 0, "text": "", "prompt_logprobs": self.prompt_log_probs(body["prompt"])}]}
+            return {"choices": [{"index": 0, "text": "", "prompt_logprobs": self.prompt_log_probs(body)}]}
         assert body["ignore_eos"] and body["return_token_ids"] and body["return_tokens_as_token_ids"]
         assert body["n"] == 1 or body["temperature"] > 0, "n must be 1 when using greedy sampling"
         choices = []
@@ -360,13 +360,21 @@ class VllmHandler(Handler):
         ]
 
     @torch.no_grad()
-    def prompt_log_probs(self, prompt: list[int]) -> list[dict | None]:
-        """Return {token id: log-probability and rank} of each token of the prompt, None for the first, as vLLM does."""
+    def prompt_log_probs(self, body: dict) -> list[dict | None]:
+        """Return {token id: log-probability and rank} of each token of the prompt, None for the first, as vLLM does.
+
+        The likeliest tokens, as many as ``prompt_logprobs`` says, are there, too, after the prompt's own.
+        """
+        prompt, count = body["prompt"], body["prompt_logprobs"] - (self.server.fault == "fewer likely")
         log_p = torch.log_softmax(self.server.model(torch.tensor([prompt])).logits[0], -1)
         rows: list[dict | None] = [None]
         for token, row in zip(prompt[1:], log_p, strict=False):
-            known = {"logprob": float(row[token]), "rank": int((row >= row[token]).sum()), "decoded_token": "?"}
-            rows.append({str(token): known})
+            rows.append(
+                {
+                    str(one): {"logprob": float(row[one]), "rank": int((row >= row[one]).sum()), "decoded_token": "?"}
+                    for one in (token, *row.topk(max(count, 0)).indices.tolist())
+                }
+            )
         match self.server.fault:
             case "no prompt logprobs":
                 return None

@@ -156,11 +156,14 @@ def train(args, roles, dataset: Rows, own) -> None:
     for batch in range(own.batches + 1):
         table, params = streamed(args, only_trained=False), params_dtype(args)
         engines.update_weights(WeightStream(table, MadeUpWeights(table, params, batch), params), batch)
-        if args.max_staleness and not own.no_probe:
+        probes = bool(args.max_staleness and not own.no_probe)
+        if probes:
             plan = probe_plan(args, dataset.first(PROMPTS_PER_REPLICA), engines.num_replicas)
-            engines.generate(plan, everything, data="train", scored=False)
+            finish = engines.begin(plan, everything, data="train", scored=False)
         began = time.perf_counter()
         _, _, metrics = engines.take(everything)
+        if probes:
+            finish()
         waited = time.perf_counter() - began
         print(f"batch {batch}: waited {waited:.2f} s, idle {metrics['stream/engine_idle']:.2f} s", flush=True)
         if batch < own.batches:

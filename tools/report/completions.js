@@ -212,7 +212,7 @@ function sparkline(points, style) {
 }
 
 // What the run has logged of an update as a whole: of single tokens the log has only what was known before the update.
-const OF_UPDATE = ["mismatch/mean_abs", "mismatch/clipped", "clip/low", "clip/high", "clip/masked", "entropy", "teacher/kl"];
+const OF_UPDATE = ["mismatch/mean_abs", "mismatch/clipped", "clip/low", "clip/high", "clip/masked", "entropy", "teacher/kl", "teacher/divergence"];
 function updateFacts(run, at) {
   const row = run.x.iteration.findIndex((iteration) => iteration >= at && iteration > 0);
   const known = row < 0 ? [] : OF_UPDATE.map((name) => [name, run.metrics.get(name)?.[row] ?? null]).filter(([, value]) => value !== null);

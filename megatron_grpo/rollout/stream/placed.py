@@ -1,5 +1,6 @@
 """The trainer's side of engines on ranks of their own (``--rollout-ranks``)."""
 
+import functools
 import json
 import time
 from argparse import Namespace
@@ -65,6 +66,7 @@ class PlacedEngines:
         self._last_look = 0.0
         self._transfers: dict[str, weights.Transfer] = {}  # of the weights and of the adapter
         self._version = -1  # of the newest weights
+        self._plan: Callable[[], tuple[RolloutBatch, int]] | None = None  # that has begun: `begin`
         self._failures = 0  # missing rewards since the last batch
         self._idle_seconds = 0.0  # of all replicas
         self._drafts: dict[int, DraftCounts] = {}  # by replica, since its start
@@ -124,23 +126,34 @@ class PlacedEngines:
         """Return what the replicas send. Collective over all ranks."""
         return exchange(to_batch({}, [], {}, {}, sampling.num_kept), needs, self._joint.group)
 
-    def generate(
-        self, plan: RolloutPlan, needs: Needs, data: str = "valid", scored: bool = True
-    ) -> tuple[RolloutBatch, int]:
-        """Return the completions of a plan, whose prompts are of ``data``, and the number of missing rewards.
+    def begin(self, plan: RolloutPlan, needs: Needs, data: str, scored: bool) -> Callable[[], tuple[RolloutBatch, int]]:
+        """Begin the completions of a plan, whose prompts are of ``data``. Collective.
 
-        Collective. All completions are of the newest weights: none are published meanwhile.
+        Returns the collective function that waits for them, and returns them and the number of missing rewards. All
+        completions are of the newest weights: a plan is finished before new weights are published or another begins.
         """
+        self._finish_plan()
+        if self._leads:
+            message: Message = {"do": "generate", "data": data, "rows": [prompt.id for prompt in plan.prompts]}
+            message |= {"num_generations": plan.num_generations, "sampling": asdict(plan.sampling)}
+            self._tell(message | {"seed": plan.seed, "scored": scored})
+        self._plan = functools.cache(functools.partial(self._receive_plan, plan.sampling, needs))
+        return self._plan
+
+    def _finish_plan(self) -> None:
+        """Wait for the completions of the plan that has begun, if there is one. Collective."""
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            plan()
+
+    def _receive_plan(self, sampling: Any, needs: Needs) -> tuple[RolloutBatch, int]:
         failures = torch.zeros((), dtype=torch.int64)
         with led_by_rank_0(self._watch_signals):
             if self._leads:
-                message: Message = {"do": "generate", "data": data, "rows": [prompt.id for prompt in plan.prompts]}
-                message |= {"num_generations": plan.num_generations, "sampling": asdict(plan.sampling)}
-                self._tell(message | {"seed": plan.seed, "scored": scored})
-                failures += sum(report["failures"] for report in self._reported("ready"))
+                failures += sum(report["failures"] for report in self._reported("job done"))
                 self._tell({"do": "send job", "version": self._version})
         dist.broadcast(failures, src=0, group=host_group())
-        return self._receive(plan.sampling, needs), int(failures)
+        return self._receive(sampling, needs), int(failures)
 
     # ---- weights
 
@@ -163,6 +176,7 @@ class PlacedEngines:
         self._publish("adapter", adapter, version)
 
     def _publish(self, what: str, local: Mapping[str, torch.Tensor], version: int) -> None:
+        self._finish_plan()
         await_ranks()  # the engines receive the weights within a time-out
         with led_by_rank_0(self._watch_signals):
             if self._leads:

@@ -224,7 +224,8 @@ class Producer:
             return  # a resumed run has groups before it has weights
         if self._version is not None and self._args.weight_update == "drain":
             return
-        if self._job is not None and self._args.weight_update != "keep":
+        job = self._job
+        if job is not None and len(job.completions) < len(job.members) and self._args.weight_update != "keep":
             return  # the others wait until it is done
         free = self._capacity - len(self._running)
         if self._args.max_staleness:
@@ -430,7 +431,7 @@ class Producer:
         if job is not None and not job.ready and len(job.completions) == len(job.members):
             job.ready = not job.scored or job.rewards is not None or not job.members
             if job.ready:
-                self._report({"do": "ready", "failures": job.failures})
+                self._report({"do": "job done", "failures": job.failures})
 
     def _publish(self, what: str) -> None:
         """Receive the new weights, or a new adapter. Collective over all ranks."""

@@ -52,14 +52,15 @@ class PlacedSource(RolloutSource):
     def evaluate(self, plan: RolloutPlan, needs: Needs = nothing) -> RolloutBatch:
         """See `RolloutSource.evaluate`."""
         with self.timers("rollout"):
-            batch, _ = self.engine.generate(plan, needs)
+            batch, _ = self.engine.begin(plan, needs, data="valid", scored=True)()
         check_episodes(batch)
         return batch
 
-    def probe(self) -> RolloutBatch:
+    def probe(self) -> Callable[[], RolloutBatch]:
         """See `RolloutSource.probe`."""
         plan = probe_plan(self.args, self.dataset.first(PROMPTS_PER_REPLICA), self.engine.num_replicas)
-        return self.engine.generate(plan, everything, data="train", scored=False)[0]
+        finish = self.engine.begin(plan, everything, data="train", scored=False)
+        return lambda: finish()[0]
 
     def state(self) -> SourceState:
         """See `RolloutSource.state`; the engine ranks write their groups at a command of rank 0."""

@@ -57,6 +57,7 @@ from megatron_grpo.vision.images import load_processor
 from megatron_grpo.weights.transfer_plan import HfTensor, Needs
 
 UNDIVIDED = 1024  # tokens of the longest sequence whose keys one program of attention reads
+LARGEST_GRAPH = 512  # sequences of vLLM's largest CUDA graph, if it is not told
 
 
 class VllmColocate:
@@ -562,10 +563,14 @@ def _gpu_options(args) -> dict:
 
     In CUDA graphs, FlashAttention 3 divides the keys of a sequence among up to 32 programs, and adds a kernel that
     combines them. Short sequences gain nothing: a step of 512 takes 5 to 8% longer (docs/performance/rollouts.md).
+    vLLM's largest CUDA graph is of 512 sequences, if it is not told.
     """
-    if longest_of_engine(args) > UNDIVIDED or args.multi_latent_attention:
-        return {}
-    return {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1}}
+    options: dict[str, dict] = {}
+    if args.vllm_max_num_seqs > LARGEST_GRAPH:
+        options["compilation_config"] = {"max_cudagraph_capture_size": args.vllm_max_num_seqs}
+    if longest_of_engine(args) <= UNDIVIDED and not args.multi_latent_attention:
+        options["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": 1}
+    return options
 
 
 def _cpu_options(args) -> dict:

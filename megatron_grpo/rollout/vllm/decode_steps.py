@@ -5,6 +5,10 @@ functions for each request, though a request needs a block only every 16 steps o
 tokens in one loop, and appends them to vLLM's records. vLLM's own code admits requests, schedules every other step, and
 handles every request that finishes, or whose output is more than a token.
 
+A step that admits a request is no decode step, and takes several times as long. vLLM admits one as soon as a place is
+free: with 512 short completions at a time some end in every step, and none would be a decode step. Here requests that
+wait are admitted together (`_waits_for_places`).
+
 This repeats what vLLM's code does in that case: it is installed only where vLLM's sources are those of a version that
 the tests compared (`megatron_grpo.patches.vllm.DECODE_STEPS`). vLLM builds the scheduler by `scheduler`, its option
 ``scheduler_cls``.
@@ -26,6 +30,8 @@ from vllm.v1.request import RequestStatus
 # vLLM's queues of requests that are not running; a version has some of them.
 QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 LIMITS = ("max_num_running_reqs", "max_num_active_reqs")  # of the requests that run; a version has some of them
+BETWEEN_ADMISSIONS = 16  # steps at most, while less than one of `PLACES` places is free
+PLACES = 8
 
 
 def scheduler(vllm_config, **options):
@@ -77,6 +83,7 @@ class DecodeSteps(_Scheduler):
         # vLLM 0.32 limits the running requests by one number and admits requests by another one.
         self._admits_below = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
         self._has_common_prefixes = hasattr(self.kv_cache_manager.coordinator, "get_num_common_prefix_blocks")
+        self._steps_waited = 0  # since a request could have been admitted
         self._preemptions = 0
         self._records: dict[str, _Records | None] = {}  # by request; None: vLLM's own code handles its outputs
 
@@ -100,11 +107,22 @@ class DecodeSteps(_Scheduler):
     def schedule(self: Any, throttle_prefills: bool = False) -> SchedulerOutput:
         step, paused = None, self._pause_state is not PauseState.UNPAUSED
         if self.has_decode_steps and not (paused or throttle_prefills or self._inflight_prefills):
-            if not any(getattr(self, queue, None) for queue in QUEUES) or len(self.running) >= self._admits_below:
+            if not any(getattr(self, queue, None) for queue in QUEUES) or self._waits_for_places():
                 step = self._decode_step(self._none_admitted)
             elif self._can_admit_apart:
                 step = self._decode_step(self._admitted)
         return super().schedule(throttle_prefills) if step is None else step
+
+    def _waits_for_places(self: Any) -> bool:
+        """Return whether no request is admitted in this step, because no place is free, or few are for a short time."""
+        free = self._admits_below - len(self.running)
+        if free <= 0:
+            return True
+        if free * PLACES >= self._admits_below or self._steps_waited == BETWEEN_ADMISSIONS:
+            self._steps_waited = 0
+            return False
+        self._steps_waited += 1
+        return True
 
     def _decode_step(self: Any, admit: Callable[[int], SchedulerOutput]) -> DecodeStep | None:
         """Schedule a token of each running request, and what ``admit`` adds; None, with nothing changed, if one needs

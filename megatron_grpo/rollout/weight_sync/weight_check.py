@@ -81,8 +81,8 @@ def compare_log_probs(
 ) -> None:
     """Raise GrpoError if the model's log-probabilities of a probe differ from the engine's. Collective."""
     # The probe's size is not a multiple of the micro-batch size, and its common prefixes are not known (`Needs`).
-    one_by_one = replaced(args, micro_batch_size=1, max_tokens_per_microbatch=None, share_prompts=False)
-    gap = np.abs(forward.log_probs(one_by_one, model, forward_step, batch) - batch.rollout_log_probs)
+    of_probe = replaced(args, micro_batch_size=1, share_prompts=False)
+    gap = np.abs(forward.log_probs(of_probe, model, forward_step, batch) - batch.rollout_log_probs)
     replica = np.repeat(batch.sample_ids % num_replicas, batch.lengths)
     means = [float(gap[(replica == r) & (batch.response_mask == 1)].mean()) for r in range(num_replicas)]
     worst, limit = int(np.argmax(means)), largest_mismatch(args)  # nan is the largest

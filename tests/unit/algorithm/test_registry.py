@@ -101,7 +101,7 @@ def test_flags_of_a_plugin_are_in_help(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         parsed(tmp_path, FOO, "--help-all")
     text = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0 and "--foo-alpha X foo: strength [1.0]" in text and "reinforce,sft,foo}" in text
+    assert end.value.code == 0 and "--foo-alpha X foo: strength [1.0]" in text and "gkd,sft,chord,luffy,foo}" in text
 
 
 @pytest.mark.parametrize(

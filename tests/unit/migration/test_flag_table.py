@@ -62,6 +62,36 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
         ("ms-swift", {"lr": "1e-6", "gradient_checkpointing": "true"}, {"--recompute-granularity": "selective"}),
         ("ms-swift", {"beta": "0", "ref_model": "/m"}, {"--ref-load-hf": None}),
         (
+            "ms-swift",  # 2 x 4 x 16 GPUs
+            {
+                "chord_sft_dataset": "/d/sft.jsonl",
+                "chord_sft_per_device_train_batch_size": "2",
+                "gradient_accumulation_steps": "4",
+                "chord_mu_peak": "0.9",
+                "chord_mu_valley": "0.05",
+                "chord_mu_warmup_steps": "0",
+                "chord_mu_decay_steps": "200",
+            },
+            {
+                "--sft-loss-type": "sft",
+                "--sft-batch-size": "128",
+                "--chord-mu-peak": "0.9",
+                "--chord-mu-valley": "0.05",
+                "--chord-mu-warmup-steps": None,
+                "--chord-mu-decay-steps": "200",
+            },
+        ),
+        (
+            "ms-swift",  # without a decay mu is the valley from the first update
+            {
+                "chord_sft_dataset": "/d",
+                "chord_enable_phi_function": "true",
+                "chord_mu_peak": "1",
+                "chord_mu_valley": "0.1",
+            },
+            {"--sft-loss-type": "chord", "--chord-mu-peak": "0.1", "--chord-mu-valley": None},
+        ),
+        (
             "NeMo-RL",
             {"loss_fn__use_cispo": "True", "loss_fn__ratio_clip_max": "4.0"},
             {"--loss-type": "cispo", "--epsilon-high": "5"},

@@ -126,7 +126,8 @@ def test_a_run_that_reaches_its_goal_is_not_told_that_it_has_no_signal():
     assert only(nothing)[0] == "reward/zero_std_groups"
 
 
-def test_a_distillation_is_judged_by_its_teacher_and_not_by_a_reward_that_is_constant_by_design():
+@pytest.mark.parametrize("name", ["teacher/kl", "teacher/divergence"])
+def test_a_distillation_is_judged_by_its_teacher_and_not_by_a_reward_that_is_constant_by_design(name):
     rows = [
         row
         | {"reward/mean": 0.0, "reward/f/mean": 0.0, "reward/f/max": 0.0, "reward/zero_std_groups": 1.0}
@@ -136,17 +137,17 @@ def test_a_distillation_is_judged_by_its_teacher_and_not_by_a_reward_that_is_con
     assert {one.metric for one in findings(rows)} == {"reward/mean", "reward/zero_std_groups", "entropy"}  # no teacher
 
     def with_teacher(value):
-        return [row | {"teacher/kl": value(row["iteration"])} for row in rows]
+        return [row | {name: value(row["iteration"])} for row in rows]
 
     assert findings(with_teacher(lambda i: 0.5 - 0.003 * i)) == []
     assert findings(with_teacher(lambda i: 0.005)) == []  # it is the teacher already
     stuck = with_teacher(lambda i: 0.5 + 0.01 * (-1) ** i)
     of_rewards = {"reward/mean", "reward/zero_std_groups", "entropy"}  # a teacher that teaches nothing excuses nothing
-    assert {one.metric for one in findings(stuck)} == of_rewards | {"teacher/kl"} and findings(stuck[:100]) == []
+    assert {one.metric for one in findings(stuck)} == of_rewards | {name} and findings(stuck[:100]) == []
     growing = with_teacher(lambda i: 0.5 + 0.001 * i)
-    assert {one.metric for one in findings(growing)} == of_rewards | {"teacher/kl"}
+    assert {one.metric for one in findings(growing)} == of_rewards | {name}
     learns = [row | {"reward/mean": 0.2 + row["iteration"] / 300, "reward/zero_std_groups": 0.1} for row in growing]
-    assert "teacher/kl" not in {one.metric for one in findings(learns)}  # it leaves its teacher, for the reward
+    assert name not in {one.metric for one in findings(learns)}  # it leaves its teacher, for the reward
     falling = [row | {"reward/mean": 1 - row["iteration"] / 150} for row in with_teacher(lambda i: 0.5 - 0.003 * i)]
     assert only(falling)[0] == "reward/mean"  # a reward that collapses is told all the same
 

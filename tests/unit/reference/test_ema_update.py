@@ -166,6 +166,6 @@ def test_a_teacher_beside_an_averaged_reference_stays_in_16_bits(tmp_path):
         "num_key_value_heads": 2,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    args = replaced(args, teacher_load_hf=str(tmp_path))
-    teacher = ReferenceModel(teacher_args(args), model_provider)
+    args = replaced(args, teacher_load_hf=[str(tmp_path)])
+    teacher = ReferenceModel(*teacher_args(args), model_provider)
     assert {tensor.dtype for tensor in hosts(teacher)[0]} == {torch.bfloat16}

@@ -115,6 +115,6 @@ def test_a_teacher_computes_in_bf16(tmp_path):
         "hidden_act": "silu", "tie_word_embeddings": True, **sizes,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    args = replaced(args, teacher_load_hf=str(tmp_path))
-    own = teacher_args(args)
+    args = replaced(args, teacher_load_hf=[str(tmp_path)])
+    (own,) = teacher_args(args)
     assert own.hidden_size == 40 and own.fp8_format is None and args.fp8_format == "e4m3"

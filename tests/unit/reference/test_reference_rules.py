@@ -10,11 +10,10 @@ from good_args import MOE, validated
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.reference.arguments import SIZES, has_own_parallel_configuration
 from megatron_grpo.reference.model_args import check_teacher_tokenizer, reference_args, teacher_args
-from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families
 
-TEACHER = "--teacher-load-hf t --teacher-kl-coef 1"
+TEACHER, GKD = "--teacher-load-hf t --teacher-kl-coef 1", "--teacher-load-hf t --loss-type gkd"
 REF_TP2 = "--ref-tensor-model-parallel-size 2"
 REFUSED = {
     f"--beta 0 {REF_TP2}": "--ref-tensor-model-parallel-size needs --beta: there is no reference model without",
@@ -32,7 +31,22 @@ REFUSED = {
     "--sync-ref-model --ref-model-mixup-alpha 0": r"\(0.0\) must be greater than 0 and at most 1",
     "--sync-ref-model --ref-model-mixup-alpha 1.5": r"\(1.5\) must be greater than 0 and at most 1",
     "--sync-ref-model --ref-model-sync-steps 3 --num-iterations 2": r"\(3\) must be divisible by .* per rollout \(2\)",
-    "--teacher-load-hf t": "--teacher-load-hf needs --teacher-kl-coef: .*give 1, for example",
+    "--teacher-load-hf t": "--teacher-load-hf needs --teacher-kl-coef: .*1, for example.*, or --loss-type gkd",
+    "--teacher-load-hf a=t t --teacher-kl-coef 1": "--teacher-load-hf t: with several teachers give SOURCE=DIR, each",
+    "--teacher-load-hf a=t a=u --teacher-kl-coef 1": "a=u: with several teachers give SOURCE=DIR, each data",
+    "--teacher-server a=http://h:1 http://h:2 --teacher-kl-coef 1": "http://h:2: with several teachers give SOURCE=URL",
+    "--teacher-server a=http://h:1 b=h:2 --teacher-kl-coef 1": "is not the address of a server: give http://HOST:PORT",
+    "--loss-type gkd": "--loss-type gkd needs --teacher-load-hf or --teacher-server: there is no teacher",
+    f"{TEACHER} --loss-type gkd": "gkd with --teacher-kl-coef: each learns from the teacher, .*: leave one of them out",
+    f"{TEACHER} --gkd-beta 0": "--gkd-beta has no effect with --loss-type grpo: leave it out, or give --loss-type gkd",
+    f"{GKD} --gkd-beta 1.5": r"--gkd-beta \(1.5\) must lie between 0 and 1",
+    f"{GKD} --epsilon 0.1": "--epsilon has no effect with --loss-type gkd",
+    f"{GKD} --clip-cov-ratio 0.1": "--clip-cov-ratio has no effect with --loss-type gkd, which reads no advantages",
+    f"{GKD} --advantage-estimator rloo": "--advantage-estimator has no effect with --loss-type gkd",
+    f"{GKD} --gkd-logits-topk 1001": r"--gkd-logits-topk \(1001\) is larger than the vocabulary \(1000\)",
+    f"{GKD} --top-k 5": "--loss-type gkd with --top-k 5: .*add --no-top-k-replay",
+    "--teacher-server http://h:1 --loss-type gkd": "needs --gkd-logits-topk: a server returns its likely tokens only",
+    "--teacher-server http://h:1 --loss-type gkd --gkd-logits-topk 4 --temperature 0.5": "at temperature 1 only",
     "--teacher-server http://h:1": "--teacher-server needs --teacher-kl-coef",
     "--teacher-kl-coef 1": "--teacher-kl-coef needs --teacher-load-hf or --teacher-server",
     f"{TEACHER} --teacher-server http://h:1": "--teacher-load-hf and --teacher-server cannot both be given",
@@ -113,7 +127,7 @@ def test_a_reference_of_another_architecture_is_refused(hf_directory):
 def test_the_teachers_arguments(hf_directory):
     directory = hf_directory("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2")
     args = validated(f"{MOE} --teacher-load-hf {directory} --teacher-kl-coef 1 --expert-model-parallel-size 4")
-    own = teacher_args(args)
+    (own,) = teacher_args(args)
     assert (own.model_family, own.num_experts, own.num_layers, own.hidden_size) == ("qwen3", None, 2, 32)
     assert (own.expert_model_parallel_size, own.tensor_model_parallel_size, own.temperature) == (1, 1, 1.0)
     assert (args.model_family, args.num_layers) == ("qwen3_moe", 4)
@@ -126,9 +140,8 @@ def test_the_teachers_arguments(hf_directory):
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tiny_models, tmp_path):
-    args = validated(f"--teacher-load-hf {tiny_models['llama']} --teacher-kl-coef 1")
     tokenizer = HuggingFaceTokenizer(tiny_models["qwen3"])
-    check_teacher_tokenizer(args, tokenizer)
+    check_teacher_tokenizer(tiny_models["llama"], tokenizer)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(tiny_models["llama"], name), tmp_path)
     changed = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -136,11 +149,9 @@ def test_a_teacher_with_another_tokenizer_is_refused(tiny_models, tmp_path):
     one, other = list(vocabulary)[40:42]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
-    args = replaced(args, teacher_load_hf=str(tmp_path))
     with pytest.raises(GrpoError, match=r"has another tokenizer than .*: give a teacher with the same token ids"):
-        check_teacher_tokenizer(args, tokenizer)
-    args = replaced(args, teacher_load_hf=str(tmp_path / "none"))  # no tokenizer to compare with: the size has to do
-    check_teacher_tokenizer(args, tokenizer)
+        check_teacher_tokenizer(str(tmp_path), tokenizer)
+    check_teacher_tokenizer(str(tmp_path / "none"), tokenizer)  # no tokenizer to compare with: the size has to do
 
 
 def test_the_reference_has_hybrid_context_parallelism_where_it_has_context_parallelism():

@@ -13,7 +13,8 @@ cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.reference import teacher_server
-from megatron_grpo.reference.teacher_server import TeacherServer
+from megatron_grpo.reference.teacher import Teachers
+from megatron_grpo.reference.teacher_server import LEAST_TAIL, TeacherServer
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
@@ -34,11 +35,17 @@ def double():
 
 @pytest.fixture
 def ask(double, monkeypatch):
-    """Log-probabilities of a rollout from the double."""
+    """Log-probabilities of a rollout from the double; with ``k`` those of its likely tokens, and their tokens."""
     monkeypatch.setenv("TEACHER_API_KEY", "secret")
     args = parse_args(f"--teacher-server {double.url} --teacher-server-timeout 5 --vllm-max-num-seqs 3".split())
     args = replaced(args, max_prompt_length=8, max_completion_length=8)
-    return lambda batch: TeacherServer(args).log_probs(batch)
+
+    def of(batch, k=None):
+        own = args if k is None else replaced(args, gkd_beta=1.0, gkd_logits_topk=k)
+        batch = Teachers(own, [TeacherServer(own, double.url)], [None], None).add_to(batch, None, None)
+        return batch.teacher_log_probs if k is None else (batch.teacher_token_log_probs, batch.teacher_token_ids)
+
+    return of
 
 
 def rollout() -> RolloutBatch:
@@ -61,6 +68,29 @@ def test_log_probabilities_are_the_models_of_the_completions_tokens(double, ask)
                 log_p = torch.log_softmax(model(torch.tensor([ids[:position]])).logits[0, -1], -1)
             assert found[start + position] == pytest.approx(float(log_p[ids[position]]), abs=1e-5)
     assert called(double, "/v1/completions") == 8 and double.most_running <= 3
+
+
+@pytest.mark.parametrize("k", [1, 5, VOCABULARY])
+def test_likely_tokens_are_the_models_and_the_tail_is_what_is_left(double, ask, k):
+    batch, model = rollout(), tiny_model(99)
+    log_probs, ids = ask(batch, k)
+    assert (np.isfinite(log_probs).all(1) == (batch.response_mask == 1)).all() and log_probs.shape[1] == k + 1
+    for start, end, prompt in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], batch.prompt_lengths, strict=True):
+        tokens = torch.from_numpy(batch.tokens[start:end].astype(np.int64))[None]
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(tokens).logits[0, prompt - 1 : -1].double(), -1)
+        best = log_p.topk(k, -1)
+        own = slice(start + prompt, end)
+        np.testing.assert_allclose(log_probs[own, :k], best.values, atol=1e-5)
+        np.testing.assert_allclose(log_p.gather(1, torch.from_numpy(ids[own]).long()), best.values, atol=1e-5)
+        tail = np.maximum(1 - best.values.exp().sum(-1).numpy(), LEAST_TAIL)
+        np.testing.assert_allclose(np.exp(log_probs[own, k]), tail, atol=1e-5)
+
+
+def test_a_server_with_too_few_likely_tokens_is_refused(double, ask):
+    double.fault = "fewer likely"
+    with pytest.raises(GrpoError, match=r"returned \d likely tokens, fewer than --gkd-logits-topk 5"):
+        ask(rollout(), 5)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,28 @@ def test_vllm_admits_requests(running, queue):
         assert made.schedule() == "a step" and asked.pop() == expected
 
 
+def test_requests_that_wait_are_admitted_together(lives, monkeypatch):
+    """Some end in most steps; with vLLM's admissions, most steps have a new request beside those that decode."""
+    waiting = life(lives, [(0, "plain", 9, 10 + 7 * number % 90) for number in range(160)], sequences=40, blocks=900)
+
+    def lived():
+        world, mixed, finished, number = lives.World(waiting, True), 0, [], 0
+        for event in waiting.events[0]:
+            world.happen(event)
+        while world.scheduler.has_unfinished_requests():
+            number = world.step_number = number + 1
+            step = world.schedule()
+            mixed += bool(step.scheduled_new_reqs and step.scheduled_cached_reqs.req_ids)
+            finished += [name for name, ended, *_ in world.update() if ended]
+        assert len(set(finished)) == len(finished) == 160
+        return mixed, number
+
+    often, fewest = lived()
+    monkeypatch.setattr(lives.decode_steps, "BETWEEN_ADMISSIONS", 16)
+    seldom, steps = lived()
+    assert often > 30 and seldom <= 1 + steps / 8 and steps < 1.2 * fewest
+
+
 def test_requests_with_more_work_are_vllms_part(running):
     (request,), (state,) = running.scheduler.running, running.outputs.request_states.values()
     assert running.scheduler._records_of(request, state) is not None

@@ -364,7 +364,7 @@ def test_an_evaluation_is_of_one_version_and_training_goes_on_after_it(launch, u
     first, _, _ = run.trainer.take(everything)
     run.publish(1)
     plan = RolloutPlan(Rows()[20:27], 2, Sampling(LONGEST), 5)
-    batch, failures = run.trainer.generate(plan, everything)
+    batch, failures = run.trainer.begin(plan, everything, data="valid", scored=True)()
     assert batch.row_ids[::2].tolist() == list(range(20, 27)) and batch.rewards[:, 0].tolist() == [0, 1] * 7
     assert set(batch.weight_version) == {1} and failures == 0
     second, _, _ = run.trainer.take(everything)
@@ -402,11 +402,31 @@ def test_a_continued_completion_has_a_seed_for_the_tokens_that_it_has():
     assert [request.seed for request in requests] == [request_seed(rollout, SIZE), request_seed(rollout, SIZE + 1, 3)]
 
 
-def test_a_probe_is_not_scored(launch):
-    run = launch("--max-staleness 1 --weight-update keep")
+@pytest.mark.parametrize("update", ["interrupt", "drain", "keep"])
+def test_a_probe_is_not_scored_and_batches_are_completed_beside_it(launch, update):
+    run = launch(f"--max-staleness 1 --weight-update {update}")
     run.publish(0)
-    batch, _ = run.trainer.generate(RolloutPlan(Rows()[:3], 1, Sampling(4), 0), everything, data="train", scored=False)
-    assert batch.rewards.shape == (3, 0) and batch.row_ids.tolist() == [0, 1, 2]
+    plan = RolloutPlan(Rows()[:3], 1, Sampling(4), 0)
+    finish = run.trainer.begin(plan, everything, data="train", scored=False)
+    assert run.trainer.take(everything)[0].num_completions == 4 * SIZE
+    batch, _ = finish()
+    assert batch.rewards.shape == (3, 0) and batch.row_ids.tolist() == [0, 1, 2] and set(batch.weight_version) == {0}
+
+
+def test_a_probe_ends_before_an_evaluation_begins_and_before_new_weights(launch):
+    run = launch("--max-staleness 1")
+    run.publish(0)
+    plan = RolloutPlan(Rows()[:3], 1, Sampling(4), 0)
+    probes = []
+    for version in (1, 2):
+        probes.append(run.trainer.begin(plan, everything, data="train", scored=False))
+        other = RolloutPlan(Rows()[20:24], 2, Sampling(LONGEST), 5)
+        batch, _ = run.trainer.begin(other, everything, data="valid", scored=True)()
+        assert batch.row_ids[::2].tolist() == list(range(20, 24)) and set(batch.weight_version) == {version - 1}
+        probes.append(run.trainer.begin(plan, everything, data="train", scored=False))
+        run.publish(version)
+    for number, probe in enumerate(probes):
+        assert probe()[0].row_ids.tolist() == [0, 1, 2] and set(probe()[0].weight_version) == {number // 2}
 
 
 def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp_path):

@@ -116,7 +116,7 @@ def test_the_replica_that_says_other_things_is_told(bf16, off, passes, monkeypat
     """Replica 1 made completions 1 and 3; its tokens lie 4, 5 and 10, 11 behind one of prompt each."""
 
     def log_probs(args, model, forward_step, batch):
-        assert args.micro_batch_size == 1 and args.max_tokens_per_microbatch is None
+        assert args.micro_batch_size == 1 and not args.share_prompts
         assert not args.share_prompts  # no rank has the probe's `prefix_hashes`
         values = np.full(12, np.nan, np.float32)
         values[batch.response_mask == 1] = -1
