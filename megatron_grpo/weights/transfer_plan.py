@@ -184,6 +184,8 @@ class Plan:
                         itemsize = self.tensors[tensor].dtype.itemsize
                         for index, spot in overlaps(weight, source, place, size, box):
                             found += [(group, piece) for piece in _divided(number, tensor, index, spot, itemsize)]
+        # Other holders begin for each engine rank, also for those of equal places in their replicas.
+        turn = engine + sum(needs is self.needs[engine] for needs in self.needs[:engine])
         total: Counter[int] = Counter()
         for group, piece in found:
             total[group] += piece.nbytes
@@ -193,7 +195,7 @@ class Plan:
             ranks = self.groups[group]
             part = before[group] * len(ranks) // total[group]
             before[group] += piece.nbytes
-            sender = ranks[(part + engine) % len(ranks)]
+            sender = ranks[(part + turn) % len(ranks)]
             if rank is None or sender == rank:
                 sent.append((sender, piece))
         return sent
