@@ -6,6 +6,7 @@ import pytest
 from good_args import MODEL
 from mixture_worker import COUNT, LOSSES
 from ranks import run_torchrun
+from router_replay_worker import FULL
 from slow import slow_except
 
 pytestmark = pytest.mark.distributed
@@ -20,6 +21,7 @@ MODELS = {
 }
 BUDGET = "--max-tokens-per-microbatch 96"
 ALONE = ("--micro-batch-size 2", "--micro-batch-size 4", BUDGET, f"{BUDGET} --no-share-prompts")
+REPLAY = f"--router-replay-mode R2 {FULL}"
 LAYOUTS = {
     "DP2": ["--micro-batch-size 2"],
     "dense": [
@@ -30,7 +32,12 @@ LAYOUTS = {
         f"{BUDGET} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     ],
     "adapters": [BUDGET, f"{BUDGET} --tensor-model-parallel-size 2", f"{BUDGET} --context-parallel-size 2"],
-    "experts": [BUDGET, f"{BUDGET} --expert-model-parallel-size 2", f"{BUDGET} --pipeline-model-parallel-size 2"],
+    "experts": [
+        BUDGET,
+        f"{BUDGET} --expert-model-parallel-size 2 {REPLAY}",
+        f"{BUDGET} --pipeline-model-parallel-size 2",
+        f"{BUDGET} --pipeline-model-parallel-size 2 --moe-token-dispatcher-type allgather {REPLAY}",
+    ],
 }
 COMPARED = ("loss", "grad_norm", "sft/loss", "entropy", "clip/high", "ratio/max", "tokens/update", "sft/tokens")
 
