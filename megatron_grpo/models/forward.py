@@ -182,8 +182,11 @@ class MicroBatches(Sequence[Pack]):
     def __add__(self, others: "MicroBatches") -> "MicroBatches":
         if self.length and others.length:  # pipeline stages exchange packs of one length
             self.length = others.length = max(self.length, others.length)
-        parts: list[tuple[MicroBatches, int]] = [(packs, i) for packs in (self, others) for i in range(len(packs))]
-        return MicroBatches([lambda _, packs=packs, i=i: packs[i] for packs, i in parts])
+
+        def made(packs: MicroBatches, number: int, _: int | None) -> Pack:
+            return packs[number]
+
+        return MicroBatches([partial(made, packs, i) for packs in (self, others) for i in range(len(packs))])
 
     def make_next(self) -> None:
         """Make the first pack that nothing has read yet."""
