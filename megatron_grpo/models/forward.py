@@ -226,7 +226,9 @@ def micro_batches(
 
     def pack(indices: np.ndarray, degree: int, layout: Layout | None, of_rank: int | None) -> Pack:
         total = of_rank and of_rank * degree
-        if args.fp8_format and not of_rank and not len(indices):  # a product of no tokens has no kernel in FP8
+        if not of_rank and not len(
+            indices
+        ):  # padding alone: attention, and products in FP8, have no kernel of no tokens
             total = pad_multiple * sequence_multiple(degree)
         place = cp_rank % degree
         made = pack_completions(batch, indices, pad_multiple, total, degree, place, share_prompts, further, layout)

@@ -338,14 +338,14 @@ class RecurrentLayer(MegatronModule):
         """Return (``[t, 1, hidden]``, None) for the tokens of a pack ``[t, 1, hidden]``, as self-attention does."""
         wait_for_weights(self.conv1d, self.out_norm)
         projected, _ = self.in_proj(hidden_states)
-        mixed, gates, scalars = self.split(projected[:, 0].unflatten(-1, (self.groups, -1)))  # a pack can be empty
+        mixed, gates, scalars = self.split(projected.view(len(projected), self.groups, -1))
         if packed_seq_params is not None:
             out = self._of_pack(mixed, scalars, packed_seq_params)  # [t, a, r, d_v]
         else:
             assert self.generation is not None, "every batch is packed, except for generation"
             out = self.generation(*self.recurrence(mixed, scalars, slice(None)))
         out = recomputed(self.norm, out, gates.reshape(out.shape))
-        return self.out_proj(out.flatten(1)[:, None])
+        return self.out_proj(out.view(len(out), 1, -1))
 
     def _of_pack(self, mixed: torch.Tensor, scalars: torch.Tensor, pack: PackedSeqParams) -> torch.Tensor:
         """Return the outputs of this rank's tokens and heads before the norm, ``[t, a, r, d_v]``."""
@@ -387,7 +387,7 @@ class RecurrentLayer(MegatronModule):
     def _to_tokens(x: torch.Tensor, group: ProcessGroup, order: "_Order") -> torch.Tensor:
         """Return the inverse of `_to_groups`."""
         parts = tensor_parallel.all_to_all(group, x.index_select(0, order.by_rank).contiguous())
-        return parts.unflatten(0, (group.size(), len(parts) // group.size())).movedim(0, 1).flatten(1, 2)
+        return parts.unflatten(0, (group.size(), -1)).movedim(0, 1).flatten(1, 2)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return the parameters as shards over tensor-parallel ranks, by groups; those of all groups are replicated."""
