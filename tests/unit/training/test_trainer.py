@@ -181,15 +181,15 @@ def lifecycle_of(notes: list[str], has_weights: bool, check: bool = False):
 def test_the_steps_of_the_engines_turn(has_weights, check):
     notes = []
 
-    def probe():
-        notes.append("probe")
-        return lambda: notes.append("end of probe") or "answers"
+    def begin_probe():
+        notes.append("probe begins")
+        return lambda: notes.append("probe ends") or "answers"
 
-    with EngineLifecycle.awake(lifecycle_of(notes, has_weights, check), 3, probe):
+    with EngineLifecycle.awake(lifecycle_of(notes, has_weights, check), 3, begin_probe):
         notes.append("body")
     expected = ["offload state", "engine.wake_weights", *["lifecycle.sync"] * (not has_weights), "offload weights"]
     probes = check and not has_weights
-    expected += ["engine.wake_cache", *["probe"] * probes, "body", *["end of probe"] * probes, "engine.sleep"]
+    expected += ["engine.wake_cache", *["probe begins"] * probes, "body", *["probe ends"] * probes, "engine.sleep"]
     expected += ["lifecycle.reload", *["check answers"] * probes]
     assert notes == expected
 
