@@ -233,7 +233,7 @@ def train(args, trainer: Trainer) -> None:
         trainer.log_completions(batch)
         updates = args.num_iterations * parts
         for number, completions in enumerate(updates, start=1):
-            demonstrations = trainer.mixed_demonstrations(joined, number % len(parts), len(parts))
+            demonstrations = trainer.mixed_demonstrations(joined, batch, parts, (number - 1) % len(parts))
             with trainer.timers("update"), trainer.teachers_heads():
                 row = metrics | update(args, trainer, batch, completions, demonstrations)
             if rollout.sampled:  # now, and not read from a ledger

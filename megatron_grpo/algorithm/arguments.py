@@ -186,6 +186,7 @@ def _check_distillation(args: Namespace, loss: Loss) -> None:
     if "advantages" in loss.parameters:
         return
     of_advantages = "advantage_estimator scale_rewards clip_cov_ratio kl_cov_ratio off_policy_sequence_mask_delta"
+    of_advantages += " kl_in_reward"
     for dest in of_advantages.split():
         if was_given(args, dest):
             raise GrpoError(f"{flag(dest)} has no effect with {given}, which reads no advantages: leave it out")

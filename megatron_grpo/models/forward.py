@@ -160,10 +160,13 @@ def _own_place() -> int:
 
 
 class MicroBatches(Sequence[Pack]):
-    """Packs, each made when it is first read: a GPU computes one while the host makes the next."""
+    """Packs, each made when it is first read: a GPU computes one while the host makes the next.
 
-    def __init__(self, makers: Sequence[Callable[[], Pack]]):
-        self._makers, self._packs = makers, dict[int, Pack]()
+    ``length``: the tokens to which each is padded on a rank, the argument of the ``makers``; None: as many as it has.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[int | None], Pack]], length: int | None = None):
+        self._makers, self._packs, self.length = makers, dict[int, Pack](), length
 
     def __len__(self) -> int:
         return len(self._makers)
@@ -173,12 +176,17 @@ class MicroBatches(Sequence[Pack]):
             return [self[i] for i in range(len(self))[number]]
         number = range(len(self))[number]
         if number not in self._packs:
-            self._packs[number] = self._makers[number]()
+            self._packs[number] = self._makers[number](self.length)
         return self._packs[number]
 
     def __add__(self, others: "MicroBatches") -> "MicroBatches":
-        parts: list[tuple[MicroBatches, int]] = [(packs, i) for packs in (self, others) for i in range(len(packs))]
-        return MicroBatches([partial(packs.__getitem__, i) for packs, i in parts])
+        if self.length and others.length:  # pipeline stages exchange packs of one length
+            self.length = others.length = max(self.length, others.length)
+
+        def made(packs: MicroBatches, number: int, _: int | None) -> Pack:
+            return packs[number]
+
+        return MicroBatches([partial(made, packs, i) for packs in (self, others) for i in range(len(packs))])
 
     def make_next(self) -> None:
         """Make the first pack that nothing has read yet."""
@@ -192,8 +200,9 @@ def micro_batches(
     """Return this rank's micro-batches (packs) of ``completions``, indices in the batch; each rank has equally many.
 
     Context parallelism splits the tokens of a pack over ranks, and sequence parallelism splits them again over
-    tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags. Completions from number ``end`` on
-    have a place in the schedule, and are not computed: a micro-batch can be empty.
+    tensor-parallel ranks. ``max_tokens`` is a token budget that overrides the flags. With ``end`` the completions are
+    demonstrations; those from this number on have a place in the schedule, and are not computed: a micro-batch can be
+    empty.
     """
     max_tokens = max_tokens or args.max_tokens_per_microbatch
     prefixes = _shared(args, batch, completions, max_tokens)
@@ -207,21 +216,25 @@ def micro_batches(
     layouts: list[Layout | None] = [None] * len(own)
     of_rank = None  # tokens of a pack on a rank; None: as many as it has, padded
     if args.num_experts and args.moe_token_dispatcher_type == "allgather":  # needs equally many tokens on each rank
-        unit = pad_multiple * sequence_multiple(max(degrees)) // max(degrees)
+        cp_size = parallel_state.get_context_parallel_world_size()
+        unit = pad_multiple * sequence_multiple(cp_size) // cp_size  # of every degree
         found = [lay_out(batch, *item, share_prompts, further) for item in zip(own, degrees, strict=True)]
         needed = [-(-layout.padded(degree) // (degree * unit)) for layout, degree in zip(found, degrees, strict=True)]
         units = torch.tensor(max(needed))
         torch.distributed.all_reduce(units, torch.distributed.ReduceOp.MAX, group=host_group())
         layouts, of_rank = [*found], unit * int(units)
 
-    def pack(indices: np.ndarray, degree: int, layout: Layout | None) -> Pack:
+    def pack(indices: np.ndarray, degree: int, layout: Layout | None, of_rank: int | None) -> Pack:
         total = of_rank and of_rank * degree
-        if args.fp8_format and not of_rank and not len(indices):  # a product of no tokens has no kernel in FP8
+        if not of_rank and not len(
+            indices
+        ):  # padding alone: attention, and products in FP8, have no kernel of no tokens
             total = pad_multiple * sequence_multiple(degree)
         place = cp_rank % degree
-        return pack_completions(batch, indices, pad_multiple, total, degree, place, share_prompts, further, layout)
+        made = pack_completions(batch, indices, pad_multiple, total, degree, place, share_prompts, further, layout)
+        return replace(made, demonstrations=end is not None)
 
-    return MicroBatches([partial(pack, *item) for item in zip(own, degrees, layouts, strict=True)])
+    return MicroBatches([partial(pack, *item) for item in zip(own, degrees, layouts, strict=True)], of_rank)
 
 
 def micro_batches_of_demonstrations(args, batch: RolloutBatch | None) -> MicroBatches:
@@ -240,12 +253,7 @@ def micro_batches_of_demonstrations(args, batch: RolloutBatch | None) -> MicroBa
         args, count = replaced(args, micro_batch_size=size), -(-count // size) * size
     end, shortest = batch.num_completions, int(np.argmin(batch.lengths))
     batch = batch.select([*range(end), *[shortest] * (count * unit - end)])
-    packs = micro_batches(args, batch, np.arange(batch.num_completions), end=end)
-
-    def pack(number: int) -> Pack:
-        return replace(packs[number], demonstrations=True)
-
-    return MicroBatches([partial(pack, number) for number in range(len(packs))])
+    return micro_batches(args, batch, np.arange(batch.num_completions), end=end)
 
 
 def _prefixes(args, batch: RolloutBatch, completions: np.ndarray) -> Prefixes:
@@ -352,13 +360,14 @@ def forward_rows(
     Returns ``[total, columns]`` on every rank that holds the tokens, and ``nothing``, of this shape and type, for
     tokens that are not labels. Of int16 the values are the bits of the model's dtype.
     """
+    dtype = unwrap_model(model[-1]).config.params_dtype  # megatron-core gives 16-bit outputs as float32
     results = run_schedule(forward_step, packs, model, forward_only=True)
     flat, computed = nothing.copy(), np.zeros(batch.num_completions, bool)
     if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
         for pack, rows in zip(packs, results, strict=True):
             if pack.cp_rank == 0:
                 values = rows.T.contiguous().cpu()
-                values = values.view(torch.int16) if flat.dtype == np.int16 else values.float()
+                values = values.to(dtype).view(torch.int16) if flat.dtype == np.int16 else values.float()
                 flat[pack.token_index] = values.numpy()
                 computed[pack.indices] = True
     return spread(batch, [flat], computed)[0]

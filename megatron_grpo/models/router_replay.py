@@ -27,6 +27,7 @@ from megatron_grpo.data.share import spread
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.parallel.initialize import model_group
 from megatron_grpo.parallel.sequence_parallel import own_tokens
+from megatron_grpo.utils.device import device
 
 
 class Replay(RouterReplay):
@@ -75,7 +76,8 @@ def recomputing() -> bool:
 def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.Tensor | None) -> None:
     """Prepare the routers of ``chunk`` for the forward pass of ``pack``: replay ``routed_experts``, or record.
 
-    ``routed_experts`` are the pack's experts on the device, or None.
+    ``routed_experts`` are the pack's experts on the device, or None: behind packs with experts (those of the rollout,
+    before demonstrations) the routers choose by themselves.
     """
     config = unwrap_model(chunk).config
     for layer, replay in _router_records(chunk):
@@ -84,6 +86,9 @@ def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.T
             replay.set_target_indices(own_tokens(config, routed_experts)[:, layer])
         elif replay.router_replay_action is RouterReplayAction.RECORD:
             replay.rows, replay.source = _own_computed(config, pack)
+        elif replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
+            own = own_tokens(config, np.arange(len(pack.tokens)))
+            replay.set_target_indices(torch.full((len(own), config.moe_router_topk), -1, device=device()))
 
 
 def _own_computed(config: TransformerConfig, pack: Pack) -> tuple[Int64, Int64]:

@@ -51,6 +51,14 @@ def mixture_metrics(
     return {"flops/update": flops, "sft/mu": mu_of(args, trainer.iteration)}
 
 
+def parts_of_groups(group_ids: np.ndarray, parts: Sequence[np.ndarray], groups: np.ndarray) -> np.ndarray:
+    """Return which of the ``parts`` of a rollout has most completions of each of the ``groups`` (the first such), [m].
+
+    ``group_ids`` [n] are those of all completions, of which a part has some.
+    """
+    return np.stack([(group_ids[part] == groups[:, None]).sum(1) for part in parts]).argmax(0)
+
+
 class Mixture:
     """Demonstrations of --sft-loss-type and their position.
 
@@ -89,12 +97,30 @@ class Mixture:
         """Return the demonstrations of a rollout's groups, in the order of the groups; None if none has one."""
         found, groups = [], []
         for first in np.sort(np.unique(batch.group_ids, return_index=True)[1]):
-            prompt = self._train[int(batch.row_ids[first])]
-            number = None if prompt is None else self._numbers.get(prompt_key(prompt.ids))
+            number = self._numbers.get(prompt_key(self._prompt(batch, int(first))))
             if number is not None:
                 found.append(cast(Demonstration, self._data[number]))
                 groups.append(int(batch.group_ids[first]))
         return batch_of(found, self._first_row, groups) if found else None
+
+    def _prompt(self, batch: RolloutBatch, i: int) -> Sequence[int]:
+        """Return the token ids of the prompt of completion ``i``; GrpoError if its row has another prompt."""
+        row = int(batch.row_ids[i])
+        prompt = self._train[row] if row < len(self._train) else None
+        if prompt is None or not (self.args.vision_config or self._has(batch, i, prompt.ids)):
+            raise GrpoError(
+                f"--sft-loss-type {self.args.sft_loss_type}: the rollout has completions of row {row} of "
+                "--train-data-path, which has another prompt there now: give the files with which it was recorded"
+            )
+        return prompt.ids
+
+    @staticmethod
+    def _has(batch: RolloutBatch, i: int, prompt: Sequence[int]) -> bool:
+        """Return whether completion ``i`` has this prompt, as far as this rank holds its tokens."""
+        begin, length = int(batch.cu_seqlens[i]), int(batch.prompt_lengths[i])
+        return len(prompt) == length and (
+            not batch.held[i] or np.array_equal(prompt, batch.tokens[begin : begin + length])
+        )
 
     def next_batch(self, update: int) -> RolloutBatch | None:
         """Return the demonstrations drawn for an update, whose number begins at 0; None if they have no weight in it.

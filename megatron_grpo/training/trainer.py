@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,7 +44,7 @@ from megatron_grpo.training.device_memory import DeviceMemory
 from megatron_grpo.training.early_exit import EarlyExit, unmark
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
 from megatron_grpo.training.export import export_adapter, export_hf
-from megatron_grpo.training.mixture import Mixture
+from megatron_grpo.training.mixture import Mixture, parts_of_groups
 from megatron_grpo.training.saves import Position, Saves
 from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.training.warm_up import WarmUp
@@ -148,10 +148,15 @@ class Trainer:
         """Return the demonstrations that join the groups of a rollout (--sft-loss-type luffy)."""
         return self.mixture.of_groups(batch) if self.mixture is not None and self.mixture.joins_groups else None
 
-    def mixed_demonstrations(self, joined: RolloutBatch | None, part: int, num_parts: int) -> RolloutBatch | None:
-        """Return the demonstrations of the next update: drawn ones, or its ``part`` of ``joined``; None without any."""
+    def mixed_demonstrations(
+        self, joined: RolloutBatch | None, batch: RolloutBatch, parts: Sequence[np.ndarray], part: int
+    ) -> RolloutBatch | None:
+        """Return the demonstrations of the next update, which has ``parts[part]`` of the batch; None without any.
+
+        They are drawn ones, or those of ``joined`` whose groups are in this part.
+        """
         if joined is not None:
-            own = np.array_split(np.arange(joined.num_completions), num_parts)[part]
+            own = np.flatnonzero(parts_of_groups(batch.group_ids, parts, joined.group_ids) == part)
             return joined.select(own) if len(own) else None
         if self.mixture is None or self.mixture.joins_groups:
             return None

@@ -20,6 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 import pretrain_grpo
+from megatron_grpo.models import forward, router_replay
 from megatron_grpo.parallel.initialize import initialize_distributed
 
 MIX = "--sft-data-path unused --sft-loss-type"
@@ -41,7 +42,12 @@ def two_updates(flags: list[str], world_size: int) -> list[dict[str, float]]:
     batch = made_up.share(args, replace(whole, ref_log_probs=whole.rollout_log_probs), updates)
     rows = []
     for trainer.iteration, completions in enumerate(updates):
-        rows.append(pretrain_grpo.update(args, trainer, batch, completions, demonstrations))
+        given = batch
+        if args.router_replay_mode == "R2":  # experts of the present weights: those of an update without replay
+            with router_replay.recording(args, trainer.model) as with_experts:
+                forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch, updates)
+            given = with_experts(batch)
+        rows.append(pretrain_grpo.update(args, trainer, given, completions, demonstrations))
     made_up.release(trainer)
     return rows
 

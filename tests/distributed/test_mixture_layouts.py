@@ -6,7 +6,9 @@ import pytest
 from good_args import MODEL
 from mixture_worker import COUNT, LOSSES
 from ranks import run_torchrun
+from router_replay_worker import FULL
 from slow import slow_except
+from test_parallel_layouts import DELTA, MAMBA
 
 pytestmark = pytest.mark.distributed
 
@@ -18,8 +20,11 @@ MODELS = {
     "experts": f"{DENSE} --model-family qwen3_moe --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
     " --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
 }
+MODELS |= {"delta nets": DELTA, "Mamba-2": MAMBA}
 BUDGET = "--max-tokens-per-microbatch 96"
 ALONE = ("--micro-batch-size 2", "--micro-batch-size 4", BUDGET, f"{BUDGET} --no-share-prompts")
+EMPTY = "--micro-batch-size 1"  # one of the micro-batches of two ranks has no demonstration
+REPLAY = f"--router-replay-mode R2 {FULL}"
 LAYOUTS = {
     "DP2": ["--micro-batch-size 2"],
     "dense": [
@@ -30,7 +35,14 @@ LAYOUTS = {
         f"{BUDGET} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     ],
     "adapters": [BUDGET, f"{BUDGET} --tensor-model-parallel-size 2", f"{BUDGET} --context-parallel-size 2"],
-    "experts": [BUDGET, f"{BUDGET} --expert-model-parallel-size 2", f"{BUDGET} --pipeline-model-parallel-size 2"],
+    "experts": [
+        BUDGET,
+        f"{BUDGET} --expert-model-parallel-size 2 {REPLAY}",
+        f"{BUDGET} --pipeline-model-parallel-size 2",
+        f"{BUDGET} --pipeline-model-parallel-size 2 --moe-token-dispatcher-type allgather {REPLAY}",
+    ],
+    "delta nets": [EMPTY],
+    "Mamba-2": [EMPTY],
 }
 COMPARED = ("loss", "grad_norm", "sft/loss", "entropy", "clip/high", "ratio/max", "tokens/update", "sft/tokens")
 

@@ -42,6 +42,7 @@ REFUSED = {
     f"{GKD} --gkd-beta 1.5": r"--gkd-beta \(1.5\) must lie between 0 and 1",
     f"{GKD} --epsilon 0.1": "--epsilon has no effect with --loss-type gkd",
     f"{GKD} --clip-cov-ratio 0.1": "--clip-cov-ratio has no effect with --loss-type gkd, which reads no advantages",
+    f"{GKD} --beta 0.1 --kl-in-reward": "--kl-in-reward has no effect with --loss-type gkd, which reads no advantages",
     f"{GKD} --advantage-estimator rloo": "--advantage-estimator has no effect with --loss-type gkd",
     f"{GKD} --gkd-logits-topk 1001": r"--gkd-logits-topk \(1001\) is larger than the vocabulary \(1000\)",
     f"{GKD} --top-k 5": "--loss-type gkd with --top-k 5: .*add --no-top-k-replay",

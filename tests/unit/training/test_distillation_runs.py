@@ -46,6 +46,18 @@ def test_recorded_completions_teach_what_the_teacher_would_say(bench, tiny_model
 
 
 @pytest.mark.slow
+def test_16_bits(bench, tiny_models):
+    """The policy as its own teacher has no divergence; another teacher has that of float32, but for roundings."""
+    found = {}
+    for name, words in {"own": "--bf16", "llama": "--bf16", "float32": ""}.items():
+        teacher = bench.model if name == "own" else tiny_models["llama"]
+        more = f"--teacher-load-hf {teacher} --train-iters 1 --save {bench.root / name} {words}"
+        assert launch(TRAIN, [*bench.words, *more.split()]) == 0
+        found[name] = metrics_of(bench.root / name)[-1]["teacher/divergence"]
+    assert abs(found["own"]) < 1e-6 and found["llama"] == pytest.approx(found["float32"], rel=0.05) and found["llama"]
+
+
+@pytest.mark.slow
 def test_rows_choose_their_teachers(bench, tiny_models, capfd):
     """The teacher of the odd rows is the policy itself: it has no divergence from it."""
     more = "--gkd-logits-topk 4 --num-generations 1 --global-batch-size 4".split()

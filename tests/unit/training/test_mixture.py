@@ -6,6 +6,8 @@ pretrain_grpo.py runs in this process, with a stub as engine that completes ever
 import json
 import math
 
+import bad_input_runs
+import numpy as np
 import pytest
 import torch
 from bad_input_bench import ROWS, Bench
@@ -17,7 +19,7 @@ from slow import slow_except
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.estimate.dry_run import dry_run_report
-from megatron_grpo.training.mixture import Mixture
+from megatron_grpo.training.mixture import Mixture, parts_of_groups
 from megatron_grpo.utils.errors import GrpoError
 
 GAMMA, TEMPERATURE, ENTROPY = 0.3, 0.5, 0.2
@@ -159,6 +161,40 @@ def test_mu_of_0_draws_nothing(tiny_models, tmp_path):
     assert start(bench, "sft", "--chord-mu-warmup-steps 2") == 0
     first, second = metrics_of(bench.save)
     assert not any(name.startswith("sft/") for name in first) and second["sft/mu"] == 0.15
+
+
+def test_a_demonstration_is_in_the_update_of_its_group():
+    groups, halves = np.array([7, 7, 7, 3, 3, 3, 5, 5]), [np.array([0, 1, 2, 4]), np.array([3, 5, 6, 7])]
+    assert parts_of_groups(groups, halves, np.array([5, 7, 3])).tolist() == [1, 0, 1]
+
+
+@pytest.mark.slow
+def test_several_updates_of_a_rollout(tiny_models, tmp_path):
+    """The first has the prompt 1, whose demonstration has two tokens, the second the prompt 2, with four."""
+    bench = Bench(tmp_path, tiny_models["qwen3"])
+    bench.without("--micro-batch-size")
+    assert start(bench, "luffy", "--micro-batch-size 4 --global-batch-size 4 --steps-per-generation 2") == 0
+    assert [row["sft/tokens"] for row in metrics_of(bench.save)] == [2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["sft", "luffy"])
+def test_a_replay_repeats_the_run(case, tiny_models, tmp_path, monkeypatch, capfd):
+    """With --train-only the demonstrations are those of the run, too; other prompts in the files end a replay."""
+    bench = Bench(tmp_path, tiny_models["qwen3"])
+    assert start(bench, case, f"--ledger {tmp_path / 'ledger'}") == 0
+    wanted = metrics_of(bench.save)
+    monkeypatch.setattr(bad_input_runs, "StubEngine", None)
+    for how in ["--replay-rollouts"] + ["--train-only"] * (case == "sft"):
+        assert start(bench, case, f"{how} {tmp_path / 'ledger'} --save {tmp_path / how}") == 0
+        rows = metrics_of(tmp_path / how)
+        names = [name for name in wanted[0] if name.startswith(("sft/", "loss", "grad_norm", "advantage/", "entropy"))]
+        assert [[row[name] for name in names] for row in rows] == [[row[name] for name in names] for row in wanted]
+    if case == "luffy":
+        rows = bench.data(*map(json.dumps, ROWS[::-1]), name="reversed.jsonl")
+        more = f"{' '.join(rows)} --replay-rollouts {tmp_path / 'ledger'} --save {tmp_path / 'other'}"
+        assert start(bench, case, more) == 1
+        assert "--train-data-path, which has another prompt there now" in capfd.readouterr().err
 
 
 MIX = "--sft-data-path demos.jsonl --sft-loss-type"
