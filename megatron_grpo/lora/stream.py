@@ -12,7 +12,7 @@ from megatron_grpo.lora.layers import Adapter
 from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.weights.stream import local_shards, stream_weights, streamed
+from megatron_grpo.weights.stream import WeightStream, local_shards, stream_weights, streamed
 
 MERGED_BYTES = 128 * 2**20  # of float32: experts that are merged together
 
@@ -33,12 +33,10 @@ def stream_saved(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator
     yield from stream_weights(saved_weights(args), local_shards(model_chunks, args), params_dtype(args))
 
 
-def stream_merged(
-    model_chunks: Sequence[nn.Module], args: Namespace, *, only_trained: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `weights.stream.stream_hf` yields, with W + s B A in place of W, without a change of W. Collective."""
+def stream_merged(model_chunks: Sequence[nn.Module], args: Namespace, *, only_trained: bool = False) -> WeightStream:
+    """Return `weights.stream.stream_hf` with W + s B A in place of W, without a change of W."""
     shards = merged_shards(model_chunks, args)
-    yield from stream_weights(streamed(args, only_trained), shards, params_dtype(args))
+    return WeightStream(streamed(args, only_trained), shards, params_dtype(args))
 
 
 def merged_shards(model_chunks: Sequence[nn.Module], args: Namespace) -> Mapping[str, Tensor]:

@@ -39,7 +39,13 @@ class Joint:
     num_replicas: int
     store: dist.Store
     group: Any  # gloo's, of all ranks; torch's stubs do not say that it is a ProcessGroup
-    weights: Any | None  # of trainer rank 0, which is its rank 0, and all engine ranks; NCCL on GPUs
+    weights: Any  # of all ranks, too; NCCL on GPUs
+
+    @property
+    def trainers(self) -> int:
+        """Number of trainer ranks."""
+        role = self.role
+        return role.size if role.replica is None else self.rank - role.replica * role.size - role.rank
 
 
 def role_of(rank: int, world_size: int, rollout_ranks: int, width: int) -> Role:
@@ -63,14 +69,10 @@ def check_hosts(trainers: int, rollout_ranks: int, width: int, ranks_per_host: i
 
 def connect(args: Namespace, role: Role, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Joint:
     """Return the connection of all roles. Collective over all ranks of the launch."""
-    trainers = world_size - args.rollout_ranks
     replicas = args.rollout_ranks // args.vllm_tensor_parallel_size
     group = dist.ProcessGroupGloo(dist.PrefixStore("joint", store), rank, world_size, timeout)
-    weights = None
-    if rank == 0 or role.replica is not None:
-        place, size = max(0, rank - trainers + 1), args.rollout_ranks + 1
-        over_servers = args.vllm_mode == "server"  # the engine ranks have no GPU
-        weights = _device_group(dist.PrefixStore("weights", store), place, size, timeout, over_servers)
+    over_servers = args.vllm_mode == "server"  # the engine ranks have no GPU
+    weights = _device_group(dist.PrefixStore("weights", store), rank, world_size, timeout, over_servers)
     return Joint(role, rank, replicas, dist.PrefixStore("control", store), group, weights)
 
 

@@ -35,6 +35,7 @@ from megatron_grpo.parallel.agreement import peer_has_ended
 from megatron_grpo.rollout.draft_counts import DraftCounts
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 from megatron_grpo.vision.images import RowImages
+from megatron_grpo.weights.transfer_plan import HfTensor, Needs
 
 
 @dataclass(frozen=True)
@@ -297,6 +298,9 @@ class AdapterEngine(Engine, Protocol):
 
 class InterruptibleEngine(GeneratingEngine, Protocol):
     """Interface of an engine whose requests can be continued later, under other weights."""
+
+    def needs(self, tensors: Sequence[HfTensor]) -> Needs | None:
+        """Return which parts of these tensors `update_weights` reads on this rank; None: whole tensors."""
 
     def unfinished(self) -> list[Completion]:
         """Return what `interrupt` would return; the requests go on."""

@@ -25,10 +25,26 @@ from megatron_grpo.weights.parameter_mapping import Weight
 Unit = Sequence[Weight]
 
 
+class WeightStream(Iterator[tuple[str, Tensor]]):
+    """Iterator over (Hugging Face name, full tensor) of ``weights``, as `stream_weights`, which shows its sources.
+
+    ``local``: this rank's shards by the weights' names.
+    """
+
+    def __init__(
+        self, weights: Sequence[Weight], local: Mapping[str, Tensor], params: torch.dtype, bucket_bytes: int = 2**28
+    ):
+        self.weights, self.local = weights, local
+        self._stream = stream_weights(weights, local, params, bucket_bytes)
+
+    def __next__(self) -> tuple[str, Tensor]:
+        return next(self._stream)
+
+
 def stream_hf(
-    model_chunks: Sequence[nn.Module], args: Namespace, bucket_bytes: int = 256 * 2**20, *, only_trained: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, full tensor) of the weights of `streamed`, on every rank in the same order. Collective.
+    model_chunks: Sequence[nn.Module], args: Namespace, bucket_bytes: int = 2**28, *, only_trained: bool = False
+) -> WeightStream:
+    """Return the stream of the weights of `streamed`: on every rank in the same order. Its iteration is collective.
 
     Every rank must iterate to the end. The order is that of `units`. The tensors are on the model's device. They may be
     views of the parameters where a rank holds a full weight: copy a tensor to keep it.
@@ -39,10 +55,10 @@ def stream_hf(
     tensor-parallel group). So no shard is sent between stages twice. Tied embeddings are yielded once, as the
     embedding; vocabulary padding is removed.
 
-    Raises GrpoError, before anything is sent, when the model differs from its family's table.
+    Raises GrpoError when the model differs from its family's table.
     """
     shards = local_shards(model_chunks, args)
-    yield from stream_weights(streamed(args, only_trained), shards, params_dtype(args), bucket_bytes)
+    return WeightStream(streamed(args, only_trained), shards, params_dtype(args), bucket_bytes)
 
 
 def streamed(args: Namespace, only_trained: bool) -> list[Weight]:
@@ -61,7 +77,7 @@ def local_shards(model_chunks: Sequence[nn.Module], args: Namespace) -> dict[str
 
 
 def stream_weights(
-    weights: Sequence[Weight], local: Mapping[str, Tensor], params: torch.dtype, bucket_bytes: int = 256 * 2**20
+    weights: Sequence[Weight], local: Mapping[str, Tensor], params: torch.dtype, bucket_bytes: int = 2**28
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full tensor) as `stream_hf`, of any ``weights``. Collective.
 

@@ -19,7 +19,7 @@ import pstats
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -30,6 +30,7 @@ import torch
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampler import PromptSampler
+from megatron_grpo.models.config import params_dtype
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel.initialize import initialize_distributed, joint
 from megatron_grpo.parallel.roles import Joint
@@ -44,7 +45,8 @@ from megatron_grpo.rollout.vllm.scheduler import scheduler_of
 from megatron_grpo.rollout.weight_sync.weight_check import PROMPTS_PER_REPLICA, probe_plan
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import families
-from megatron_grpo.weights.stream import describe
+from megatron_grpo.weights.parameter_mapping import Weight
+from megatron_grpo.weights.stream import WeightStream, streamed
 from tools import made_up
 from tools.benchmark.long_tail import DrawnLengths, Lengths
 from tools.benchmark.rollout import REWARD, Numbers
@@ -58,6 +60,27 @@ class Rows(list):
     def first(self, count: int) -> list[Prompt]:
         """Return the first prompts."""
         return self[:count]
+
+
+class MadeUpWeights(Mapping):
+    """The shards of a trainer of one rank, by name; their values are drawn when they are read."""
+
+    def __init__(self, table: Sequence[Weight], params: torch.dtype, seed: int):
+        self._table, self._params = {weight.name: weight for weight in table}, params
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self._table[name]
+        return (torch.randn(weight.shard_shape(1), generator=self._generator) * 0.02).to(weight.dtype or self._params)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
 
 
 class Clocked(DrawnLengths):
@@ -131,12 +154,8 @@ def train(args, roles, dataset: Rows, own) -> None:
     engines = PlacedEngines(args, roles, dataset, sampler, lambda signal: None)  # type: ignore[arg-type]
     engines.start()
     for batch in range(own.batches + 1):
-        generator = torch.Generator().manual_seed(batch)
-        weights: Iterator = (
-            (name, (torch.randn(shape, generator=generator) * 0.02).to(dtype))
-            for name, dtype, shape in describe(args, only_trained=engines.has_weights)
-        )
-        engines.update_weights(weights, batch)
+        table, params = streamed(args, only_trained=False), params_dtype(args)
+        engines.update_weights(WeightStream(table, MadeUpWeights(table, params, batch), params), batch)
         probes = bool(args.max_staleness and not own.no_probe)
         if probes:
             plan = probe_plan(args, dataset.first(PROMPTS_PER_REPLICA), engines.num_replicas)

@@ -16,6 +16,7 @@ from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.servers.engine import WeightTransfer
 from megatron_grpo.rollout.servers.pool import Job, ServerPool
 from megatron_grpo.rollout.servers.server import Server, Streamed
+from megatron_grpo.weights.transfer_plan import HfTensor
 
 POLL = 0.02  # seconds that a poll waits at most: the producer looks for commands between two
 
@@ -109,6 +110,9 @@ class ServerStream:
     def drafts(self) -> DraftCounts | None:
         """Return the counts of `GeneratingEngine.drafts` as of the last probe of each server."""
         return self._pool.drafts
+
+    def needs(self, tensors: Sequence[HfTensor]) -> None:
+        """Return None: servers read whole tensors."""
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Send new weights to all servers that answer."""

@@ -4,7 +4,7 @@ import functools
 import json
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from megatron_grpo.rollout.stream.conductor import Conductor
 from megatron_grpo.rollout.stream.messages import Message
 from megatron_grpo.rollout.unfinished import check_same_run
 from megatron_grpo.utils import progress
-from megatron_grpo.weights.stream import describe
+from megatron_grpo.weights.stream import WeightStream
 
 BETWEEN_LOOKS = 0.005  # seconds between two looks for reports
 BETWEEN_SIGNS = 1.0  # seconds between two looks for signs of progress
@@ -64,7 +64,7 @@ class PlacedEngines:
         self._reports: list[list[Message]] = [[] for _ in replicas]  # that a command waits for
         self._signs: list[Any] = []
         self._last_look = 0.0
-        self._described: dict[str, list[weights.Described]] = {}  # of the weights and of the adapter
+        self._transfers: dict[str, weights.Transfer] = {}  # of the weights and of the adapter
         self._version = -1  # of the newest weights
         self._plan: Callable[[], tuple[RolloutBatch, int]] | None = None  # that has begun: `begin`
         self._failures = 0  # missing rewards since the last batch
@@ -157,10 +157,13 @@ class PlacedEngines:
 
     # ---- weights
 
-    def update_weights(self, stream: weights.Weights, version: int) -> None:
-        """Publish new weights: all replicas have them when the next command reaches them. Collective."""
-        what = "trained weights" if self.has_weights else "weights"  # `streamed`
-        self._publish(what, stream, version, lambda: describe(self._args, only_trained=self.has_weights))
+    def update_weights(self, stream: WeightStream, version: int) -> None:
+        """Publish new weights: all replicas have them when the next command reaches them. Collective.
+
+        The full tensors of the stream are not gathered: every rank sends parts of its own shards.
+        """
+        only_trained = self.has_weights and self._args.vision_config  # `streamed`
+        self._publish("trained weights" if only_trained else "weights", stream.local, version)
         self.has_weights = True
 
     @property
@@ -170,32 +173,25 @@ class PlacedEngines:
 
     def update_adapter(self, adapter: dict[str, torch.Tensor], version: int) -> None:
         """Publish a new adapter; after new weights the engines generate nothing before it. Collective."""
-        described = [weights.Described(name, tensor.dtype, tensor.shape) for name, tensor in adapter.items()]
-        self._publish("adapter", iter(adapter.items()), version, lambda: described)
+        self._publish("adapter", adapter, version)
 
-    def _publish(
-        self, what: str, stream: weights.Weights, version: int, described: Callable[[], list[weights.Described]]
-    ) -> None:
+    def _publish(self, what: str, local: Mapping[str, torch.Tensor], version: int) -> None:
         self._finish_plan()
         await_ranks()  # the engines receive the weights within a time-out
         with led_by_rank_0(self._watch_signals):
             if self._leads:
-                if what not in self._described:
-                    self._described[what] = described()
-                    self._joint.store.set(what, json.dumps(weights.to_json(self._described[what])))
                 self._tell({"do": "prepare", "version": version})
                 self._reported("ready")
                 self._tell({"do": "publish", "what": what})
-        self._send(what, stream)
+        self._send(what, local)
         self._version = version
 
-    def _send(self, what: str, stream: weights.Weights) -> None:
-        if self._leads:
-            assert self._joint.weights is not None
-            weights.send(stream, self._described[what], self._joint.weights)
-        else:
-            for _ in stream:  # iterating is collective
-                pass
+    def _send(self, what: str, local: Mapping[str, torch.Tensor]) -> None:
+        """Send parts of this rank's shards. Collective over all ranks."""
+        if what not in self._transfers:
+            table = weights.table(self._args, what)
+            self._transfers[what] = weights.Transfer(self._args, self._joint, table, weights.holder(table, local))
+        self._transfers[what].send(local)
 
     def compare_adapter(self, adapter: dict[str, torch.Tensor]) -> list[str]:
         """Return on rank 0 a line for each tensor of an engine's adapter that differs from this one. Collective.
@@ -205,7 +201,7 @@ class PlacedEngines:
         await_ranks()
         if self._leads:
             self._tell({"do": "compare adapter"})
-        self._send("adapter", iter(adapter.items()))
+        self._send("adapter", adapter)
         return self._lines_of_all("compared")
 
     def probe_adapter(self) -> list[str]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import GroupMember, RewardPool, print_first_failures
@@ -35,6 +36,7 @@ from megatron_grpo.rollout.stream import messages, weights
 from megatron_grpo.rollout.stream.messages import Message
 from megatron_grpo.rollout.unfinished import Group, prompts_of, read_groups, with_completion, write_groups
 from megatron_grpo.utils import progress
+from megatron_grpo.weights.transfer_plan import hf_tensors, whole
 
 FIRST_OF_JOB = 2**40  # id of a request of an evaluation; those of training are far below
 IDLE = 0.002  # seconds between two looks for commands, if nothing is generated
@@ -97,7 +99,7 @@ class Producer:
         self._version: int | None = None  # to be published, as soon as the engine is ready
         self._is_ready = False  # to publish it
         self._has_policy = False  # whether the engine has the weights, and the adapter of a run that sends it alone
-        self._described: dict[str, list[weights.Described]] = {}  # of the weights and of the adapter
+        self._transfers: dict[str, weights.Transfer] = {}  # of the weights and of the adapter
         self._idle_seconds = 0.0
         self._last_sign = 0.0
         self._failed_rewards: set[str] = set()
@@ -432,7 +434,7 @@ class Producer:
                 self._report({"do": "job done", "failures": job.failures})
 
     def _publish(self, what: str) -> None:
-        """Receive the new weights, or a new adapter. Collective over trainer rank 0 and all engine ranks."""
+        """Receive the new weights, or a new adapter. Collective over all ranks."""
         assert self._version is not None
         if self._args.weight_update != "keep":
             self._pause()
@@ -444,11 +446,13 @@ class Producer:
         self._version = None
 
     def _received(self, what: str) -> weights.Weights:
-        """Return the tensors that trainer rank 0 sends. Collective over it and all engine ranks."""
-        if what not in self._described:
-            self._described[what] = weights.from_json(json.loads(self._joint.store.get(what)))
-        assert self._joint.weights is not None
-        return weights.receive(self._described[what], self._joint.weights)
+        """Return the tensors that the trainers send. Collective over all ranks."""
+        if what not in self._transfers:
+            table = weights.table(self._args, what)
+            tensors = hf_tensors(table, params_dtype(self._args))
+            needs = None if what == "adapter" else self._engine.needs(tensors)
+            self._transfers[what] = weights.Transfer(self._args, self._joint, table, needs or whole(tensors))
+        return self._transfers[what].receive()
 
     def _report_of_all(self, done: str, lines: list[str]) -> None:
         """Report the lines of all ranks of this replica."""

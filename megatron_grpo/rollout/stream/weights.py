@@ -1,85 +1,197 @@
-"""Weights from trainer rank 0 to all engine ranks: one broadcast for each bucket of tensors.
+"""Weights from the trainer ranks to the engine ranks: each engine rank receives the parts that it reads.
 
-Both sides know the names, dtypes and shapes of all tensors in the order of the stream (`describe`), so that only bytes
-travel. No rank holds more than a bucket beside its model.
+All ranks make the plan of the first sync of each kind together (`weights/transfer_plan.py`), from what the trainer
+ranks hold and what the engine ranks need. Each round of it is one all-to-all exchange of bytes, in which trainers send
+and engines receive. The engine's loaders then get full Hugging Face tensors, of which only the parts that they read
+have been filled. So the kernels of the engine and its own processing of the weights need no code here.
 """
 
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from megatron_grpo.lora.table import adapter_table
+from megatron_grpo.models.config import params_dtype
+from megatron_grpo.models.fp8_weight import plain
+from megatron_grpo.parallel.exchange import concatenated
+from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.device import device
-from megatron_grpo.weights.stream import Described
+from megatron_grpo.weights import transfer_plan
+from megatron_grpo.weights.parameter_mapping import Dimensions, Weight, same
+from megatron_grpo.weights.stream import streamed
+from megatron_grpo.weights.transfer_plan import HfTensor, Holder, Needs, Piece, Plan
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-BUCKET_BYTES = 256 * 2**20
-ALIGNMENT = 16  # bytes; a tensor begins where its dtype can be read
+ALIGNMENT = 16  # bytes; a piece begins where its dtype can be read
 
 
-def to_json(described: Sequence[Described]) -> list[list]:
-    """Return descriptions as JSON values."""
-    return [[name, str(dtype).removeprefix("torch."), list(shape)] for name, dtype, shape in described]
+def table(args: Namespace, what: str) -> list[Weight]:
+    """Return the weights of a sync: all "weights", "trained weights" (`streamed`), or an "adapter" in full."""
+    if what != "adapter":
+        return streamed(args, only_trained=what == "trained weights")
+    dtype = getattr(torch, args.vllm_dtype) if args.vllm_dtype else params_dtype(args)
+    return undivided(transfer_plan.hf_tensors(adapter_table(args), dtype))
 
 
-def from_json(values: Sequence[Sequence]) -> list[Described]:
-    """Undo `to_json`."""
-    return [Described(name, getattr(torch, dtype), torch.Size(shape)) for name, dtype, shape in values]
+def undivided(tensors: Sequence[HfTensor]) -> list[Weight]:
+    """Return the weights of a model without shards that has these tensors."""
+    return [Weight(name, {name: tuple(shape)}, same, None, Dimensions(), dtype=dtype) for name, dtype, shape in tensors]
 
 
-def buckets(described: Sequence[Described], limit: int = BUCKET_BYTES) -> Iterator[list[Described]]:
-    """Yield consecutive tensors of at most ``limit`` bytes, or a larger one alone."""
-    bucket: list[Described] = []
-    held = 0
-    for tensor in described:
-        if bucket and held + _bytes(tensor) > limit:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(tensor)
-        held += _bytes(tensor)
-    if bucket:
-        yield bucket
+class _Traffic(NamedTuple):
+    """The pieces that this rank sends or receives in a round, by the other's rank in the launch, and their bytes."""
+
+    weights: range
+    tensors: range
+    pieces: dict[int, list[Piece]]
+
+    def bytes_of(self, other: int) -> int:
+        return sum(map(_padded, self.pieces.get(other, ())))
 
 
-def send(weights: Weights, described: Sequence[Described], group: dist.ProcessGroup) -> None:
-    """Broadcast ``weights`` from rank 0 of ``group``."""
-    for bucket in buckets(described):
-        flat = torch.zeros(sum(map(_bytes, bucket)), dtype=torch.uint8, device=_device_of(group))
-        for expected, part in zip(bucket, flat.split(list(map(_bytes, bucket))), strict=True):
-            name, tensor = next(weights)
-            assert (name, tensor.shape) == (expected.name, expected.shape), f"{name} is sent in place of {expected}"
-            _view(part, expected).copy_(tensor)
-        _broadcast(flat, group)
-    for name, _ in weights:  # iterating is collective: reach the end
-        raise AssertionError(f"{name} is not described")
+class Transfer:
+    """The planned transfer of one kind of weights, on one rank of the launch. Collective over all of them."""
+
+    def __init__(self, args: Namespace, joint: Joint, weights: Sequence[Weight], own: Holder | Needs):
+        """Agree with all ranks on the plan: ``own`` is what a trainer rank holds, or an engine rank needs."""
+        self._group = joint.weights
+        params, size, trainers = params_dtype(args), joint.group.size(), joint.trainers
+        tensors = transfer_plan.hf_tensors(weights, params)
+        holders, needs = _of_all_ranks(joint, own, weights, tensors, trainers)
+        self._plan = Plan(weights, params, holders, needs)
+        self._rank = joint.rank
+        if joint.rank < trainers:
+            exchanged = [
+                (trainers + to, piece)
+                for to in range(size - trainers)
+                for _, piece in self._plan.pieces(to, joint.rank)
+            ]
+        else:
+            exchanged = self._plan.pieces(joint.rank - trainers)
+        self._traffic = [_Traffic(*part, {}) for part in self._plan.rounds]
+        round_of = {number: traffic for traffic in self._traffic for number in traffic.weights}
+        for other, piece in exchanged:
+            round_of[piece.weight].pieces.setdefault(other, []).append(piece)
+
+    def send(self, local: Mapping[str, torch.Tensor]) -> None:
+        """Send the pieces of this trainer rank's shards ``local``.
+
+        All shards of a round that the rank may send are read, in the order of the table: merging adapters can be
+        collective.
+        """
+        for traffic in self._traffic:
+            shards = {n: local[self._plan.weights[n].name] for n in self._plan.owned(self._rank, traffic.weights)}
+            buffer, views = self._buffer(traffic)
+            sources = dict[int, torch.Tensor]()
+            for number in {piece.weight for piece, _ in views}:
+                shard = plain(shards[number])
+                sources[number] = shard.mT if self._plan.weights[number].transposed else shard
+            if views:
+                torch._foreach_copy_([view for _, view in views], [sources[p.weight][p.spot] for p, _ in views])
+            self._exchange(traffic, sent=buffer)
+
+    def receive(self) -> Weights:
+        """Yield the Hugging Face tensors on an engine rank, which must iterate to the end.
+
+        Only the needed parts are filled; a tensor without any has no memory of its own.
+        """
+        for traffic in self._traffic:
+            buffer, views = self._buffer(traffic)
+            self._exchange(traffic, received=buffer)
+            found: dict[int, list[tuple[Piece, torch.Tensor]]] = {}
+            for piece, view in views:
+                found.setdefault(piece.tensor, []).append((piece, view))
+            for number in traffic.tensors:
+                name, dtype, shape = self._plan.tensors[number]
+                yield name, _assembled(found.get(number, []), shape, dtype, buffer.device)
+
+    def _buffer(self, traffic: _Traffic) -> tuple[torch.Tensor, list[tuple[Piece, torch.Tensor]]]:
+        """Return a buffer for the bytes of a round, in the order of the other ranks, and each piece's view of it."""
+        pieces = [piece for _, of_rank in sorted(traffic.pieces.items()) for piece in of_rank]
+        sizes = list(map(_padded, pieces))
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=_device_of(self._group))
+        dtypes = (self._plan.tensors[piece.tensor].dtype for piece in pieces)
+        views = [
+            (piece, part[: piece.nbytes].view(dtype).view(piece.shape))
+            for piece, part, dtype in zip(pieces, buffer.split(sizes) if sizes else (), dtypes, strict=True)
+        ]
+        return buffer, views
+
+    def _exchange(
+        self, traffic: _Traffic, *, sent: torch.Tensor | None = None, received: torch.Tensor | None = None
+    ) -> None:
+        ranks = self._group.size()
+        sizes, zeros = [traffic.bytes_of(other) for other in range(ranks)], [0] * ranks
+        nothing = torch.empty(0, dtype=torch.uint8, device=_device_of(self._group))
+        if sent is not None:
+            self._group.alltoall_base(nothing, sent, zeros, sizes).wait()
+        else:
+            self._group.alltoall_base(received, nothing, sizes, zeros).wait()
+        progress.advance()
 
 
-def receive(described: Sequence[Described], group: dist.ProcessGroup) -> Weights:
-    """Yield the weights that rank 0 of ``group`` sends; the receiver must iterate to the end."""
-    for bucket in buckets(described):
-        sizes = list(map(_bytes, bucket))
-        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=_device_of(group))
-        _broadcast(flat, group)
-        for expected, part in zip(bucket, flat.split(sizes), strict=True):
-            yield expected.name, _view(part, expected)
+def _assembled(
+    parts: Sequence[tuple[Piece, torch.Tensor]], shape: torch.Size, dtype: torch.dtype, where: torch.device
+) -> torch.Tensor:
+    """Return a Hugging Face tensor that has these parts; its other elements are undefined."""
+    if not parts:
+        return torch.empty((1,) * len(shape), dtype=dtype, device=where).expand(shape)
+    if parts[0][0].shape == tuple(shape):
+        return parts[0][1]
+    whole = torch.empty(shape, dtype=dtype, device=where)
+    torch._foreach_copy_([whole[piece.place] for piece, _ in parts], [part for _, part in parts])
+    return whole
+
+
+def holder(weights: Sequence[Weight], local: Mapping[str, torch.Tensor]) -> Holder:
+    """Return what this trainer rank holds of ``weights``, with the shards ``local``."""
+    ranks = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    of_experts = (
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    held = np.array([weight.name in local for weight in weights])
+    return Holder(held, parallel_state.get_pipeline_model_parallel_rank(), ranks, of_experts)
+
+
+def _of_all_ranks(
+    joint: Joint, own: Holder | Needs, weights: Sequence[Weight], tensors: Sequence[HfTensor], trainers: int
+) -> tuple[list[Holder], list[Needs]]:
+    """Return what all trainer ranks hold, and what all engine ranks need. Collective."""
+    axes = max(len(tensor.shape) for tensor in tensors)
+    head, held = np.zeros((0, 5), np.int64), np.zeros((0, len(weights)), np.bool_)
+    boxes = np.zeros((0, 1 + 2 * axes), np.int64)
+    if isinstance(own, Holder):
+        head, held = np.array([[own.stage, *own.tp, *own.expert_tp]]), own.held[None]
+    else:
+        boxes = transfer_plan.to_rows(own, axes)
+    (heads, helds), _ = concatenated([head, np.packbits(held, axis=1)], joint.group)
+    (rows,), ranks = concatenated([boxes], joint.group)
+    held = np.unpackbits(helds, axis=1, count=len(weights)).astype(bool)
+    holders = [
+        Holder(mask, stage, (tp, tp_size), (expert, expert_size))
+        for mask, (stage, tp, tp_size, expert, expert_size) in zip(held, heads.tolist(), strict=True)
+    ]
+    known: dict[bytes, Needs] = {}  # the replicas of an engine have equal needs
+    needs = []
+    for rank in range(trainers, joint.group.size()):
+        mine = rows[ranks == rank]
+        needs.append(known.setdefault(mine.tobytes(), transfer_plan.from_rows(mine, tensors)))
+    return holders, needs
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device | str:
     return "cpu" if isinstance(group, dist.ProcessGroupGloo) else device()
 
 
-def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([flat], options).wait()
-    progress.advance()
-
-
-def _bytes(tensor: Described) -> int:
-    size = tensor.shape.numel() * tensor.dtype.itemsize
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _view(part: torch.Tensor, tensor: Described) -> torch.Tensor:
-    return part[: tensor.shape.numel() * tensor.dtype.itemsize].view(tensor.dtype).view(tensor.shape)
+def _padded(piece: Piece) -> int:
+    return -(-piece.nbytes // ALIGNMENT) * ALIGNMENT

@@ -25,7 +25,7 @@ import random
 import re
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,10 +49,12 @@ from megatron_grpo.rollout.vllm import draft, scheduler
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.vllm.load_weights import load_weights
+from megatron_grpo.rollout.vllm.loader_trace import needed_parts
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 from megatron_grpo.vision.images import load_processor
+from megatron_grpo.weights.transfer_plan import HfTensor, Needs
 
 UNDIVIDED = 1024  # tokens of the longest sequence whose keys one program of attention reads
 LARGEST_GRAPH = 512  # sequences of vLLM's largest CUDA graph, if it is not told
@@ -256,6 +258,10 @@ class VllmColocate:
             if self.drafts is not None:
                 self.drafts[:] = 0
             yield
+
+    def needs(self, tensors: Sequence[HfTensor]) -> Needs | None:
+        with lost_on_failure("vLLM's loaders of weights, traced"):
+            return self._llm.collective_rpc(needed_parts, args=(tensors, self._mtp_prefixes))[0]
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Load new weights; requests under way go on with their keys and values, and have tokens of both versions."""

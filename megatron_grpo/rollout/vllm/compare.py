@@ -38,7 +38,7 @@ def compare_model(model: Any, weights: Weights, without: Container[int] = ()) ->
     """Return the lines of `compare_weights` for a model of vLLM, except for parameters ``without`` (storages)."""
     name_loaders(model)
     lines = _stale_copies(model)
-    with torch.no_grad(), _loading_shapes(model) as names, _Compare(names) as compare:
+    with torch.no_grad(), loading_shapes(model) as names, _Compare(names) as compare:
         model.load_weights(by_expert(model, compare.naming(weights)))
     counts = {name: int(torch.stack(parts).sum()) for name, parts in compare.differing.items()}
     lines += [f"{name}: {count:,} of its elements differ" for name, count in counts.items() if count]
@@ -89,11 +89,11 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
+def loading_shapes(model: torch.nn.Module, contents: bool = True) -> Iterator[dict[int, str]]:
     """Context in which parameters have the shapes that ``load_weights`` expects; yields ``{storage: name}``.
 
-    Their content is that of the kernels. For its own reloads, vLLM keeps the shapes and loaders that the parameters had
-    before the kernels rearranged them.
+    Their ``contents`` are the kernels'; without, they are meta tensors. For its own reloads, vLLM keeps the shapes and
+    loaders that the parameters had before the kernels rearranged them.
     """
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -118,7 +118,7 @@ def _loading_shapes(model: torch.nn.Module) -> Iterator[dict[int, str]]:
                 kept.append((layer, name, parameter))
                 if id(parameter) not in views:
                     like = restore_layer_refs(recorded[name], layer)
-                    view: Any = _loadable_parameter(layer, name, parameter, like).detach()
+                    view: Any = (_loadable_parameter(layer, name, parameter, like) if contents else like).detach()
                     view.__class__, view.__dict__ = like.__class__, dict(like.__dict__)
                     view.weight_loader = _of_results(_get_original_loader(like))  # a reload has wrapped it
                     views[id(parameter)] = view

@@ -64,10 +64,15 @@ def compare_with_mtp(worker, weights: Weights, prefixes: Sequence[str]) -> list[
     return lines + compare_model(draft_model(worker), iter(kept), without=policys)
 
 
+def drafts_with(name: str, prefixes: Sequence[str]) -> bool:
+    """Return whether the layers that draft have a tensor of their own of this name."""
+    return name.startswith(tuple(prefixes)) and not name.endswith(_COPIES)
+
+
 def _keeping(weights: Weights, prefixes: Sequence[str], kept: list[tuple[str, torch.Tensor]]) -> Weights:
     """Yield ``weights``; append copies of the tensors with a name of ``prefixes`` to ``kept``."""
     for name, tensor in weights:
-        if name.startswith(tuple(prefixes)) and not name.endswith(_COPIES):
+        if drafts_with(name, prefixes):
             kept.append((name, tensor.clone()))
         yield name, tensor
 

@@ -6,6 +6,7 @@ import datetime
 import json
 import threading
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import good_args
@@ -25,20 +26,23 @@ from megatron_grpo.rollout.engine import Completion, request_seed
 from megatron_grpo.rollout.ledger import content, ledger
 from megatron_grpo.rollout.ledger.content import BatchRecord
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed
-from megatron_grpo.rollout.stream import messages, placed, producer
+from megatron_grpo.rollout.stream import messages, producer, weights
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
 from megatron_grpo.rollout.unfinished import Group
 from megatron_grpo.training import recorded_run
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError, Preempted
-from megatron_grpo.weights.stream import Described
+from megatron_grpo.weights.stream import WeightStream
+from megatron_grpo.weights.transfer_plan import HfTensor, Holder
 
 pytestmark = pytest.mark.usefixtures("one_process")
 LONGEST, SIZE, ROWS = 40, 4, 50
 FLAGS = f"""--num-generations {SIZE} --generation-batch-size 16 --global-batch-size 16 --max-completion-length {LONGEST}
     --vllm-max-num-seqs 8 --rollout-ranks 2 --rollout-importance-sampling-mode token_truncate"""
-DESCRIBED = [Described("a", torch.float32, torch.Size([3])), Described("b", torch.bfloat16, torch.Size([2, 2]))]
+TENSORS = [HfTensor("a", torch.float32, torch.Size([3])), HfTensor("b", torch.bfloat16, torch.Size([2, 2]))]
+ADAPTER = [("q.lora_A", torch.float32, torch.Size([2, 3])), ("q.lora_B", torch.float32, torch.Size([3, 2]))]
+TABLES = {"weights": TENSORS, "adapter": [HfTensor(*matrix) for matrix in ADAPTER]}
 
 
 class Rows(list):
@@ -104,6 +108,9 @@ class MadeUpEngine:
     def _completion(self, number, reason):
         request, ids, versions, _ = self.running.pop(number)
         return Completion(number, list(ids), [-1.0] * len(ids), reason, list(versions)).after(request.begun)
+
+    def needs(self, tensors):
+        assert tensors == TENSORS
 
     def update_weights(self, weights, version):
         received = dict(weights)
@@ -180,7 +187,9 @@ class Launch:
             lora_weight_sync="adapter" if engine is AdapterEngine else None,
             end_token_ids=(),
         )
-        monkeypatch.setattr(placed, "describe", lambda args, only_trained: DESCRIBED)
+        monkeypatch.setattr(weights, "table", lambda args, what: weights.undivided(TABLES[what]))
+        alone = partial(Holder, stage=0, tp=(0, 1), expert_tp=(0, 1))  # this process has no parallel groups
+        monkeypatch.setattr(weights, "holder", lambda table, local: alone(np.array([w.name in local for w in table])))
         self.engines = [engine() for _ in range(2)]
         self.threads, self.errors, self.signal = [], [], False
         self.store = dist.HashStore()
@@ -225,11 +234,8 @@ class Launch:
             raise Preempted("a signal")
 
     def publish(self, version):
-        def stream():
-            yield "a", torch.full([3], float(version))
-            yield "b", torch.full([2, 2], float(version), dtype=torch.bfloat16)
-
-        self.trainer.update_weights(stream(), version)
+        local = {name: torch.full(shape, float(version), dtype=dtype) for name, dtype, shape in TENSORS}
+        self.trainer.update_weights(WeightStream(weights.undivided(TENSORS), local, torch.float32), version)
 
     def end(self):
         for engine in self.engines:

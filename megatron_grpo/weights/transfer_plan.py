@@ -1,0 +1,331 @@
+"""Plan of a weight sync: which elements of which trainer rank's shards each engine rank receives.
+
+Two halves meet in the elements of the Hugging Face tensors. The trainer's half is the family's table: `Weight.slices`
+says which lines of which tensors a shard consists of. The engine's half is a list of boxes of each tensor (`Needs`),
+which the engine derives from its own loaders. Their intersections are the pieces that are sent.
+
+A shard has several holders (data- and context-parallel replicas). For each engine rank the pieces of all shards with
+the same holders, in the order of the table, are divided among these holders into parts of equal bytes. Each holder
+thus sends the same number of bytes, give or take a piece, and every rank knows who sends without a message.
+
+The sync has rounds of consecutive weights, in which an engine rank completes tensors of at most ``limit`` bytes and a
+holder sends on average at most as many. No process group is used here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import ceil, prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_grpo.weights.parameter_mapping import Slice, Weight
+
+Box = tuple[tuple[int, int], ...]  # (first, end) along each axis of a Hugging Face tensor
+Needs = Sequence[Sequence[Box]]  # of each tensor of `hf_tensors`; boxes can overlap
+ROUND_BYTES = 256 * 2**20
+PIECE_BYTES = 16 * 2**20  # a larger piece is divided, for the balance of the holders
+
+
+class HfTensor(NamedTuple):
+    """A Hugging Face tensor of a sync."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def hf_tensors(weights: Sequence[Weight], params: torch.dtype) -> list[HfTensor]:
+    """Return the Hugging Face tensors of ``weights``; ``params``: dtype of the weights without one of their own.
+
+    They are in the order of the table; a tensor of all experts has the place of the first expert.
+    """
+    found = {
+        name: HfTensor(name, weight.dtype or params, torch.Size(shape))
+        for weight in weights
+        for name, shape in weight.hf.items()
+    }
+    return list(found.values())
+
+
+def whole(tensors: Sequence[HfTensor]) -> Needs:
+    """Return the needs of an engine that reads whole tensors."""
+    return [[tuple((0, size) for size in tensor.shape)] for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What one trainer rank holds: ``held`` [weights] says which weights, and the rest which shards of them."""
+
+    held: npt.NDArray[np.bool_]
+    stage: int  # of the pipeline
+    tp: tuple[int, int]  # (rank, size) of the tensor parallelism
+    expert_tp: tuple[int, int]  # of experts
+
+
+class Piece(NamedTuple):
+    """Elements of a Hugging Face tensor that lie in one shard.
+
+    ``spot`` is their place in the shard, with the axes in the order of the Hugging Face tensor, and ``place`` that in
+    the Hugging Face tensor. Both give a tensor of ``shape``.
+    """
+
+    weight: int  # number in the table
+    tensor: int  # number of the Hugging Face tensor
+    spot: tuple[slice, ...]
+    place: tuple[int | slice, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Round(NamedTuple):
+    """Consecutive weights, and the Hugging Face tensors that they complete."""
+
+    weights: range
+    tensors: range
+
+
+class Plan:
+    """Plan of a sync of ``weights``. All ranks make it from equal arguments.
+
+    ``holders``: of the trainer ranks, in their order. ``needs``: of the engine ranks, in their order.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        params: torch.dtype,
+        holders: Sequence[Holder],
+        needs: Sequence[Needs],
+        limit: int = ROUND_BYTES,
+    ):
+        self.weights, self.tensors, self.holders, self.needs = weights, hf_tensors(weights, params), holders, needs
+        self._limit = limit
+        self._number = {tensor.name: number for number, tensor in enumerate(self.tensors)}
+
+    @cached_property
+    def shards(self) -> list[list[tuple[int, int]]]:
+        """For each weight (tensor-parallel rank, number in `groups`) of each shard: its holders are the group's.
+
+        Copies in later pipeline stages are not used.
+        """
+        held = np.stack([holder.held for holder in self.holders])
+        numbers: dict[tuple[int, ...], int] = {}
+        known: dict[tuple[bytes, bool, bool], list[tuple[int, int]]] = {}
+        found = []
+        for number, weight in enumerate(self.weights):
+            column = held[:, number]
+            key = column.tobytes(), weight.expert is None, weight.axis is None
+            if key not in known:
+                ranks = np.flatnonzero(column).tolist()
+                assert ranks, f"no trainer rank holds {weight.name}"
+                stage = min(self.holders[rank].stage for rank in ranks)
+                by_shard: dict[int, list[int]] = {}
+                for rank in ranks:
+                    if self.holders[rank].stage == stage:
+                        by_shard.setdefault(self._place(rank, weight)[0], []).append(rank)
+                known[key] = [
+                    (place, numbers.setdefault(tuple(of_shard), len(numbers)))
+                    for place, of_shard in sorted(by_shard.items())
+                ]
+            found.append(known[key])
+        self._groups = list(numbers)
+        return found
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The trainer ranks of each group of holders."""
+        assert self.shards is not None
+        return self._groups
+
+    @cached_property
+    def _members(self) -> list[frozenset[int]]:
+        return [frozenset(group) for group in self.groups]
+
+    def owned(self, rank: int, of: range) -> list[int]:
+        """Return the numbers of the weights in ``of`` whose pieces trainer rank ``rank`` can send."""
+        return [number for number in of if any(rank in self._members[group] for _, group in self.shards[number])]
+
+    def _place(self, rank: int, weight: Weight) -> tuple[int, int]:
+        """Return (rank, size) of the tensor parallelism of a weight on a trainer rank; (0, 1) if it has no shards."""
+        holder = self.holders[rank]
+        if weight.axis is None:
+            return 0, 1
+        return holder.tp if weight.expert is None else holder.expert_tp
+
+    def pieces(self, engine: int, rank: int | None = None) -> list[tuple[int, Piece]]:
+        """Return (trainer rank, piece) of all that engine rank ``engine`` receives, in the order of the table.
+
+        ``rank``: only from this trainer rank.
+        """
+        found: list[tuple[int, Piece]] = []
+        everything = range(len(self.weights))
+        for number in everything if rank is None else self.owned(rank, everything):
+            weight = self.weights[number]
+            boxes = [(source, self._number[name]) for source, name in enumerate(weight.hf)]
+            boxes = [(source, tensor) for source, tensor in boxes if self.needs[engine][tensor]]
+            for place, group in self.shards[number] if boxes else ():
+                if rank is not None and rank not in self._members[group]:
+                    continue
+                size = self._place(self.groups[group][0], weight)[1]
+                for source, tensor in boxes:
+                    for box in self.needs[engine][tensor]:
+                        itemsize = self.tensors[tensor].dtype.itemsize
+                        for index, spot in overlaps(weight, source, place, size, box):
+                            found += [(group, piece) for piece in _divided(number, tensor, index, spot, itemsize)]
+        total: Counter[int] = Counter()
+        for group, piece in found:
+            total[group] += piece.nbytes
+        before: Counter[int] = Counter()
+        sent = []
+        for group, piece in found:
+            ranks = self.groups[group]
+            part = before[group] * len(ranks) // total[group]
+            before[group] += piece.nbytes
+            sender = ranks[(part + engine) % len(ranks)]
+            if rank is None or sender == rank:
+                sent.append((sender, piece))
+        return sent
+
+    @cached_property
+    def rounds(self) -> list[Round]:
+        """The rounds of the sync."""
+        return list(self._rounds())
+
+    def _rounds(self) -> Iterator[Round]:
+        # [engine ranks, tensors]: bytes of the tensors that a rank completes, and those that it receives.
+        nbytes = np.array([tensor.nbytes for tensor in self.tensors], np.int64)
+        items = [tensor.dtype.itemsize for tensor in self.tensors]
+        alike = Counter(map(id, self.needs))  # ranks of equal places in their replicas share their needs
+        distinct = list({id(needs): needs for needs in self.needs}.values())
+        kept = np.array([[bool(boxes) for boxes in needs] for needs in distinct]) * nbytes
+        received = np.zeros(len(nbytes))
+        for needs in distinct:
+            sizes = [sum(map(_volume, boxes)) * item for boxes, item in zip(needs, items, strict=True)]
+            received += alike[id(needs)] * np.array(sizes)
+        first = Round(range(0), range(0))  # of the round that grows
+        held, sent = np.zeros(len(distinct)), defaultdict[int, float](float)  # sent by each holder of a group
+        grown = first
+        for weights, tensors in self._closed():
+            more = kept[:, tensors.start : tensors.stop].sum(1)
+            groups = {group for number in weights for _, group in self.shards[number]}
+            holders = sum(len(self.groups[group]) for group in groups)
+            share = received[tensors.start : tensors.stop].sum() / holders
+            most = max(sent[group] for group in groups) + share
+            if grown.weights and max((held + more).max(), most) > self._limit:
+                yield grown
+                first, held, sent = Round(weights, tensors), np.zeros(len(distinct)), defaultdict(float)
+            grown = Round(range(first.weights.start, weights.stop), range(first.tensors.start, tensors.stop))
+            held += more
+            for group in groups:
+                sent[group] += share
+        if grown.weights:
+            yield grown
+
+    def _closed(self) -> Iterator[tuple[range, range]]:
+        """Yield the shortest runs of weights that complete their tensors, with the numbers of these."""
+        missing: Counter[str] = Counter()  # experts of tensors of all experts
+        first = tensor = end = 0
+        for number, weight in enumerate(self.weights):
+            for name, shape in weight.hf.items():
+                end = max(end, self._number[name] + 1)
+                if weight.all_experts:
+                    missing[name] = missing.get(name, shape[0]) - 1
+            if not any(missing.values()):
+                yield range(first, number + 1), range(tensor, end)
+                first, tensor, missing = number + 1, end, Counter()
+
+
+def overlaps(
+    weight: Weight, source: int, tp_rank: int, tp_size: int, box: Box
+) -> Iterator[tuple[tuple[slice, ...], tuple[int | slice, ...]]]:
+    """Yield (place in a shard, place in Hugging Face tensor ``source``) of the shard's elements that lie in ``box``.
+
+    The first has the axes in the order of the Hugging Face tensor; the second has the expert's number first if the
+    tensor has all experts.
+    """
+    front: tuple[int, ...] = ()
+    if weight.all_experts:
+        assert weight.expert is not None
+        if not box[0][0] <= weight.expert < box[0][1]:
+            return
+        front, box = (weight.expert,), box[1:]
+    axis = weight.lines_axis
+    if weight.transposed and axis >= len(box) - 2:
+        axis = 2 * len(box) - 3 - axis
+    if any(first >= end for first, end in box):
+        return
+    slices = weight.slices(tp_rank, tp_size)
+    offsets = accumulate((span.lines for span in slices), initial=0)
+    for offset, span in zip(offsets, slices, strict=False):
+        if span.source != source:
+            continue
+        first, end = _within(span, *box[axis])
+        if first < end:
+            lines = slice(span.start + first * span.step, span.start + (end - 1) * span.step + 1, span.step)
+            others = [slice(*bounds) for bounds in box]
+            index, place = list(others), list(others)
+            index[axis], place[axis] = slice(offset + first, offset + end), lines
+            yield tuple(index), (*front, *place)
+
+
+def _within(span: Slice, first: int, end: int) -> tuple[int, int]:
+    """Return (first, end) of the positions in a slice whose lines are in range(first, end)."""
+    low = max(0, ceil((first - span.start) / span.step))
+    return low, min(span.lines, ceil((end - span.start) / span.step))
+
+
+def _divided(
+    weight: int, tensor: int, index: tuple[slice, ...], place: tuple[int | slice, ...], itemsize: int
+) -> Iterator[Piece]:
+    """Yield a piece; a large one as several, along its first axis."""
+    shape = tuple(part.stop - part.start for part in index)
+    rows, row_bytes = shape[0], prod(shape[1:]) * itemsize
+    parts = ceil(rows / max(1, PIECE_BYTES // row_bytes))
+    front = place[: len(place) - len(shape)]
+    spot = place[len(front)]
+    assert isinstance(spot, slice)
+    step = spot.step or 1
+    for number in range(parts):
+        first, end = rows * number // parts, rows * (number + 1) // parts
+        mine = slice(index[0].start + first, index[0].start + end)
+        lines = slice(spot.start + first * step, spot.start + (end - 1) * step + 1, step)
+        of_part = (end - first, *shape[1:])
+        size = prod(of_part) * itemsize
+        yield Piece(weight, tensor, (mine, *index[1:]), (*front, lines, *place[len(front) + 1 :]), of_part, size)
+
+
+def _volume(box: Box) -> int:
+    return prod(max(0, end - first) for first, end in box)
+
+
+# ---- messages
+
+
+def to_rows(needs: Needs, axes: int) -> npt.NDArray[np.int64]:
+    """Return needs as numbers [boxes, 1 + 2 axes]: the tensor's number, then its box, for tensors of up to ``axes``."""
+    rows = np.zeros((sum(map(len, needs)), 1 + 2 * axes), np.int64)
+    numbered = ((number, box) for number, boxes in enumerate(needs) for box in boxes)
+    for row, (number, box) in zip(rows, numbered, strict=True):
+        row[: 1 + 2 * len(box)] = number, *(bound for bounds in box for bound in bounds)
+    return rows
+
+
+def from_rows(rows: npt.NDArray[np.int64], tensors: Sequence[HfTensor]) -> list[list[Box]]:
+    """Undo `to_rows`."""
+    needs: list[list[Box]] = [[] for _ in tensors]
+    for number, *bounds in rows.tolist():
+        axes = len(tensors[number].shape)
+        needs[number].append(tuple(zip(bounds[: 2 * axes : 2], bounds[1 : 2 * axes : 2], strict=True)))
+    return needs

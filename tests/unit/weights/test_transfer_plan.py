@@ -1,0 +1,126 @@
+"""The plan of a weight sync, carried out in this process for made-up trainer ranks, against the numbered elements."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from made_up_trainers import LAYOUTS, shards_of, world
+from slow import slow_except
+from toy_checkpoints import make, toy_args
+
+from megatron_grpo.models.config import params_dtype
+from megatron_grpo.weights import model_weights, transfer_plan
+from megatron_grpo.weights.transfer_plan import Plan
+
+FAMILIES = ["qwen3, tied", "deepseek_v3", "gpt_oss", "qwen3_5_text", "gemma2, tied"]
+
+
+def numbered(tensors):
+    """Tensors whose elements have numbers of their own."""
+    ends = np.cumsum([tensor.shape.numel() for tensor in tensors])
+    return [torch.arange(end - t.shape.numel(), end).view(t.shape) for end, t in zip(ends, tensors, strict=True)]
+
+
+def drawn_needs(tensors, generator):
+    """A few boxes of each tensor; of some none."""
+    found = []
+    for tensor in tensors:
+        boxes = []
+        for _ in range(generator.integers(0, 3)):
+            ends = [sorted(generator.integers(0, size + 1, 2)) for size in tensor.shape]
+            boxes.append(tuple((int(a), int(max(a + 1, b))) if a < size else (0, size)
+                               for (a, b), size in zip(ends, tensor.shape, strict=True)))  # fmt: skip
+        found.append(boxes)
+    return found
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """The arguments of a family's toy in a layout of the trainer."""
+    root = tmp_path_factory.mktemp("families")
+
+    def of(name, layout):
+        family, _, tied = name.partition(", ")
+        if not (root / family).exists():
+            make(root / family, family, tied=bool(tied), num_hidden_layers=4)
+        return toy_args(root / family, tensor_model_parallel_size=layout[0])
+
+    return of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", slow_except(["qwen3, tied", "deepseek_v3"], FAMILIES))
+def test_every_engine_rank_receives_what_it_needs_and_nothing_else(family, layout, arguments, monkeypatch):
+    args = arguments(family, layout)
+    if layout[-1] > 1 and family == "gpt_oss":
+        pytest.skip("biased experts have no tensor parallelism")
+    monkeypatch.setattr(transfer_plan, "PIECE_BYTES", 1000)
+    weights = model_weights.table(args)
+    holders = world(args, layout, weights)
+    tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
+    generator = np.random.default_rng(1)
+    needs = [transfer_plan.whole(tensors), *(drawn_needs(tensors, generator) for _ in range(2))]
+    plan = Plan(weights, params_dtype(args), holders, needs, limit=20_000)
+
+    assert [number for part in plan.rounds for number in part.weights] == list(range(len(weights)))
+    assert [number for part in plan.rounds for number in part.tensors] == list(range(len(tensors)))
+    for part in plan.rounds:
+        for number in part.weights:
+            numbers = [tensors.index(t) for t in tensors if t.name in weights[number].hf]
+            assert all(tensor in part.tensors for tensor in numbers)
+
+    whole = numbered(tensors)
+    by_name = dict(zip((tensor.name for tensor in tensors), whole, strict=True))
+    shards = [shards_of(weights, holder, by_name) for holder in holders]
+    for engine, boxes in enumerate(needs):
+        received = [torch.full_like(tensor, -1) for tensor in whole]
+        nbytes = 0
+        for sender, piece in plan.pieces(engine):
+            shard = shards[sender][weights[piece.weight].name]
+            part = (shard.mT if weights[piece.weight].transposed else shard)[piece.spot]
+            assert part.shape == piece.shape and part.numel() * tensors[piece.tensor].dtype.itemsize == piece.nbytes
+            assert piece.nbytes <= 1000 or piece.shape[0] == 1
+            received[piece.tensor][piece.place] = part
+            nbytes += piece.nbytes
+        for tensor, numbers, of_tensor in zip(received, whole, boxes, strict=True):
+            needed = torch.zeros_like(tensor, dtype=torch.bool)
+            for box in of_tensor:
+                needed[tuple(slice(*bounds) for bounds in box)] = True
+            assert torch.equal(tensor, numbers.where(needed, -1))
+        boxed = sum(
+            math.prod(b - a for a, b in box) * tensor.dtype.itemsize
+            for tensor, of_tensor in zip(tensors, boxes, strict=True)
+            for box in of_tensor
+        )
+        assert nbytes == boxed
+        for rank in range(len(holders)):  # a trainer makes its part alone
+            mine = [(sender, piece) for sender, piece in plan.pieces(engine) if sender == rank]
+            assert plan.pieces(engine, rank) == mine
+
+
+@pytest.mark.parametrize("engines", [1, 3, 8])
+def test_replicas_share_the_load(engines, arguments, monkeypatch):
+    """Of a dense model each rank sends the same bytes, but for a piece for each group of holders and engine rank."""
+    monkeypatch.setattr(transfer_plan, "PIECE_BYTES", 100)
+    layout = (2, 1, 8, 1, 1)
+    args = arguments("qwen3, tied", layout)
+    weights = model_weights.table(args)
+    tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
+    needs = [transfer_plan.whole(tensors)] * engines
+    plan = Plan(weights, params_dtype(args), world(args, layout, weights), needs)
+    sent = np.zeros(16)
+    for engine in range(engines):
+        for sender, piece in plan.pieces(engine):
+            sent[sender] += piece.nbytes
+    mean = engines * sum(tensor.nbytes for tensor in tensors) / 16
+    largest = max(piece.nbytes for _, piece in plan.pieces(0))
+    assert sent.sum() == 16 * mean and sent.max() - sent.min() <= 4 * engines * largest
+    assert sent.max() < 1.2 * mean
+
+
+def test_needs_survive_their_message(arguments):
+    args = arguments("deepseek_v3", LAYOUTS[0])
+    tensors = transfer_plan.hf_tensors(model_weights.table(args), params_dtype(args))
+    needs = drawn_needs(tensors, np.random.default_rng(2))
+    assert transfer_plan.from_rows(transfer_plan.to_rows(needs, axes=3), tensors) == needs
