@@ -171,10 +171,12 @@ class Plan:
 
         ``rank``: only from this trainer rank.
         """
+        # Other holders begin for each engine rank, also for those of equal places in their replicas.
+        turn = engine + sum(needs is self.needs[engine] for needs in self.needs[:engine])
         sent = []
         for group, part, piece in self._parts(engine, rank):
             ranks = self.groups[group]
-            sender = ranks[(part + engine) % len(ranks)]
+            sender = ranks[(part + turn) % len(ranks)]
             if rank is None or sender == rank:
                 sent.append((sender, piece))
         return sent

@@ -160,11 +160,12 @@ class PlacedEngines:
 
     # ---- weights
 
-    def update_weights(self, stream: WeightStream, version: int) -> None:
+    def update_weights(self, stream: weights.Weights, version: int) -> None:
         """Publish new weights: all replicas have them when the next command reaches them. Collective.
 
         The full tensors of the stream are not gathered: every rank sends parts of its own shards.
         """
+        assert isinstance(stream, WeightStream)
         only_trained = self.has_weights and self._args.vision_config  # `streamed`
         self._publish("trained weights" if only_trained else "weights", stream.local, version)
         self.has_weights = True

@@ -180,11 +180,17 @@ def lifecycle_of(notes: list[str], has_weights: bool, check: bool = False):
 @pytest.mark.parametrize("check", [True, False])
 def test_the_steps_of_the_engines_turn(has_weights, check):
     notes = []
-    with EngineLifecycle.awake(lifecycle_of(notes, has_weights, check), 3, lambda: notes.append("probe") or "answers"):
+
+    def begin_probe():
+        notes.append("probe begins")
+        return lambda: notes.append("probe ends") or "answers"
+
+    with EngineLifecycle.awake(lifecycle_of(notes, has_weights, check), 3, begin_probe):
         notes.append("body")
     expected = ["offload state", "engine.wake_weights", *["lifecycle.sync"] * (not has_weights), "offload weights"]
-    expected += ["engine.wake_cache", *["probe"] * (check and not has_weights), "body", "engine.sleep"]
-    expected += ["lifecycle.reload", *["check answers"] * (check and not has_weights)]
+    probes = check and not has_weights
+    expected += ["engine.wake_cache", *["probe begins"] * probes, "body", *["probe ends"] * probes, "engine.sleep"]
+    expected += ["lifecycle.reload", *["check answers"] * probes]
     assert notes == expected
 
 
@@ -192,7 +198,7 @@ def test_an_engine_lost_in_its_turn_ends_the_run_at_the_state_before():
     notes, ended = [], []
     lifecycle = lifecycle_of(notes, has_weights=True)
     source = RolloutSource(args=None, dataset=None, sampler=SimpleNamespace(state_dict=lambda: {}), timers=None)
-    trainer = SimpleNamespace(iteration=3, source=source)
+    trainer = SimpleNamespace(iteration=3, source=source, _probe=None)
     trainer.lifecycle = SimpleNamespace(awake=lambda *words: EngineLifecycle.awake(lifecycle, *words))
 
     def end(error, state):

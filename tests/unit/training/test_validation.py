@@ -638,9 +638,9 @@ def test_keys_are_neither_printed_nor_saved(capsys):
 def test_rows_without_a_route_are_refused():
     routes = reward_routes(["math=accuracy,format", "code=code"], ["accuracy", "format", "code"])
     assert routes == {"math": ["accuracy", "format"], "code": ["code"]}
-    check_source(routes, {"data_source": "code"})
-    check_source({}, {})
+    check_source("--reward-routing", routes, {"data_source": "code"})
+    check_source("--reward-routing", {}, {})
     with pytest.raises(GrpoError, match=r"--reward-routing has no .* 'maths', only math, code"):
-        check_source(routes, {"data_source": "maths"})
+        check_source("--reward-routing", routes, {"data_source": "maths"})
     with pytest.raises(GrpoError, match=r'--reward-routing has no "data_source" None'):
-        check_source(routes, {})
+        check_source("--reward-routing", routes, {})
