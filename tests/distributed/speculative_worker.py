@@ -26,7 +26,7 @@ from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.speculation import draft_directory, method_of
 from megatron_grpo.rollout.vllm import draft
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
-from megatron_grpo.rollout.vllm.compare import _loading_shapes, compare_model
+from megatron_grpo.rollout.vllm.compare import compare_model, loading_shapes
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.device import device
 from megatron_grpo.weights import hf
@@ -103,7 +103,7 @@ def accept_too_many() -> None:
 def draft_size(worker) -> tuple[int, float]:
     """Return the parameters of the model that drafts, without those of the policy, and its share of the cache."""
     model, policy = draft.draft_model(worker), worker.model_runner.get_model()
-    with _loading_shapes(policy), _loading_shapes(model):
+    with loading_shapes(policy), loading_shapes(model):
         shared = {id(parameter) for parameter in policy.parameters()}
         size = sum(p.numel() for p in model.parameters() if id(p) not in shared)
     caches = [[m.kv_cache for m in one.modules() if hasattr(m, "kv_cache")] for one in (model, policy)]

@@ -53,7 +53,7 @@ OF_AN_UPDATE = (
     - {name for name in METRICS if name.startswith("perf/") and name != "perf/tokens_per_second"}
     - {"params_norm", "time/sync", "time/save", "time/offload", "time/ledger"}
     - {"moe/balance_loss", "mtp/grad_norm", "reward/kl_penalty", "teacher/kl", "mismatch/newest_mean_abs"}
-    - {"tokens/shared"}
+    - {"tokens/shared", "teacher/divergence"}
 )
 
 

@@ -123,7 +123,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--worlds", nargs="+", default=["235B-A22B:512", "671B:1024"], metavar="MODEL:RANKS")
+    parser.add_argument(
+        "--worlds",
+        nargs="+",
+        default=["235B-A22B:512", "671B:1024"],
+        metavar="MODEL:RANKS",
+        help="models of tools/benchmark/scale.py and trainer ranks [235B-A22B:512 671B:1024]",
+    )
     parser.add_argument("--engine-ranks", type=int, default=32, metavar="N", help="of an engine [32]")
     parser.add_argument("--engines", type=int, default=1, metavar="N", help="replicas [1]")
     parser.add_argument("--gpu-gigabytes", type=float, default=50.0, metavar="X", help="a second, of a GPU [50]")

@@ -154,7 +154,12 @@ def test_the_order_of_packs_does_not_matter(world, kind, monkeypatch):
     flags += " --global-batch-size 2 --num-generations 2 --max-completion-length 46"
     in_order, found = forward.micro_batches, []
     for size, step in (1, 1), (1, -1), (2, 1):
-        monkeypatch.setattr(forward, "micro_batches", lambda *words, step=step: in_order(*words)[::step])
+
+        def ordered(*words, step=step):
+            packs = in_order(*words)[::step]
+            return forward.MicroBatches([lambda pack=pack: pack for pack in packs])
+
+        monkeypatch.setattr(forward, "micro_batches", ordered)
         args, trainer, batch, completions = build(f"{flags} --micro-batch-size {size}", [12, 48])
         row = pretrain_grpo.update(args, trainer, batch, completions)
         found.append((row["moe/balance_loss"], gradients(trainer)))

@@ -12,7 +12,7 @@ from tools import shell_completion
 CASES = [
     ("torchrun --nproc-per-node 2 pretrain_grpo.py --loss-t", "--loss-type"),
     ("torchrun --nproc-per-node 2 pretrain_grpo.py --loss_t", "--loss-type"),
-    ("python /a/pretrain_grpo.py --loss-type g", "grpo gspo gmpo"),
+    ("python /a/pretrain_grpo.py --loss-type g", "grpo gspo gmpo gkd"),
     ("python pretrain_grpo.py --train-data-path a.jsonl --max-prompt-l", "--max-prompt-length"),
     ("python pretrain_grpo.py --train-data-path a.jsonl tools/da", ""),  # a file, by the shell itself
     ("python pretrain_grpo.py --log-level warning --vllm-mode s", "server"),
