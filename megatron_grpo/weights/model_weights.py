@@ -22,7 +22,7 @@ from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.kinds import kind_of, tower_shapes
 from megatron_grpo.weights import families
-from megatron_grpo.weights.parameter_mapping import Dimensions, ParameterMapping, Weight, same
+from megatron_grpo.weights.parameter_mapping import Dimensions, ParameterMapping, Weight, not_in_the_model, same
 
 # Transformer Engine's layer spec fuses a norm into the linear layer after it; the local spec's names are canonical.
 FUSED_NORMS = {
@@ -241,10 +241,7 @@ def owning_stages(weights: Sequence[Weight], held: Container[str]) -> dict[str, 
     )
     for weight, owner in zip(weights, owners.tolist(), strict=True):
         if owner == stages:
-            raise GrpoError(
-                f"the model has no parameter {weight.name}, which is in its family's table: a flag disables a part of "
-                f"the model"
-            )
+            raise not_in_the_model(weight)
     return {weight.name: owner for weight, owner in zip(weights, owners.tolist(), strict=True)}
 
 

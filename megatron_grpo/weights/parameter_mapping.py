@@ -323,6 +323,13 @@ class Weight:
         return source, flat
 
 
+def not_in_the_model(weight: Weight) -> GrpoError:
+    """Return the error for a weight of the family's table that no rank holds."""
+    return GrpoError(
+        f"the model has no parameter {weight.name}, which is in its family's table: a flag disables a part of the model"
+    )
+
+
 @functools.lru_cache(4096)  # the same for all layers and experts; a mixture of experts has tens of thousands
 def _slices(layout: Layout, lines: tuple[int, ...], tp_rank: int, tp_size: int, dims: Dimensions) -> Sequence[Slice]:
     order = layout(lines, tp_size, dims)

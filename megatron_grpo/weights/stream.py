@@ -102,7 +102,7 @@ def stream_weights(
             if len(stack[1]) == weight.hf[name][0]:
                 yield name, stacks.pop(name)[0]
 
-    for stage, dtype, bucket in _buckets(units(weights), stages, params, bucket_bytes):
+    for stage, dtype, bucket in _buckets(units(weights, _expert_ranks()), stages, params, bucket_bytes):
         group = dense if bucket[0][0].expert is None else experts
         if dist.get_world_size(pp_group) == len(group.members) == 1:
             progress.advance()
@@ -156,7 +156,7 @@ def describe(args: Namespace, only_trained: bool = False) -> list[Described]:
     """Return a description of every tensor that `stream_hf` yields, in the same order."""
     found = []
     missing: dict[str, int] = {}  # tensors of all experts -> number of experts not yet seen
-    for unit in units(streamed(args, only_trained)):
+    for unit in units(streamed(args, only_trained), _expert_ranks()):
         for weight in unit:
             for name, shape in weight.hf.items():
                 if weight.all_experts:
@@ -208,13 +208,12 @@ def _gather(tensor: Tensor, weight: Weight, number: int) -> list[Tensor]:
     return shards
 
 
-def units(weights: Sequence[Weight]) -> Iterator[Unit]:
+def units(weights: Sequence[Weight], ranks: int) -> Iterator[Unit]:
     """Group the table's weights for the transfer, in the table's order, except for experts.
 
-    A unit of experts has one expert of each expert-parallel rank: with 4 experts on 2 ranks, the units are (0, 2) and
-    (1, 3).
+    A unit of experts has one expert of each of so many expert-parallel ``ranks``: with 4 experts on 2 ranks, the units
+    are (0, 2) and (1, 3).
     """
-    ranks = parallel_state.get_expert_model_parallel_world_size()
     for key, run in groupby(weights, key=_expert_group_key):
         alike = list(run)
         if key is None:
@@ -222,6 +221,10 @@ def units(weights: Sequence[Weight]) -> Iterator[Unit]:
         else:
             share = len(alike) // ranks
             yield from (alike[place::share] for place in range(share))
+
+
+def _expert_ranks() -> int:
+    return parallel_state.get_expert_model_parallel_world_size()
 
 
 def _expert_group_key(weight: Weight) -> str | None:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_grpo.weights.parameter_mapping import Slice, Weight
+from megatron_grpo.weights.parameter_mapping import Slice, Weight, not_in_the_model
 
 Box = tuple[tuple[int, int], ...]  # (first, end) along each axis of a Hugging Face tensor
 Needs = Sequence[Sequence[Box]]  # of each tensor of `hf_tensors`; boxes can overlap
@@ -113,12 +113,13 @@ class Plan:
         self.weights, self.tensors, self.holders, self.needs = weights, hf_tensors(weights, params), holders, needs
         self._limit = limit
         self._number = {tensor.name: number for number, tensor in enumerate(self.tensors)}
+        self._newest: tuple[tuple[int, int | None] | None, list[tuple[int, int, Piece]]] = None, []
 
     @cached_property
     def shards(self) -> list[list[tuple[int, int]]]:
         """For each weight (tensor-parallel rank, number in `groups`) of each shard: its holders are the group's.
 
-        Copies in later pipeline stages are not used.
+        Copies in later pipeline stages are not used. GrpoError for a weight that no trainer rank holds.
         """
         held = np.stack([holder.held for holder in self.holders])
         numbers: dict[tuple[int, ...], int] = {}
@@ -129,7 +130,8 @@ class Plan:
             key = column.tobytes(), weight.expert is None, weight.axis is None
             if key not in known:
                 ranks = np.flatnonzero(column).tolist()
-                assert ranks, f"no trainer rank holds {weight.name}"
+                if not ranks:
+                    raise not_in_the_model(weight)
                 stage = min(self.holders[rank].stage for rank in ranks)
                 by_shard: dict[int, list[int]] = {}
                 for rank in ranks:
@@ -169,6 +171,27 @@ class Plan:
 
         ``rank``: only from this trainer rank.
         """
+        # Other holders begin for each engine rank, also for those of equal places in their replicas.
+        turn = engine + sum(needs is self.needs[engine] for needs in self.needs[:engine])
+        sent = []
+        for group, part, piece in self._parts(engine, rank):
+            ranks = self.groups[group]
+            sender = ranks[(part + turn) % len(ranks)]
+            if rank is None or sender == rank:
+                sent.append((sender, piece))
+        return sent
+
+    def _parts(self, engine: int, rank: int | None) -> list[tuple[int, int, Piece]]:
+        """Return (number of the group of holders, number of the part of its bytes, piece) of `pieces`.
+
+        Replicas receive the same: what was found for the last engine rank is kept for those that share its needs.
+        """
+        key = id(self.needs[engine]), rank
+        if self._newest[0] != key:
+            self._newest = key, self._found(engine, rank)
+        return self._newest[1]
+
+    def _found(self, engine: int, rank: int | None) -> list[tuple[int, int, Piece]]:
         found: list[tuple[int, Piece]] = []
         everything = range(len(self.weights))
         for number in everything if rank is None else self.owned(rank, everything):
@@ -184,21 +207,15 @@ class Plan:
                         itemsize = self.tensors[tensor].dtype.itemsize
                         for index, spot in overlaps(weight, source, place, size, box):
                             found += [(group, piece) for piece in _divided(number, tensor, index, spot, itemsize)]
-        # Other holders begin for each engine rank, also for those of equal places in their replicas.
-        turn = engine + sum(needs is self.needs[engine] for needs in self.needs[:engine])
         total: Counter[int] = Counter()
         for group, piece in found:
             total[group] += piece.nbytes
         before: Counter[int] = Counter()
-        sent = []
+        parts = []
         for group, piece in found:
-            ranks = self.groups[group]
-            part = before[group] * len(ranks) // total[group]
+            parts.append((group, before[group] * len(self.groups[group]) // total[group], piece))
             before[group] += piece.nbytes
-            sender = ranks[(part + turn) % len(ranks)]
-            if rank is None or sender == rank:
-                sent.append((sender, piece))
-        return sent
+        return parts
 
     @cached_property
     def rounds(self) -> list[Round]:

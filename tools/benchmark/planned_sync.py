@@ -32,6 +32,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_grpo.models.config import params_dtype
+from megatron_grpo.rollout.stream.weights import table
 from megatron_grpo.rollout.vllm.loader_trace import trace
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import families, stream, transfer_plan
@@ -43,7 +44,7 @@ def holders_of(args: Namespace, ranks: int) -> list[Holder]:
     """Return what each trainer rank holds: of each stage the names in its model, experts by their ranks."""
     with scale.made_up_rank(args, 0, ranks) as groups:
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        weights = stream.streamed(args, only_trained=False)
+        weights = table(args, "weights")
 
     def places(name: str) -> dict[int, int]:
         return {rank: place for group in groups if group.name == name for place, rank in enumerate(group.ranks)}
@@ -88,7 +89,7 @@ def row(model: str, ranks: int, options: Namespace) -> list[str]:
     """Return the cells of a world."""
     args = scale.arguments(model, ranks)
     assert args is not None, f"{ranks} ranks are too few for {model}"
-    weights = stream.streamed(args, only_trained=False)
+    weights = table(args, "weights")
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
     needs = needs_of(args, tensors, options.engine_ranks) * options.engines
     holders = holders_of(args, ranks)

@@ -131,13 +131,16 @@ class PlacedEngines:
 
         Returns the collective function that waits for them, and returns them and the number of missing rewards. All
         completions are of the newest weights: a plan is finished before new weights are published or another begins.
+
+        A signal ends the wait for a plan that is scored. Others are short probes, beside which a batch can have been
+        taken that the checkpoint would lack.
         """
         self._finish_plan()
         if self._leads:
             message: Message = {"do": "generate", "data": data, "rows": [prompt.id for prompt in plan.prompts]}
             message |= {"num_generations": plan.num_generations, "sampling": asdict(plan.sampling)}
             self._tell(message | {"seed": plan.seed, "scored": scored})
-        self._plan = functools.cache(functools.partial(self._receive_plan, plan.sampling, needs))
+        self._plan = functools.cache(functools.partial(self._receive_plan, plan.sampling, needs, scored))
         return self._plan
 
     def _finish_plan(self) -> None:
@@ -146,11 +149,11 @@ class PlacedEngines:
         if plan is not None:
             plan()
 
-    def _receive_plan(self, sampling: Any, needs: Needs) -> tuple[RolloutBatch, int]:
+    def _receive_plan(self, sampling: Any, needs: Needs, until_signal: bool) -> tuple[RolloutBatch, int]:
         failures = torch.zeros((), dtype=torch.int64)
         with led_by_rank_0(self._watch_signals):
             if self._leads:
-                failures += sum(report["failures"] for report in self._reported("job done"))
+                failures += sum(report["failures"] for report in self._reported("job done", until_signal))
                 self._tell({"do": "send job", "version": self._version})
         dist.broadcast(failures, src=0, group=host_group())
         return self._receive(sampling, needs), int(failures)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -24,7 +25,7 @@ from megatron_grpo.utils import progress
 from megatron_grpo.utils.device import device
 from megatron_grpo.weights import transfer_plan
 from megatron_grpo.weights.parameter_mapping import Dimensions, Weight, same
-from megatron_grpo.weights.stream import streamed
+from megatron_grpo.weights.stream import streamed, units
 from megatron_grpo.weights.transfer_plan import HfTensor, Holder, Needs, Piece, Plan
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -32,9 +33,13 @@ ALIGNMENT = 16  # bytes; a piece begins where its dtype can be read
 
 
 def table(args: Namespace, what: str) -> list[Weight]:
-    """Return the weights of a sync: all "weights", "trained weights" (`streamed`), or an "adapter" in full."""
+    """Return the weights of a sync: all "weights", "trained weights" (`streamed`), or an "adapter" in full.
+
+    Experts are in the order of `units`: the experts of a round then come from all expert-parallel ranks.
+    """
     if what != "adapter":
-        return streamed(args, only_trained=what == "trained weights")
+        weights = streamed(args, only_trained=what == "trained weights")
+        return [weight for unit in units(weights, args.expert_model_parallel_size) for weight in unit]
     dtype = getattr(torch, args.vllm_dtype) if args.vllm_dtype else params_dtype(args)
     return undivided(transfer_plan.hf_tensors(adapter_table(args), dtype))
 
@@ -69,7 +74,7 @@ class Transfer:
         if joint.rank < trainers:
             exchanged = [
                 (trainers + to, piece)
-                for to in range(size - trainers)
+                for to in sorted(range(size - trainers), key=lambda to: id(self._plan.needs[to]))
                 for _, piece in self._plan.pieces(to, joint.rank)
             ]
         else:
@@ -181,12 +186,22 @@ def _of_all_ranks(
         Holder(mask, stage, (tp, tp_size), (expert, expert_size))
         for mask, (stage, tp, tp_size, expert, expert_size) in zip(held, heads.tolist(), strict=True)
     ]
-    known: dict[bytes, Needs] = {}  # the replicas of an engine have equal needs
+    return holders, _needs_of(np.split(rows, np.searchsorted(ranks, range(trainers + 1, joint.group.size()))), tensors)
+
+
+def _needs_of(rows: Sequence[npt.NDArray[np.int64]], tensors: Sequence[HfTensor]) -> list[Needs]:
+    """Return the needs of each engine rank, from its rows of `to_rows`; equal ones are one object.
+
+    The replicas of an engine have equal needs, and a thousand ranks those of eight.
+    """
+    known: dict[bytes, Needs] = {}
     needs = []
-    for rank in range(trainers, joint.group.size()):
-        mine = rows[ranks == rank]
-        needs.append(known.setdefault(mine.tobytes(), transfer_plan.from_rows(mine, tensors)))
-    return holders, needs
+    for mine in rows:
+        key = mine.tobytes()
+        if key not in known:
+            known[key] = transfer_plan.from_rows(mine, tensors)
+        needs.append(known[key])
+    return needs
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device | str:

@@ -429,6 +429,25 @@ def test_a_probe_ends_before_an_evaluation_begins_and_before_new_weights(launch)
         assert probe()[0].row_ids.tolist() == [0, 1, 2] and set(probe()[0].weight_version) == {number // 2}
 
 
+def test_a_signal_after_a_batch_was_taken_leaves_the_probe_in_peace(launch):
+    """The run would else be saved without the batch, whose groups the engines no longer have."""
+    run = launch("--max-staleness 1")
+    run.publish(0)
+    run.trainer.take(everything)  # the next batch is being generated
+    for engine in run.engines:
+        engine.held = threading.Event()
+    probe = RolloutPlan(Rows()[:3], 1, Sampling(4), 0)
+    finish = run.trainer.begin(probe, everything, data="train", scored=False)
+    run.signal, run.trainer._last_look = True, 0.0
+    threading.Timer(2.5, lambda: [engine.held.set() for engine in run.engines]).start()  # after two looks for signals
+    assert finish()[0].num_completions == 3
+    evaluation = RolloutPlan(Rows()[:20], 1, Sampling(LONGEST), 0)
+    with pytest.raises(Preempted):
+        for _ in range(500):  # until one takes longer than the pause between two looks
+            run.trainer._last_look = 0.0
+            run.trainer.begin(evaluation, everything, data="valid", scored=True)()
+
+
 def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp_path):
     run = launch("--max-staleness 3")
     run.publish(0)

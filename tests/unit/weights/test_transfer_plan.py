@@ -10,7 +10,10 @@ from slow import slow_except
 from toy_checkpoints import make, toy_args
 
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.weights import model_weights, transfer_plan
+from megatron_grpo.rollout.stream import weights
+from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.weights import model_weights, stream, transfer_plan
 from megatron_grpo.weights.transfer_plan import Plan
 
 FAMILIES = ["qwen3, tied", "deepseek_v3", "gpt_oss", "qwen3_5_text", "gemma2, tied"]
@@ -117,6 +120,44 @@ def test_replicas_share_the_load(engines, arguments, monkeypatch):
     largest = max(piece.nbytes for _, piece in plan.pieces(0))
     assert sent.sum() == 16 * mean and sent.max() - sent.min() <= 4 * engines * largest
     assert sent.max() < 1.2 * mean
+
+
+def test_a_round_has_experts_of_all_ranks(arguments):
+    """Experts in the table's order would be sent by one expert-parallel rank after the other."""
+    layout = (1, 1, 2, 2, 1)
+    args = replaced(arguments("qwen3_moe", layout), expert_model_parallel_size=2)
+    plain, mixed = model_weights.table(args), weights.table(args, "weights")
+    assert sorted(weight.name for weight in mixed) == sorted(weight.name for weight in plain)
+    (key, *_), size = filter(None, map(stream._expert_group_key, mixed)), args.num_experts // 2
+    experts = [weight.expert for weight in mixed if stream._expert_group_key(weight) == key]
+    assert experts == [number for pair in zip(range(size), range(size, 2 * size), strict=True) for number in pair]
+
+    def rounds(table):
+        needs = [transfer_plan.whole(transfer_plan.hf_tensors(table, params_dtype(args)))] * 8
+        return len(Plan(table, params_dtype(args), world(args, layout, table), needs, limit=400_000).rounds)
+
+    assert rounds(mixed) < rounds(plain)
+
+
+def test_replicas_have_their_needs_in_common(arguments, monkeypatch):
+    """Making those of a thousand engine ranks one by one would take minutes, on every rank."""
+    args = arguments("qwen3, tied", LAYOUTS[0])
+    tensors = transfer_plan.hf_tensors(model_weights.table(args), params_dtype(args))
+    kinds = [drawn_needs(tensors, np.random.default_rng(seed)) for seed in range(2)]
+    rows, made, from_rows = [transfer_plan.to_rows(kind, 3) for kind in kinds], [], transfer_plan.from_rows
+    monkeypatch.setattr(transfer_plan, "from_rows", lambda *given: made.append(1) or from_rows(*given))
+    needs = weights._needs_of(rows * 50, tensors)
+    assert needs == kinds * 50 and len(made) == 2 == len(set(map(id, needs)))
+
+
+def test_a_weight_that_no_rank_holds_is_named(arguments):
+    args = arguments("qwen3, tied", LAYOUTS[0])
+    table = model_weights.table(args)
+    (holder,) = world(args, LAYOUTS[0], table)
+    holder.held[3] = False
+    needs = [transfer_plan.whole(transfer_plan.hf_tensors(table, params_dtype(args)))]
+    with pytest.raises(GrpoError, match=f"no parameter {table[3].name}"):
+        assert Plan(table, params_dtype(args), [holder], needs).rounds
 
 
 def test_needs_survive_their_message(arguments):
