@@ -85,11 +85,11 @@ def main() -> None:
     lengths = Lengths(args.max_completion_length, own.median, own.mean)
     engines: list[DrawnLengths] = []
 
-    def build_engine(*arguments):
+    def build_engine(args, *parts):  # these arguments are resolved
         count = args.train_iters // args.updates_per_rollout * args.generation_batch_size
         drawn = [lengths.of(number) for number in range(count)]
         print_rank_0(f"drawn lengths of the first {count} completions: mean {np.mean(drawn):.1f}, longest {max(drawn)}")
-        engines.append(DrawnLengths(built(*arguments), args, lengths))
+        engines.append(DrawnLengths(built(args, *parts), args, lengths))
         return engines[-1]
 
     built, setup.build_engine = setup.build_engine, build_engine

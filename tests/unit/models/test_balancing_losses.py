@@ -157,7 +157,7 @@ def test_the_order_of_packs_does_not_matter(world, kind, monkeypatch):
 
         def ordered(*words, step=step):
             packs = in_order(*words)[::step]
-            return forward.MicroBatches([lambda pack=pack: pack for pack in packs])
+            return forward.MicroBatches([lambda length, pack=pack: pack for pack in packs])
 
         monkeypatch.setattr(forward, "micro_batches", ordered)
         args, trainer, batch, completions = build(f"{flags} --micro-batch-size {size}", [12, 48])
