@@ -96,7 +96,7 @@ def main() -> None:
     trainer = setup.setup(args, model_provider, pretrain_grpo.forward_step)
     if trainer is None:  # after --dry-run
         return
-    pretrain_grpo.train(args, trainer)
+    pretrain_grpo.train(trainer.args, trainer)
     for engine in engines:
         print_rank_0(f"engine steps of each rollout: {engine.steps}")
 
