@@ -226,9 +226,7 @@ def micro_batches(
 
     def pack(indices: np.ndarray, degree: int, layout: Layout | None, of_rank: int | None) -> Pack:
         total = of_rank and of_rank * degree
-        if not of_rank and not len(
-            indices
-        ):  # padding alone: attention, and products in FP8, have no kernel of no tokens
+        if not of_rank and not len(indices):  # attention and products in FP8 have no kernel of no tokens
             total = pad_multiple * sequence_multiple(degree)
         place = cp_rank % degree
         made = pack_completions(batch, indices, pad_multiple, total, degree, place, share_prompts, further, layout)
