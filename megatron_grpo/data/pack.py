@@ -270,6 +270,9 @@ def pack_completions(
     tokens[~padding] = batch.tokens[source[~padding]]
     labels = np.full(len(source), IGNORED_LABEL, np.int64)
     labels[label_positions] = batch.tokens[token_index[own_labels]]
+    of_labels = _label_values(batch, "label", token_index, completion)
+    if batch.advantages is not None:
+        of_labels["advantages"] = batch.advantages_of(token_index, completion)
     pack = Pack(
         indices=chosen,
         cp_size=cp_size,
@@ -286,8 +289,8 @@ def pack_completions(
         label_positions=label_positions,
         token_index=token_index,
         completion=number,
-        of_labels=_label_values(batch, token_index, completion),
-        of_own_labels=_own_label_values(batch, token_index[own_labels], completion[own_labels]),
+        of_labels=of_labels,
+        of_own_labels=_label_values(batch, "own_label", token_index[own_labels], completion[own_labels]),
         of_tokens=_token_values(batch, source),
         rope_positions=rope_positions,
         images=_images(batch, chosen, source),
@@ -409,24 +412,15 @@ def _images(batch: RolloutBatch, chosen: Int64, source: Int64) -> PackImages | N
     return PackImages(keys.tolist(), places, offsets(tokens)[:-1][key] + index[places])
 
 
-def _label_values(batch: RolloutBatch, token_index: Int64, completion: Int64) -> dict[str, Array]:
-    """Return the values of the label tokens, [L] each; ``completion`` [L] is the completion in the batch."""
+def _label_values(batch: RolloutBatch, packed: str, token_index: Int64, completion: Int64) -> dict[str, Array]:
+    """Return the values of label tokens in the fields that are ``packed`` so (`ArrayField`), [L, ...] each.
+
+    ``completion`` [L] is the completion in the batch.
+    """
     values = {}
     for name, spec in FIELDS.items():
         array = getattr(batch, name)
-        if spec.packed == "label" and array is not None:
-            values[name] = array[token_index if spec.axis == "token" else completion]
-    if batch.advantages is not None:
-        values["advantages"] = batch.advantages_of(token_index, completion)
-    return values
-
-
-def _own_label_values(batch: RolloutBatch, token_index: Int64, completion: Int64) -> dict[str, Array]:
-    """Return the values of the l label tokens that this rank's head computes, [l, ...] each; see `_label_values`."""
-    values = {}
-    for name, spec in FIELDS.items():
-        array = getattr(batch, name)
-        if spec.packed == "own_label" and array is not None:
+        if spec.packed == packed and array is not None:
             values[name] = array[token_index if spec.axis == "token" else completion]
     return values
 
