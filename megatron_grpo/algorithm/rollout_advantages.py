@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -57,13 +58,11 @@ def estimate_joint_advantages(
     Source: LUFFY (Yan et al. 2025, arXiv:2504.14945, eq. 4).
     """
     of_demonstrations = np.full(demonstrations.num_completions, _reward_of_demonstrations(args), rewards.dtype)
-    estimator = ADVANTAGES.get(args.advantage_estimator)
     inputs = {
         "rewards": np.concatenate([rewards, of_demonstrations]),
         "group_ids": np.concatenate([batch.group_ids, demonstrations.group_ids]),
     }
-    advantages = np.asarray(call(estimator.function, inputs, args), np.float32)
-    of_shape(estimator, advantages, len(inputs["rewards"]))
+    advantages = _advantages(args, inputs, len(inputs["rewards"]))
     own, others = np.split(advantages, [batch.num_completions])
     return replace(batch, advantages=own), replace(demonstrations, advantages=others), _metrics(own)
 
@@ -96,16 +95,22 @@ def _estimate(
         "turn_rewards": None if batch.turn_rewards is None else batch.turn_rewards * _environment_weight(args),
         "turn_states": batch.turn_states,
     }
+    advantages = _advantages(args, inputs, len(batch.tokens) if estimator.per_token else batch.num_completions)
+    return (None, advantages) if estimator.per_token else (advantages, None)
+
+
+def _advantages(args, inputs: dict[str, Any], size: int) -> np.ndarray:
+    """Return the ``size`` advantages of --advantage-estimator; GrpoError for other or infinite ones."""
+    estimator = ADVANTAGES.get(args.advantage_estimator)
     advantages = np.asarray(call(estimator.function, inputs, args), np.float32)
-    size = len(batch.tokens) if estimator.per_token else batch.num_completions
     of_shape(estimator, advantages, size)
     if not np.isfinite(advantages).all():
-        largest = np.nanmax(np.abs(rewards), initial=0)
+        largest = np.nanmax(np.abs(inputs["rewards"]), initial=0)
         raise GrpoError(
             f"--advantage-estimator {estimator.name} returned infinity or NaN for rewards of up to {largest:g}: give "
             "smaller --reward-weights, or another estimator"
         )
-    return (None, advantages) if estimator.per_token else (advantages, None)
+    return advantages
 
 
 def of_shape(estimator: Estimator, advantages: np.ndarray, size: int) -> None:
