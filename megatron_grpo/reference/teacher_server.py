@@ -117,8 +117,11 @@ class TeacherServer(Client):
         return await self.call(method, path, body, timeout=timeout)
 
 
-def _entries(answer: dict[str, Any], tokens: list[int]) -> list[dict[str, Any]]:
-    """Return the log-probabilities by token, of each token but the first; raise Fault unless they are of ``tokens``."""
+def _entries(answer: dict[str, Any], tokens: list[int]) -> tuple[list[dict[str, Any]], list[float]]:
+    """Return (log-probabilities by token, that of the token itself) of each of ``tokens`` but the first.
+
+    Raise Fault unless the answer is of these tokens.
+    """
     entries = answer["choices"][0].get("prompt_logprobs")
     if entries is None or len(entries) != len(tokens) or entries[0] is not None:
         raise Fault(f"it returned no log-probabilities for the {len(tokens)} tokens of a prompt: is it a vLLM server?")
@@ -127,18 +130,15 @@ def _entries(answer: dict[str, Any], tokens: list[int]) -> list[dict[str, Any]]:
         raise Fault(
             f"it returned no log-probability for token {missing[0]}: does its model have the policy's vocabulary?"
         )
-    if not np.isfinite(
-        [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], tokens[1:], strict=True)]
-    ).all():
+    values = [entry[str(token)]["logprob"] for entry, token in zip(entries[1:], tokens[1:], strict=True)]
+    if not np.isfinite(values).all():
         raise Fault("it returned log-probabilities that are not finite")
-    return entries[1:]
+    return entries[1:], values
 
 
 def _parse_log_probs(answer: dict[str, Any], tokens: list[int]) -> np.ndarray:
     """Return the log-probabilities [tokens] in a server's answer; the first is NaN."""
-    entries = _entries(answer, tokens)
-    values = [entry[str(token)]["logprob"] for entry, token in zip(entries, tokens[1:], strict=True)]
-    return np.array([float("nan"), *values])
+    return np.array([float("nan"), *_entries(answer, tokens)[1]])
 
 
 def _parse_top_k(answer: dict[str, Any], tokens: list[int], k: int) -> np.ndarray:
@@ -148,7 +148,7 @@ def _parse_top_k(answer: dict[str, Any], tokens: list[int], k: int) -> np.ndarra
     minus the sum, at least LEAST_TAIL.
     """
     rows = [[float("nan")] * (2 * k + 1)]
-    for entry in _entries(answer, tokens):
+    for entry in _entries(answer, tokens)[0]:
         best = sorted(entry.items(), key=lambda item: (-item[1]["logprob"], int(item[0])))[:k]
         if len(best) < k:
             raise Fault(f"it returned {len(best)} likely tokens, fewer than --gkd-logits-topk {k}")
