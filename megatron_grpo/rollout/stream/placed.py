@@ -127,7 +127,7 @@ class PlacedEngines:
         return exchange(to_batch({}, [], {}, {}, sampling.num_kept), needs, self._joint.group)
 
     def begin(self, plan: RolloutPlan, needs: Needs, data: str, scored: bool) -> Callable[[], tuple[RolloutBatch, int]]:
-        """Begin the completions of a plan, whose prompts are of ``data``. Collective.
+        """Let the engines begin a plan, which has prompts of ``data``. Collective.
 
         Returns the collective function that waits for them, and returns them and the number of missing rewards. All
         completions are of the newest weights: a plan is finished before new weights are published or another begins.

@@ -50,14 +50,22 @@ def undivided(tensors: Sequence[HfTensor]) -> list[Weight]:
 
 
 class _Traffic(NamedTuple):
-    """The pieces that this rank sends or receives in a round, by the other's rank in the launch, and their bytes."""
+    """What this rank sends or receives in a round.
+
+    ``pieces`` by the other's rank in the launch; ``owned``: the weights whose shards a trainer rank may send.
+    """
 
     weights: range
     tensors: range
+    owned: Sequence[int]
     pieces: dict[int, list[Piece]]
 
-    def bytes_of(self, other: int) -> int:
-        return sum(map(_padded, self.pieces.get(other, ())))
+    def sizes(self, ranks: int) -> list[int]:
+        """Return the bytes that are exchanged with each of the ranks of the launch."""
+        found = [0] * ranks
+        for other, pieces in self.pieces.items():
+            found[other] = sum(map(_padded, pieces))
+        return found
 
 
 class Transfer:
@@ -70,8 +78,8 @@ class Transfer:
         tensors = transfer_plan.hf_tensors(weights, params)
         holders, needs = _of_all_ranks(joint, own, weights, tensors, trainers)
         self._plan = Plan(weights, params, holders, needs)
-        self._rank = joint.rank
-        if joint.rank < trainers:
+        is_trainer = joint.rank < trainers
+        if is_trainer:
             exchanged = [
                 (trainers + to, piece)
                 for to in sorted(range(size - trainers), key=lambda to: id(self._plan.needs[to]))
@@ -79,7 +87,8 @@ class Transfer:
             ]
         else:
             exchanged = self._plan.pieces(joint.rank - trainers)
-        self._traffic = [_Traffic(*part, {}) for part in self._plan.rounds]
+        owned = [self._plan.owned(joint.rank, part.weights) if is_trainer else () for part in self._plan.rounds]
+        self._traffic = [_Traffic(*part, own, {}) for part, own in zip(self._plan.rounds, owned, strict=True)]
         round_of = {number: traffic for traffic in self._traffic for number in traffic.weights}
         for other, piece in exchanged:
             round_of[piece.weight].pieces.setdefault(other, []).append(piece)
@@ -91,7 +100,7 @@ class Transfer:
         collective.
         """
         for traffic in self._traffic:
-            shards = {n: local[self._plan.weights[n].name] for n in self._plan.owned(self._rank, traffic.weights)}
+            shards = {n: local[self._plan.weights[n].name] for n in traffic.owned}
             buffer, views = self._buffer(traffic)
             sources = dict[int, torch.Tensor]()
             for number in {piece.weight for piece, _ in views}:
@@ -132,7 +141,7 @@ class Transfer:
         self, traffic: _Traffic, *, sent: torch.Tensor | None = None, received: torch.Tensor | None = None
     ) -> None:
         ranks = self._group.size()
-        sizes, zeros = [traffic.bytes_of(other) for other in range(ranks)], [0] * ranks
+        sizes, zeros = traffic.sizes(ranks), [0] * ranks
         nothing = torch.empty(0, dtype=torch.uint8, device=_device_of(self._group))
         if sent is not None:
             self._group.alltoall_base(nothing, sent, zeros, sizes).wait()
