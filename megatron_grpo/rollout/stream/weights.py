@@ -6,6 +6,7 @@ and engines receive. The engine's loaders then get full Hugging Face tensors, of
 have been filled. So the kernels of the engine and its own processing of the weights need no code here.
 """
 
+import hashlib
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -76,7 +77,7 @@ class Transfer:
         self._group = joint.weights
         params, size, trainers = params_dtype(args), joint.group.size(), joint.trainers
         tensors = transfer_plan.hf_tensors(weights, params)
-        holders, needs = _of_all_ranks(joint, own, weights, tensors, trainers)
+        holders, needs = _of_all_ranks(joint, own, weights, tensors)
         self._plan = Plan(weights, params, holders, needs)
         is_trainer = joint.rank < trainers
         if is_trainer:
@@ -178,7 +179,7 @@ def holder(weights: Sequence[Weight], local: Mapping[str, torch.Tensor]) -> Hold
 
 
 def _of_all_ranks(
-    joint: Joint, own: Holder | Needs, weights: Sequence[Weight], tensors: Sequence[HfTensor], trainers: int
+    joint: Joint, own: Holder | Needs, weights: Sequence[Weight], tensors: Sequence[HfTensor]
 ) -> tuple[list[Holder], list[Needs]]:
     """Return what all trainer ranks hold, and what all engine ranks need. Collective."""
     axes = max(len(tensor.shape) for tensor in tensors)
@@ -189,28 +190,32 @@ def _of_all_ranks(
     else:
         boxes = transfer_plan.to_rows(own, axes)
     (heads, helds), _ = concatenated([head, np.packbits(held, axis=1)], joint.group)
-    (rows,), ranks = concatenated([boxes], joint.group)
     held = np.unpackbits(helds, axis=1, count=len(weights)).astype(bool)
     holders = [
         Holder(mask, stage, (tp, tp_size), (expert, expert_size))
         for mask, (stage, tp, tp_size, expert, expert_size) in zip(held, heads.tolist(), strict=True)
     ]
-    return holders, _needs_of(np.split(rows, np.searchsorted(ranks, range(trainers + 1, joint.group.size()))), tensors)
+    return holders, _needs_of_all(None if isinstance(own, Holder) else boxes, boxes.shape[1], tensors, joint)
 
 
-def _needs_of(rows: Sequence[npt.NDArray[np.int64]], tensors: Sequence[HfTensor]) -> list[Needs]:
-    """Return the needs of each engine rank, from its rows of `to_rows`; equal ones are one object.
+def _needs_of_all(
+    own: npt.NDArray[np.int64] | None, columns: int, tensors: Sequence[HfTensor], joint: Joint
+) -> list[Needs]:
+    """Return the needs of all engine ranks from the rows of `to_rows` that each has; equal ones are one object.
 
-    The replicas of an engine have equal needs, and a thousand ranks those of eight.
+    The replicas of an engine have equal needs, and a thousand ranks those of eight: the first rank with each of them
+    sends them. Collective; trainers have None.
     """
-    known: dict[bytes, Needs] = {}
-    needs = []
-    for mine in rows:
-        key = mine.tobytes()
-        if key not in known:
-            known[key] = transfer_plan.from_rows(mine, tensors)
-        needs.append(known[key])
-    return needs
+    digests = np.zeros((0, 4), np.int64)
+    if own is not None:
+        digests = np.frombuffer(hashlib.sha256(own.tobytes()).digest(), np.int64)[None]
+    (digests,), ranks = concatenated([digests], joint.group)
+    _, first, kind = np.unique(digests, axis=0, return_index=True, return_inverse=True)
+    senders = ranks[first]
+    nothing = np.zeros((0, columns), np.int64)
+    (rows,), source = concatenated([own if own is not None and joint.rank in senders else nothing], joint.group)
+    needs = [transfer_plan.from_rows(rows[source == sender], tensors) for sender in senders]
+    return [needs[number] for number in kind.reshape(-1)]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device | str:

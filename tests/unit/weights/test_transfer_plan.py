@@ -1,10 +1,14 @@
 """The plan of a weight sync, carried out in this process for made-up trainer ranks, against the numbered elements."""
 
+import datetime
 import math
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from made_up_trainers import LAYOUTS, shards_of, world
 from slow import slow_except
 from toy_checkpoints import make, toy_args
@@ -139,15 +143,35 @@ def test_a_round_has_experts_of_all_ranks(arguments):
     assert rounds(mixed) < rounds(plain)
 
 
-def test_replicas_have_their_needs_in_common(arguments, monkeypatch):
-    """Making those of a thousand engine ranks one by one would take minutes, on every rank."""
+def test_replicas_send_their_needs_once(arguments, monkeypatch):
+    """Those of a thousand engine ranks would be gigabytes on every rank, and making them one by one minutes."""
     args = arguments("qwen3, tied", LAYOUTS[0])
     tensors = transfer_plan.hf_tensors(model_weights.table(args), params_dtype(args))
     kinds = [drawn_needs(tensors, np.random.default_rng(seed)) for seed in range(2)]
-    rows, made, from_rows = [transfer_plan.to_rows(kind, 3) for kind in kinds], [], transfer_plan.from_rows
-    monkeypatch.setattr(transfer_plan, "from_rows", lambda *given: made.append(1) or from_rows(*given))
-    needs = weights._needs_of(rows * 50, tensors)
-    assert needs == kinds * 50 and len(made) == 2 == len(set(map(id, needs)))
+    rows = [transfer_plan.to_rows(kind, 3) for kind in kinds]
+    places = [0, 1, 0, 0, 1]  # kind of each engine rank, whose numbers follow those of three trainers
+    sent, concatenated = {}, weights.concatenated
+
+    def counted(arrays, group):
+        sent.setdefault(group.rank(), []).append(sum(array.nbytes for array in arrays))
+        return concatenated(arrays, group)
+
+    monkeypatch.setattr(weights, "concatenated", counted)
+    store = dist.HashStore()
+
+    def of_rank(rank):
+        group = dist.ProcessGroupGloo(store, rank, 8, datetime.timedelta(seconds=60))
+        own = None if rank < 3 else rows[places[rank - 3]]
+        return weights._needs_of_all(own, 7, tensors, SimpleNamespace(rank=rank, group=group))
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(of_rank, range(8)))
+    for needs in found:
+        assert needs == [kinds[kind] for kind in places] and len(set(map(id, needs))) == 2
+    digests = [0 if rank < 3 else 32 for rank in range(8)]
+    assert [sent[rank] for rank in range(8)] == [
+        [digest, rows[rank - 3].nbytes if rank in (3, 4) else 0] for rank, digest in enumerate(digests)
+    ]
 
 
 def test_a_weight_that_no_rank_holds_is_named(arguments):
