@@ -6,7 +6,8 @@ As in scale.py the launch scripts of docs/model_sizes.md give the trainer's flag
 rank of each pipeline stage, and models are built on a device without memory. An engine is vLLM's model of the same
 size on each of --engine-ranks ranks, tensor-parallel with its experts divided, whose loaders are traced. The program's
 own plan says who sends what; seconds are the sum over its rounds of the bytes of the rank that sends or receives most,
-by --gpu-gigabytes a second. The floor is what an engine rank receives on average. Needs travel to all ranks at the start, those of one engine only.
+by --gpu-gigabytes a second. The floor is what an engine rank receives on average.
+Needs travel to all ranks at the start, those of one engine only.
 """
 
 import argparse
@@ -32,8 +33,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.rollout.stream.weights import table
 from megatron_grpo.rollout.vllm.loader_trace import trace
+from megatron_grpo.rollout.weight_sync.planned import table
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import families, stream, transfer_plan
 from megatron_grpo.weights.transfer_plan import HfTensor, Holder, Needs, Plan
@@ -81,7 +82,7 @@ def needs_of(args: Namespace, tensors: list[HfTensor], size: int) -> list[Needs]
         Path(directory, "config.json").write_text(json.dumps(config))
         for rank in range(size):
             with model_of_rank(directory, rank, size, memory=False, dtype="bfloat16", **options) as model:
-                found.append(trace(model, tensors))
+                found.append(trace(model, tensors).needs)
     return found
 
 
@@ -96,7 +97,7 @@ def row(model: str, ranks: int, options: Namespace) -> list[str]:
     of_engine = sum(transfer_plan.to_rows(own, axes).nbytes for own in needs[: options.engine_ranks])
     holders = holders_of(args, ranks)
     began = time.perf_counter()
-    plan = Plan(weights, params_dtype(args), holders, needs)
+    plan = Plan(weights, tensors, holders, needs)
     number_of = {weight: number for number, part in enumerate(plan.rounds) for weight in part.weights}
     sent = np.zeros((len(plan.rounds), ranks))
     received = np.zeros((len(plan.rounds), len(needs)))

@@ -26,15 +26,16 @@ from megatron_grpo.rollout.engine import Completion, request_seed
 from megatron_grpo.rollout.ledger import content, ledger
 from megatron_grpo.rollout.ledger.content import BatchRecord
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed
-from megatron_grpo.rollout.stream import messages, producer, weights
+from megatron_grpo.rollout.stream import messages, producer
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
 from megatron_grpo.rollout.unfinished import Group
+from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.training import recorded_run
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError, Preempted
 from megatron_grpo.weights.stream import WeightStream
-from megatron_grpo.weights.transfer_plan import HfTensor, Holder
+from megatron_grpo.weights.transfer_plan import HfTensor, Holder, Reads, whole
 
 pytestmark = pytest.mark.usefixtures("one_process")
 LONGEST, SIZE, ROWS = 40, 4, 50
@@ -109,8 +110,9 @@ class MadeUpEngine:
         request, ids, versions, _ = self.running.pop(number)
         return Completion(number, list(ids), [-1.0] * len(ids), reason, list(versions)).after(request.begun)
 
-    def needs(self, tensors):
+    def reads(self, tensors):
         assert tensors == TENSORS
+        return Reads.of_loaders(whole(tensors))
 
     def update_weights(self, weights, version):
         received = dict(weights)
@@ -187,9 +189,9 @@ class Launch:
             lora_weight_sync="adapter" if engine is AdapterEngine else None,
             end_token_ids=(),
         )
-        monkeypatch.setattr(weights, "table", lambda args, what: weights.undivided(TABLES[what]))
+        monkeypatch.setattr(planned, "table", lambda args, what: planned.undivided(TABLES[what]))
         alone = partial(Holder, stage=0, tp=(0, 1), expert_tp=(0, 1))  # this process has no parallel groups
-        monkeypatch.setattr(weights, "holder", lambda table, local: alone(np.array([w.name in local for w in table])))
+        monkeypatch.setattr(planned, "holder", lambda table, local: alone(np.array([w.name in local for w in table])))
         self.engines = [engine() for _ in range(2)]
         self.threads, self.errors, self.signal = [], [], False
         self.store = dist.HashStore()
@@ -235,7 +237,7 @@ class Launch:
 
     def publish(self, version):
         local = {name: torch.full(shape, float(version), dtype=dtype) for name, dtype, shape in TENSORS}
-        self.trainer.update_weights(WeightStream(weights.undivided(TENSORS), local, torch.float32), version)
+        self.trainer.update_weights(WeightStream(planned.undivided(TENSORS), local, torch.float32), version)
 
     def end(self):
         for engine in self.engines:
