@@ -275,8 +275,8 @@ def checksums(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         small = part.nbytes < STACKED_BYTES
         alike[(part.shape, part.dtype) if small else number].append(number)
     for numbers in alike.values():
-        words = [_words(parts[number]) for number in numbers]
-        words = words[0][None] if len(words) == 1 else torch.stack(words)
+        of_parts = [_words(parts[number]) for number in numbers]
+        words = of_parts[0][None] if len(of_parts) == 1 else torch.stack(of_parts)
         sums = [(words.sum(axis) * _odd(words.shape[3 - axis], words.device)).sum(1) for axis in (2, 1)]
         for number, pair in zip(numbers, torch.stack(sums, 1).unbind(), strict=True):
             found[number] = pair
