@@ -4,7 +4,9 @@ import ast
 import contextlib
 import datetime
 import json
+import re
 import threading
+import time
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -542,6 +544,34 @@ def test_a_killed_run_goes_on_with_the_batches_and_groups_of_the_ledger(launch, 
     open_groups = {group["number"] for group in found.batches[8].started["open"]}
     dropped = range(3) if flags == "--dynamic-sample" else ()
     assert {key.number for key in left} <= open_groups | {*dropped} | {key.number for key in left if key.birth == 9}
+
+
+def test_other_bytes_than_the_trainer_sent_end_the_run(launch, monkeypatch):
+    """With one message: the tensor, the rank and the version."""
+    check, changed = planned.Transfer._check, []
+
+    class Engine(MadeUpEngine):
+        def update_weights(self, weights, version):
+            dict(weights)  # as they are
+
+    def check_with_fault(transfer, parts, expected):
+        piece, part = parts[-1]
+        if transfer._plan.tensors[piece.tensor].name == "b" and not changed:
+            changed.append(part.view(-1)[1].neg_())
+        check(transfer, parts, expected)
+
+    monkeypatch.setattr(planned.Transfer, "_check", check_with_fault)
+    run = launch(engine=Engine)
+    run.publish(4)
+    deadline = time.monotonic() + 60
+    while not run.errors and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (error,) = run.errors
+    assert isinstance(error, GrpoError) and re.match(
+        "the weights of update 4 reached the engine with other bytes than the trainer sent: on rank [12] b. The last",
+        str(error),
+    )
+    run.errors.clear()
 
 
 def test_another_runs_groups_are_refused(launch):
