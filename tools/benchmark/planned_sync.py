@@ -97,13 +97,16 @@ def row(model: str, ranks: int, options: Namespace) -> list[str]:
     of_engine = sum(transfer_plan.to_rows(own, axes).nbytes for own in needs[: options.engine_ranks])
     holders = holders_of(args, ranks)
     began = time.perf_counter()
-    plan = Plan(weights, tensors, holders, needs)
+    homes = list(range(len(needs))) if options.colocated else None
+    plan = Plan(weights, tensors, holders, needs, homes=homes)
     number_of = {weight: number for number, part in enumerate(plan.rounds) for weight in part.weights}
     sent = np.zeros((len(plan.rounds), ranks))
     received = np.zeros((len(plan.rounds), len(needs)))
     pieces = 0
     for engine in range(len(needs)):
         for sender, piece in plan.pieces(engine):
+            if options.colocated and sender == engine:
+                continue
             sent[number_of[piece.weight], sender] += piece.nbytes
             received[number_of[piece.weight], engine] += piece.nbytes
             pieces += 1
@@ -136,6 +139,9 @@ def main() -> None:
     )
     parser.add_argument("--engine-ranks", type=int, default=32, metavar="N", help="of an engine [32]")
     parser.add_argument("--engines", type=int, default=1, metavar="N", help="replicas [1]")
+    parser.add_argument(
+        "--colocated", action="store_true", help="engine rank N is on the GPU of trainer rank N, whose shards it reads"
+    )
     parser.add_argument("--gpu-gigabytes", type=float, default=50.0, metavar="X", help="a second, of a GPU [50]")
     options = parser.parse_args()
     print(f"| {' | '.join(HEADS)} |\n|---|{'--:|' * (len(HEADS) - 1)}")

@@ -29,7 +29,9 @@ class StreamedJob(Job):
 
 
 class StreamPool(ServerPool):
-    """A pool whose requests are streams, and have seeds of their own."""
+    """A pool whose requests are streams, and have seeds of their own. Servers join at any time."""
+
+    joins = True
 
     def submit_streams(self, requests: Iterable[Request]) -> None:
         """Queue requests."""
@@ -67,7 +69,8 @@ class StreamPool(ServerPool):
 class ServerStream:
     """Engine of one rank over its servers, whose requests can be continued later, under other weights.
 
-    It has no collectives. Weights arrive while nothing runs. Servers that have failed or restarted receive them again.
+    It has no collectives. Weights arrive while nothing runs. Servers that have failed or restarted receive the newest
+    ones again when they answer, while the others generate.
     """
 
     num_replicas, is_lead = 1, True

@@ -546,6 +546,7 @@ def test_a_killed_run_goes_on_with_the_batches_and_groups_of_the_ledger(launch, 
     assert {key.number for key in left} <= open_groups | {*dropped} | {key.number for key in left if key.birth == 9}
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_other_bytes_than_the_trainer_sent_end_the_run(launch, monkeypatch):
     """With one message: the tensor, the rank and the version."""
     check, changed = planned.Transfer._check, []
