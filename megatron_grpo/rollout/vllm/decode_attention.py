@@ -103,9 +103,9 @@ def decode_attention(
 ) -> None:
     """Write the attention of one query for each sequence into ``output`` ``[n, heads, d]``; 0 for one of no tokens.
 
-    ``query`` ``[n, heads, d]``; ``cache`` ``[blocks, groups, tokens, 2 d]``: keys, then values; ``blocks`` ``[n, most]``
-    are the numbers of a sequence's blocks, ``lengths`` ``[n]`` its tokens. ``scales`` of queries, keys and values in 8
-    bits: float32, one number each. No sequence has more than ``parts`` times ``part`` tokens.
+    ``query`` ``[n, heads, d]``; ``cache`` ``[blocks, groups, tokens, 2 d]``: keys, then values; ``blocks``
+    ``[n, most]`` are the numbers of a sequence's blocks, ``lengths`` ``[n]`` its tokens. ``scales`` of queries, keys
+    and values in 8 bits: float32, one number each. No sequence has more than ``parts`` times ``part`` tokens.
     """
     groups, size, width = cache.shape[1:]
     heads, d, rows = query.shape[-2], width // 2, min(len(query), len(lengths))
@@ -169,16 +169,17 @@ def _attention(
         peak = higher
     if SCALED:
         weighted *= tl.load(value_scale)
+    whole = here
     if PARTS > 1:
-        if length > PART:
-            at = (sequence * tl.num_programs(0) * HEADS + group * HEADS + heads) * PARTS + part
-            tl.store(found + at[:, None] * D + d[None, :], weighted, mask=here)
-            tl.store(sums + at, peak, mask=heads < HEADS)
-            number = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * HEADS * PARTS
-            tl.store(sums + number + at, total, mask=heads < HEADS)
-            return
+        at = (sequence * tl.num_programs(0) * HEADS + group * HEADS + heads) * PARTS + part
+        number = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * HEADS * PARTS
+        divided = (heads < HEADS) & (length > PART)
+        tl.store(found + at[:, None] * D + d[None, :], weighted, mask=divided[:, None])
+        tl.store(sums + at, peak, mask=divided)
+        tl.store(sums + number + at, total, mask=divided)
+        whole = here & (length <= PART)
     weighted = weighted / tl.where(length > 0, total, 1.0)[:, None]
-    tl.store(output + sequence * output_row + own, weighted.to(output.dtype.element_ty), mask=here)
+    tl.store(output + sequence * output_row + own, weighted.to(output.dtype.element_ty), mask=whole)
 
 
 @triton.jit
