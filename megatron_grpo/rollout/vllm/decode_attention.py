@@ -1,7 +1,7 @@
 """Attention of decode steps over vLLM's paged cache: a program for each head of keys and values and part of a sequence.
 
 A sequence of a decode step has one query, so that attention reads keys and values once and is limited by memory.
-FlashAttention 3 reaches 2.9 to 3.2 TB/s of an H200's 4.8 with sequences of some hundred tokens, this kernel 3.4 to 4.0
+FlashAttention 3 reaches 1.8 to 3.3 TB/s of an H200's 4.8 with sequences of some hundred tokens, this kernel 2.9 to 4.2
 (docs/performance/rollouts.md). FlashAttention keeps batches of few sequences and all that is not a plain decode step.
 """
 
@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-LEAST_PROGRAMS = 512  # fewer do not fill a GPU
+LEAST_PROGRAMS = 256  # fewer do not fill a GPU
 PART, MOST_PARTS = 1024, 16  # tokens of a sequence that a program reads, so that none works much longer than others
 ROWS = 16  # least queries of a product
 KEYS = 64  # of a product
