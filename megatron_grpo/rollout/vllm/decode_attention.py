@@ -74,20 +74,15 @@ class DecodeAttention(FlashAttentionImpl):
         if self.kv_cache_dtype in QUANTIZED:
             kv_cache = kv_cache.view(current_platform.fp8_dtype())
             scales = layer._q_scale, layer._k_scale, layer._v_scale
-        longest = meta.max_seq_len  # of a CUDA graph: the longest sequence that there can be
-        part = max(PART, triton.next_power_of_2(longest) // MOST_PARTS)
-        decode_attention(
-            query,
-            kv_cache,
-            meta.block_table,
-            meta.seq_lens,
-            output,
-            self.scale,
-            scales,
-            triton.cdiv(longest, part),
-            part,
-        )
+        parts = parts_of(meta.max_seq_len)  # in a CUDA graph of the longest sequence that there can be
+        decode_attention(query, kv_cache, meta.block_table, meta.seq_lens, output, self.scale, scales, *parts)
         return output
+
+
+def parts_of(longest: int) -> tuple[int, int]:
+    """Return into how many parts a sequence of ``longest`` tokens is divided, and the tokens of a part."""
+    part = max(PART, triton.next_power_of_2(longest) // MOST_PARTS)
+    return triton.cdiv(longest, part), part
 
 
 def decode_attention(
