@@ -254,7 +254,7 @@ def _check_level(args: Namespace, loss: Loss) -> None:
 
 
 def resolve_loss(args: Namespace) -> dict[str, Any]:
-    """Return level and bounds of the importance ratio, and the loss's own defaults."""
+    """Return level and bounds of the importance ratio, the loss's own defaults, and whether there is a reference."""
     loss = LOSSES.get(args.loss_type)
     level = _level(args, loss)
     defaults = {"epsilon": 0.2, **loss.defaults}
@@ -267,7 +267,7 @@ def resolve_loss(args: Namespace) -> dict[str, Any]:
         found["gkd_beta"] = 0.5  # TRL's
     if args.epsilon_high is None:
         found.setdefault("epsilon_high", found.get("epsilon", args.epsilon))
-    return found | {"importance_sampling_level": level}
+    return found | {"importance_sampling_level": level, "with_reference": args.beta > 0 or loss.reads_reference}
 
 
 def _clips_sequences(level: str, loss: Loss) -> bool:

@@ -43,6 +43,10 @@ METRICS = {
     "completion/length_min": "length of the shortest completion, sampled tokens",
     "completion/length_max": "length of the longest completion, sampled tokens",
     "completion/truncated": "fraction of completions truncated at --max-completion-length",
+    "dpo/loss": "DPO's loss of an update: mean over pairs (--loss-type dpo)",
+    "dpo/margin": "mean over pairs of beta times the difference of their log-ratios to the reference",
+    "dpo/accuracy": "fraction of pairs whose better completion has the larger log-ratio to the reference",
+    "dpo/pairs": "pairs of an update: groups whose best and worst completion differ in advantage",
     "sft/loss": "cross-entropy of the demonstrated tokens of an update (--sft-iters, --sft-loss-type), nats a token",
     "sft/tokens": "demonstrated tokens in the loss of this update",
     "sft/mu": "weight mu of the demonstrations (--sft-loss-type sft, chord)",
@@ -157,6 +161,10 @@ TITLES = (*dict.fromkeys(HEADINGS.values()), "Other")
 REMEDIES = {
     "sft/loss": "Flat from the start: raise --sft-lr. Near 0: the rows are learnt by heart, and the completions of a "
     "prompt become alike; lower --sft-iters, or give more rows.",
+    "dpo/loss": "Not falling below log 2 = 0.69: raise --lr or --dpo-beta.",
+    "dpo/margin": "Rising fast: the policy leaves the reference; raise --dpo-beta, or lower --lr.",
+    "dpo/accuracy": "At 0.5: the pairs teach nothing that lasts; raise --num-generations, or --lr.",
+    "dpo/pairs": "Few: see reward/zero_std_groups.",
     "sft/tokens": "A count: small beside the tokens of the rows if prompts are long.",
     "sft/mu": "By the schedule: --chord-mu-peak, --chord-mu-valley.",
     "sft/advantage": "Falls to 0 as the policy earns the same reward. Below 0: raise --luffy-reward.",
