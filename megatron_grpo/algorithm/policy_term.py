@@ -152,7 +152,7 @@ def update_statistics(
     if loss.update_advantages is None:
         return batch, {}
     sums = {}
-    if moved:
+    if batch.old_log_probs is not None:
         sums["scores"] = log_probs - batch.old_log_probs[tokens]
     if loss.reads_reference:
         assert batch.ref_log_probs is not None
@@ -202,7 +202,7 @@ def _with_update_advantages(
     ``sums`` has, by the name of an input, values of the held ``tokens`` of the update, to be summed over each
     completion. Without values the scores are 0: the policy has not moved.
     """
-    assert batch.advantages is not None
+    assert batch.advantages is not None and loss.update_advantages is not None
     lengths = batch.response_lengths[completions]
     unscored = np.isnan(batch.rewards[completions]).all(axis=1)
     inputs = {
