@@ -136,6 +136,7 @@ HEADINGS = {
     "clip": "Learning",
     "teacher": "Learning",
     "sft": "Learning",
+    "dpo": "Learning",
     "ratio": "Learning",
     "update": "Learning",
     "moe": "Learning",
