@@ -23,7 +23,7 @@ def save(root, iteration, **args):
 
 def start(resume=False, **given):
     defaults = dict.fromkeys(["load", "finetune", "pretrained_checkpoint", "ref_load", "lora_rank", "dry_run"])
-    return setup._start_checkpoints(Namespace(**(defaults | {"with_reference": True} | given)), resume)
+    return setup._start_checkpoints(Namespace(**(defaults | {"beta": 0.1, "loss_type": "grpo"} | given)), resume)
 
 
 @pytest.mark.parametrize("dest", ["pretrained_checkpoint", "ref_load", "load"])
@@ -48,7 +48,7 @@ def test_another_directory_on_a_resume_is_taken(tmp_path):
 
 
 def test_what_is_not_read_need_not_be_there(tmp_path):
-    assert start(resume=True, with_reference=False, pretrained_checkpoint="gone", load=str(tmp_path)) == {}
+    assert start(resume=True, beta=0.0, pretrained_checkpoint="gone", load=str(tmp_path)) == {}
     assert start(dry_run=True, pretrained_checkpoint="gone") == {}
     with pytest.raises(GrpoError, match="no checkpoint in gone"):
         start(pretrained_checkpoint="gone")
