@@ -57,7 +57,7 @@ class DecodeAttention(FlashAttentionImpl):
             and not self.batch_invariant_enabled
         )
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, **options):
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *of_output, **options):
         """Write the attention of a batch into ``output``."""
         meta = attn_metadata
         if (
@@ -67,10 +67,10 @@ class DecodeAttention(FlashAttentionImpl):
             or meta.use_cascade
             or self.dcp_world_size > 1
             or len(meta.seq_lens) * self.num_kv_heads < LEAST_PROGRAMS
-            or any(scale is not None for scale in (*scales, *options.values()))
+            or any(scale is not None for scale in (*of_output, *options.values()))
         ):
-            return super().forward(layer, query, key, value, kv_cache, meta, output, *scales, **options)
-        scales = None
+            return super().forward(layer, query, key, value, kv_cache, meta, output, *of_output, **options)
+        scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if self.kv_cache_dtype in QUANTIZED:
             kv_cache = kv_cache.view(current_platform.fp8_dtype())
             scales = layer._q_scale, layer._k_scale, layer._v_scale
