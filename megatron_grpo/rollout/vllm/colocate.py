@@ -482,6 +482,7 @@ def _build(args, directory: str):
     patches.INSPECTION.install(lambda function: function())
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # hide its warning that a CPU has no Triton
+    scheduler.use_decode_attention()
     on_a_cpu = _cpu_options(args) if not torch.cuda.is_available() else {}
     if args.model_family == "llava_onevision" and args.engine_sees_videos:
         _flatten_videos()
@@ -603,6 +604,13 @@ def _cpu_options(args) -> dict:
         raise GrpoError(
             "--router-replay-mode R3: vLLM on a CPU does not report its choice of experts (this needs its model "
             "runner V2 and so Triton): give R2, or use a GPU"
+        )
+    if has_recurrence(args) and (args.vllm_engine_kwargs or {}).get(
+        "enable_prefix_caching", args.vllm_enable_prefix_caching
+    ):
+        raise GrpoError(
+            "--vllm-enable-prefix-caching: vLLM on a CPU does not keep the states of delta nets and of Mamba-2 at the "
+            "ends of prefixes: leave the flag out, or use a GPU"
         )
     nets = args.linear_key_head_dim, args.linear_value_head_dim
     dtype = args.vllm_dtype or str(params_dtype(args)).removeprefix("torch.")
