@@ -103,7 +103,7 @@ def row(model: str, ranks: int, options: Namespace) -> list[str]:
     sent = np.zeros((len(plan.rounds), ranks))
     received = np.zeros((len(plan.rounds), len(needs)))
     pieces = 0
-    for engine in range(len(needs)):
+    for engine in sorted(range(len(needs)), key=lambda engine: id(needs[engine])):  # replicas after one another
         for sender, piece in plan.pieces(engine):
             if options.colocated and sender == engine:
                 continue
