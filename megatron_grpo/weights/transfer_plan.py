@@ -10,7 +10,8 @@ thus sends the same number of bytes, give or take a piece, and every rank knows 
 rank on a trainer's device reads that trainer's own shards in place, and receives others from its host where it can.
 
 The sync has rounds of consecutive weights, in which an engine rank completes tensors of at most ``limit`` bytes and a
-holder sends on average at most as many. No process group is used here.
+holder sends on average at most as many. In each step of the sync the replicas of an engine are in rounds of different
+pipeline stages, so that all stages send. No process group is used here.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Plan:
 
     All ranks make it from equal arguments. ``holders``: of the trainer ranks, in their order. ``needs``: of the engine
     ranks, in their order. ``homes``: for each engine rank, the trainer rank that has the same device, or None; by
-    default none has.
+    default none has. A replica of an engine has ``width`` ranks.
     """
 
     def __init__(
@@ -130,10 +131,11 @@ class Plan:
         needs: Sequence[Needs],
         limit: int = ROUND_BYTES,
         homes: Sequence[int | None] | None = None,
+        width: int = 1,
     ):
         self.weights, self.tensors, self.holders, self.needs = weights, tensors, holders, needs
         self._homes = homes or [None] * len(needs)
-        self._limit = limit
+        self._limit, self._width = limit, width
         self._number = {tensor.name: number for number, tensor in enumerate(self.tensors)}
         self._newest: tuple[Any, list[tuple[int, int, Piece]]] = None, []
         self._near: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -258,6 +260,16 @@ class Plan:
         """The rounds of the sync."""
         return list(self._rounds())
 
+    @cached_property
+    def _turns(self) -> int:
+        """Number of different rounds in which replicas are at a time."""
+        return min(len({holder.stage for holder in self.holders}), -(-len(self.needs) // self._width))
+
+    def round_of_step(self, engine: int, step: int) -> int:
+        """Return the number of the round in which an engine rank is in a step of the sync; it has a step for each."""
+        turn = engine // self._width % self._turns
+        return (step + turn * len(self.rounds) // self._turns) % len(self.rounds)
+
     def _rounds(self) -> Iterator[Round]:
         # [engine ranks, tensors]: bytes of the tensors that a rank completes, and those that it receives.
         nbytes = np.array([tensor.nbytes for tensor in self.tensors], np.int64)
@@ -268,7 +280,7 @@ class Plan:
         received = np.zeros(len(nbytes))
         for needs in distinct:
             sizes = [sum(map(_volume, boxes)) * item for boxes, item in zip(needs, items, strict=True)]
-            received += alike[id(needs)] * np.array(sizes)
+            received += alike[id(needs)] * np.array(sizes) / self._turns
         first = Round(range(0), range(0))  # of the round that grows
         held, sent = np.zeros(len(distinct)), defaultdict[int, float](float)  # sent by each holder of a group
         grown, largest = first, 0.0  # bytes that a holder sends of one weight

@@ -20,9 +20,11 @@ from toy_checkpoints import HYBRID, make, tensors_of, toy_args
 from megatron_grpo.models.config import params_dtype
 from megatron_grpo.rollout.vllm import compare
 from megatron_grpo.rollout.vllm.loader_trace import trace
+from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.rollout.weight_sync.planned import Links, Transfer
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import model_weights, transfer_plan
-from megatron_grpo.weights.transfer_plan import Reads
+from megatron_grpo.weights.transfer_plan import Plan, Reads
 from tools.made_up_engine import model_of_rank
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
@@ -104,7 +106,7 @@ def test_an_engine_filled_by_the_plan_is_one_that_has_loaded_whole_tensors(
     needs, expected = engines(family, size, options)
     reads = [Reads.of_loaders(of_rank) for of_rank in needs]
 
-    received, sent, differences = run(args, world(args, layout, weights), weights, whole, reads)
+    received, sent, differences = run(args, world(args, layout, weights), weights, whole, reads, width=size)
     assert not differences
     assert all(sent)  # each holds a part that only its replicas have, and these share the load
     for rank in range(size):
@@ -129,6 +131,7 @@ def test_parts_go_straight_into_the_parameters(
     weights, whole = model_weights.table(args), tensors_of(directory(family))
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
     monkeypatch.setattr(compare, "_unpacked_experts", lambda layer, parameter, like: parameter)  # it is not packed
+    monkeypatch.setattr(planned, "Plan", functools.partial(Plan, limit=100_000))  # replicas are in different rounds
     options = {**options, "dtype": "float32"}  # the trainer's
     holders, expected = world(args, layout, weights), engines(family, size, options)[1]
     if colocated and len(holders) % size:
@@ -140,7 +143,7 @@ def test_parts_go_straight_into_the_parameters(
             models.append(stack.enter_context(model_of_rank(directory(family), rank % size, size, **options)))
             zero(models[-1])
             reads.append(trace(models[-1], tensors, in_place=True))
-        received, _, differences = run(args, holders, weights, whole, reads, colocated)
+        received, _, differences = run(args, holders, weights, whole, reads, colocated, size)
         assert not differences
         for rank in range(count):
             assert received[rank].keys() == {t.name for t, to in zip(tensors, reads[rank].targets) if to is None}
@@ -189,7 +192,7 @@ def test_a_fault_of_the_transfer_names_its_tensor(fault, layout, colocated, dire
         assert run(args, holders, weights, whole, reads, colocated)[2] == set(spoilt) != set()
 
 
-def run(args, holders, weights, whole, reads, colocated=False):
+def run(args, holders, weights, whole, reads, colocated=False, width=1):
     """What the loaders of each engine rank receive, {name: tensor} each, whether each trainer has sent anything, and
     the names of tensors with other bytes.
     """
@@ -205,7 +208,9 @@ def run(args, holders, weights, whole, reads, colocated=False):
             engine = rank if colocated else rank - trainers
             holder = holders[rank] if rank < trainers else None
             read = (lambda tensors: reads[engine]) if engine >= 0 else None
-            transfer = Transfer(args, Links(*groups, "cpu"), weights, holder, read)
+            transfer = Transfer(
+                replaced(args, vllm_tensor_parallel_size=width), Links(*groups, "cpu"), weights, holder, read
+            )
             for _ in range(2):  # the plan is used again
                 local = shards_of(weights, holder, whole) if holder is not None else None
                 given = {name: tensor.clone() for name, tensor in transfer.run(local)}

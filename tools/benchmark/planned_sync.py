@@ -98,17 +98,18 @@ def row(model: str, ranks: int, options: Namespace) -> list[str]:
     holders = holders_of(args, ranks)
     began = time.perf_counter()
     homes = list(range(len(needs))) if options.colocated else None
-    plan = Plan(weights, tensors, holders, needs, homes=homes)
-    number_of = {weight: number for number, part in enumerate(plan.rounds) for weight in part.weights}
+    plan = Plan(weights, tensors, holders, needs, homes=homes, width=options.engine_ranks)
     sent = np.zeros((len(plan.rounds), ranks))
     received = np.zeros((len(plan.rounds), len(needs)))
     pieces = 0
     for engine in sorted(range(len(needs)), key=lambda engine: id(needs[engine])):  # replicas after one another
+        steps = range(len(plan.rounds))
+        step_of = {number: step for step in steps for number in plan.rounds[plan.round_of_step(engine, step)].weights}
         for sender, piece in plan.pieces(engine):
             if options.colocated and sender == engine:
                 continue
-            sent[number_of[piece.weight], sender] += piece.nbytes
-            received[number_of[piece.weight], engine] += piece.nbytes
+            sent[step_of[piece.weight], sender] += piece.nbytes
+            received[step_of[piece.weight], engine] += piece.nbytes
             pieces += 1
     planned = time.perf_counter() - began
     rate = options.gpu_gigabytes * 1e9

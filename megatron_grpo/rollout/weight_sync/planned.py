@@ -91,13 +91,13 @@ class Links(NamedTuple):
 
 @dataclass
 class _Traffic:
-    """What this rank sends and receives in a round: pieces by the other's rank, and those of its own shards.
+    """What this rank sends and receives in a step: pieces by the other's rank, and those of its own shards.
 
-    ``owned``: the weights whose shards a trainer rank may send. ``busy``: whether any rank sends to another one.
+    ``tensors``: those that its engine completes. ``owned``: the weights whose shards a trainer rank may send. ``busy``:
+    whether any rank sends to another one.
     """
 
-    weights: range
-    tensors: range
+    tensors: range = range(0)
     owned: Sequence[int] = ()
     sent: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
     received: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
@@ -126,22 +126,32 @@ class Transfer:
         read = None if reads is None else reads(tensors)
         holders, trainers, needs, engines = _of_all_ranks(links.host, holder, read and read.needs, weights, tensors)
         homes = [trainers.index(of_engine) if of_engine in trainers else None for of_engine in engines]
-        plan = self._plan = Plan(weights, tensors, holders, needs, homes=homes)
-        self._traffic = [_Traffic(*part) for part in plan.rounds]
-        round_of = {number: traffic for traffic in self._traffic for number in traffic.weights}
+        width = args.vllm_tensor_parallel_size
+        plan = self._plan = Plan(weights, tensors, holders, needs, homes=homes, width=width)
+        self._traffic = [_Traffic() for _ in plan.rounds]
+        self._steps: dict[int, dict[int, _Traffic]] = {}  # by the first round: `_traffic_of`
         if holder is not None:
             own = trainers.index(rank)
-            for traffic in self._traffic:
-                traffic.owned = plan.owned(own, traffic.weights)
+            rounds = [plan.owned(own, part.weights) for part in plan.rounds]
+            alike = {plan.round_of_step(to, 0): to for to in range(len(engines))}.values()
+            for step, traffic in enumerate(self._traffic):
+                now = sorted(plan.round_of_step(to, step) for to in alike)
+                traffic.owned = [number for part in now for number in rounds[part]]
             for to in sorted(range(len(engines)), key=lambda to: id(needs[to])):
-                for _, piece in plan.pieces(to, own) if engines[to] != rank else ():
-                    round_of[piece.weight].sent[engines[to]].append(piece)
+                if engines[to] != rank:
+                    traffic_of = self._traffic_of(to)
+                    for _, piece in plan.pieces(to, own):
+                        traffic_of[piece.weight].sent[engines[to]].append(piece)
         self._receives = read is not None
         self._targets: dict[int, list[torch.Tensor]] = {}  # of the pieces that go straight into parameters, by id
         self._direct: set[int] = set()  # tensors that consist of such pieces
         if read is not None:
-            for sender, piece in plan.pieces(engines.index(rank)):
-                traffic, other = round_of[piece.weight], trainers[sender]
+            engine = engines.index(rank)
+            for step, traffic in enumerate(self._traffic):
+                traffic.tensors = plan.rounds[plan.round_of_step(engine, step)].tensors
+            traffic_of = self._traffic_of(engine)
+            for sender, piece in plan.pieces(engine):
+                traffic, other = traffic_of[piece.weight], trainers[sender]
                 (traffic.own if other == rank else traffic.received[other]).append(piece)
             self._find_targets(read)
         busy = torch.tensor([bool(traffic.sent or traffic.received) for traffic in self._traffic], dtype=torch.uint8)
@@ -150,6 +160,15 @@ class Transfer:
             traffic.busy = bool(one)
         self._checks: list[tuple[list[Piece], torch.Tensor]] = []  # pieces, [n] whether they differ
         self.differences: list[str] = []  # of the newest sync, on an engine rank
+
+    def _traffic_of(self, engine: int) -> dict[int, _Traffic]:
+        """Return for each weight the step in which an engine rank receives it."""
+        first = self._plan.round_of_step(engine, 0)
+        if first not in self._steps:
+            rounds = [self._plan.rounds[self._plan.round_of_step(engine, step)] for step in range(len(self._traffic))]
+            steps = zip(rounds, self._traffic, strict=True)
+            self._steps[first] = {number: traffic for part, traffic in steps for number in part.weights}
+        return self._steps[first]
 
     def _find_targets(self, read: Reads) -> None:
         pieces: dict[int, list[Piece]] = defaultdict(list)

@@ -158,6 +158,24 @@ def test_a_weight_above_the_limit_is_sent_beside_that_of_another_holder(argument
     assert all({number * 2 // args.num_experts for number in pair} == {0, 1} for pair in pairs)
 
 
+def test_replicas_are_in_rounds_of_different_stages(arguments):
+    """In the same order all would receive from one stage, and the others would send nothing."""
+    layout = (1, 2, 1, 1, 1)
+    args = arguments("qwen3, tied", layout)
+    weights = model_weights.table(args)
+    tensors, holders = transfer_plan.hf_tensors(weights, params_dtype(args)), world(args, layout, weights)
+    plan = Plan(weights, tensors, holders, [transfer_plan.whole(tensors)] * 4, limit=20_000, width=2)
+    steps, senders = range(len(plan.rounds)), [set() for _ in plan.rounds]
+    for engine in range(4):
+        rounds = [plan.round_of_step(engine, step) for step in steps]
+        assert sorted(rounds) == list(steps) and len(rounds) > 8
+        assert rounds == [plan.round_of_step(engine - engine % 2, step) for step in steps]  # of a replica
+        step_of = {number: step for step in steps for number in plan.rounds[rounds[step]].weights}
+        for sender, piece in plan.pieces(engine):
+            senders[step_of[piece.weight]].add(sender)
+    assert sum(both == {0, 1} for both in senders) > 0.6 * len(steps)
+
+
 def test_replicas_send_their_needs_once(arguments, monkeypatch):
     """Those of a thousand engine ranks would be gigabytes on every rank, and making them one by one minutes."""
     args = arguments("qwen3, tied", LAYOUTS[0])
