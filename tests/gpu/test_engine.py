@@ -118,6 +118,15 @@ def test_experts_sample_anew_in_every_rollout(tmp_path, model):
     check_weights(facts, 0.05)
 
 
+def test_delta_nets_sample_and_follow(tmp_path, model):
+    """States of a rollout do not reach the next, and weights reach the engine; with CUDA graphs."""
+    engine = json.dumps({"kv_cache_memory_bytes": 512 << 20, "gdn_prefill_backend": "triton"})
+    flags = "--use-distributed-optimizer", "--vllm-engine-kwargs", engine
+    facts = found(tmp_path / "out", 1, "seeds,weights", model("qwen3_5_text", FLAT), *flags)[0]
+    assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
+    check_weights(facts, 0.05)
+
+
 def test_temperature_and_caps_cost_no_exactness(tmp_path, model):
     """Logits are cooled and soft-capped in float32, as by the trainer: in bf16 each would be rounded by up to 0.06."""
     cool = found(tmp_path / "cool", 1, "temperatures", model("qwen3", SHARP), EAGER, "--temperature", "0.7")[0]
