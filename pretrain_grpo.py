@@ -157,7 +157,7 @@ def update(
     """
     batch, demonstrations = with_token_weights(args, batch, completions, demonstrations, trainer.iteration)
     scores = partial(forward.scores, args, trainer.model, forward_step)
-    batch = update_statistics(args, batch, completions, trainer.iteration, scores)
+    batch, of_update = update_statistics(args, batch, completions, trainer.iteration, scores)
     packs = forward.micro_batches(args, batch, completions)
     of_demonstrations = demonstration_args(args)
     others = forward.micro_batches_of_demonstrations(of_demonstrations, demonstrations)
@@ -165,7 +165,7 @@ def update(
     step = partial(forward_step, args=args, num_microbatches=count, of_demonstrations=of_demonstrations)
     metrics = train_step(step, packs + others, trainer.model, trainer.optimizer, trainer.scheduler, trainer.bad_updates)
     trainer.bad_updates.react(trainer.iteration + 1, batch, completions, metrics)
-    metrics |= trainer.flops.of_update(packs, batch, completions)
+    metrics |= of_update | trainer.flops.of_update(packs, batch, completions)
     return metrics | mixture_metrics(args, trainer, metrics, others, demonstrations)
 
 

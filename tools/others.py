@@ -136,7 +136,7 @@ def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
     flat[:, np.concatenate([np.arange(a + 1, b) for a, b in _bounds(batch)])] = torch.stack(
         [data.log_probs[data.tokens == 1], data.entropies[data.tokens == 1]]
     )
-    batch = update_statistics(args, batch, everyone, 0, lambda *_: flat)
+    batch, _ = update_statistics(args, batch, everyone, 0, lambda *_: flat)
     tokens = batch.response_positions(everyone)
     owner = np.repeat(np.arange(batch.num_completions), batch.lengths)[tokens]
     tensors = {"advantages": batch.advantages_of(tokens, owner), "completion": owner}

@@ -140,6 +140,11 @@ def needs_old_log_probs(args: Namespace) -> bool:
     return args.updates_per_rollout > 1 or any(reads) or args.router_replay_mode == "R2" or bool(args.lora_dropout)
 
 
+def has_reference(args: Namespace) -> bool:
+    """Return whether there is a reference model: for the KL term, or for the loss."""
+    return args.beta > 0 or LOSSES.get(args.loss_type).reads_reference
+
+
 def may_need_scores(args: Namespace) -> bool:
     """Return whether an update can need a forward pass over its completions before it (`update_statistics`)."""
     loss = LOSSES.get(args.loss_type)
@@ -254,7 +259,7 @@ def _check_level(args: Namespace, loss: Loss) -> None:
 
 
 def resolve_loss(args: Namespace) -> dict[str, Any]:
-    """Return level and bounds of the importance ratio, and the loss's own defaults."""
+    """Return level and bounds of the importance ratio, the loss's own defaults, and whether there is a reference."""
     loss = LOSSES.get(args.loss_type)
     level = _level(args, loss)
     defaults = {"epsilon": 0.2, **loss.defaults}
@@ -267,7 +272,7 @@ def resolve_loss(args: Namespace) -> dict[str, Any]:
         found["gkd_beta"] = 0.5  # TRL's
     if args.epsilon_high is None:
         found.setdefault("epsilon_high", found.get("epsilon", args.epsilon))
-    return found | {"importance_sampling_level": level}
+    return found | {"importance_sampling_level": level, "with_reference": has_reference(args)}
 
 
 def _clips_sequences(level: str, loss: Loss) -> bool:

@@ -60,6 +60,7 @@ LOSSES.declare(
         positive=True,
     ),
     Flag("--real-tau", float, 0.5, "real: temperature of the scores", positive=True),
+    Flag("--dpo-beta", float, None, "dpo: beta, the factor of the log-ratios to the reference [0.1]", positive=True),
     Flag("--luffy-gamma", float, None, "luffy: gamma of the shaped probability p / (p + gamma) [0.1]", positive=True),
 )
 
@@ -341,6 +342,105 @@ def reinforce_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
     Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning".
     """
     return PolicyLoss(-advantages * log_probs)
+
+
+def dpo_pairs(
+    advantages: npt.NDArray[np.floating], lengths: npt.NDArray[np.int64], group_ids: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return the completions with the highest and the lowest advantage of each group, [pairs, 2].
+
+    The first of equals. A group without a difference has no pair; completions without a reward (NaN) or without a token
+    in the loss (``lengths`` 0) are left out. Arguments: [n].
+    """
+    pairs = np.zeros((0, 2), np.int64)
+    for group in members_of_groups(group_ids):
+        members = group[~np.isnan(advantages[group]) & (lengths[group] > 0)]
+        if len(members) and np.ptp(advantages[members]) > 0:
+            pair = members[[advantages[members].argmax(), advantages[members].argmin()]]
+            pairs = np.vstack([pairs, pair])
+    return pairs
+
+
+def dpo_advantages(
+    over_reference: npt.NDArray[np.float64],
+    advantages: npt.NDArray[np.floating],
+    lengths: npt.NDArray[np.int64],
+    group_ids: npt.NDArray[np.int64],
+    dpo_beta: float,
+) -> npt.NDArray[np.float32]:
+    """Return the advantages with which `reinforce_loss`, averaged over all tokens, has the gradient of DPO's loss.
+
+        loss = mean over pairs (w, l) of  -log sigmoid(m),    m = dpo_beta (s_w - s_l)
+
+    with s_i the sum over completion i of log p(policy) - log p(reference). The gradient by log p(policy) is
+    -dpo_beta sigmoid(-m) / pairs at each token of w, and its negative at each of l. A token's weight is 1 / T, with T
+    the tokens of the update. So A_w = -A_l = dpo_beta sigmoid(-m) T / pairs, and A = 0 without a pair. A forward pass
+    at the weights of this update gives s: the gradient is exact in all packings and parallel configurations. The value
+    of the loss is the metric dpo/loss; that of the tokens' losses has no meaning.
+
+    Args:
+        over_reference: [n], s.
+        advantages: [n]; `dpo_pairs` chooses by them.
+        lengths: [n], tokens in the loss.
+        group_ids: [n].
+        dpo_beta: beta.
+
+    Returns:
+        [n].
+
+    Source: Rafailov et al. 2023, "Direct preference optimization", arXiv:2305.18290, equation 7, as TRL's loss_type
+    "sigmoid" has it; pairs of one's own samples: Guo et al. 2024, "Direct language model alignment from online AI
+    feedback", arXiv:2402.04792.
+    """
+    result = np.zeros(len(advantages))
+    pairs = dpo_pairs(advantages, lengths, group_ids)
+    if len(pairs):
+        margins = dpo_beta * (over_reference[pairs[:, 0]] - over_reference[pairs[:, 1]])
+        pulls = dpo_beta * np.exp(-np.logaddexp(0, margins)) * lengths.sum() / len(pairs)
+        result[pairs] = np.stack([pulls, -pulls], 1)
+    return result.astype(np.float32)
+
+
+def dpo_metrics(
+    over_reference: npt.NDArray[np.float64],
+    advantages: npt.NDArray[np.floating],
+    lengths: npt.NDArray[np.int64],
+    group_ids: npt.NDArray[np.int64],
+    dpo_beta: float,
+) -> dict[str, float]:
+    """Return DPO's loss, mean margin and fraction of positive margins of an update's pairs: `dpo_advantages`."""
+    pairs = dpo_pairs(advantages, lengths, group_ids)
+    if not len(pairs):
+        return {"dpo/pairs": 0}
+    margins = dpo_beta * (over_reference[pairs[:, 0]] - over_reference[pairs[:, 1]])
+    return {
+        "dpo/pairs": len(pairs),
+        "dpo/loss": float(np.logaddexp(0, -margins).mean()),
+        "dpo/margin": float(margins.mean()),
+        "dpo/accuracy": float((margins > 0).mean()),
+    }
+
+
+def _check_dpo(num_generations: int) -> None:
+    if num_generations == 1:
+        raise GrpoError(
+            "--loss-type dpo compares the completions of a prompt: --num-generations (1) must be at least 2"
+        )
+
+
+@register_loss(
+    "dpo",
+    aggregation="dapo",
+    level="token",
+    check=_check_dpo,
+    defaults={"dpo_beta": 0.1},
+    update_advantages=dpo_advantages,
+    update_metrics=dpo_metrics,
+    one_advantage=True,
+)
+def dpo_loss(log_probs: Tensor, advantages: Tensor) -> PolicyLoss:
+    """Return DPO's loss: `reinforce_loss` with the advantages of `dpo_advantages` (which names the source), [t]."""
+    return reinforce_loss(log_probs, advantages)
 
 
 @register_loss("gkd", aggregation="dapo", level="token", example=None)

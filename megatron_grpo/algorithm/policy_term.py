@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_grpo.algorithm import losses, masks
 from megatron_grpo.algorithm.importance_sampling import importance_weights
-from megatron_grpo.algorithm.registry import LOSS_INPUTS, LOSSES, TOKEN_STATISTICS, PolicyLoss, call
+from megatron_grpo.algorithm.registry import LOSS_INPUTS, LOSSES, TOKEN_STATISTICS, Loss, PolicyLoss, call
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
 from megatron_grpo.data.share import of_completions
@@ -98,11 +98,11 @@ def update_statistics(
     completions: np.ndarray,
     iteration: int,
     scores: Callable[[RolloutBatch, np.ndarray], np.ndarray],
-) -> RolloutBatch:
-    """Return the batch with all arrays that depend on all ``completions`` of an update. Collective.
+) -> tuple[RolloutBatch, dict[str, float]]:
+    """Return the batch with all arrays that depend on all ``completions`` of an update, and metrics. Collective.
 
-    These are masks, the tokens of kl-cov, statistics that the loss reads, and advantages that the loss replaces. A rank
-    has those of the tokens that it holds.
+    The arrays are masks, the tokens of kl-cov, statistics that the loss reads, and advantages that the loss replaces. A
+    rank has those of the tokens that it holds. The metrics are those of the loss (``update_metrics``).
 
     ``scores(batch, completions)`` runs a forward-only pass at the present weights and returns [2, total]:
     log-probabilities and entropies. It is called only if one of these arrays needs it (`may_need_scores`).
@@ -115,7 +115,7 @@ def update_statistics(
     _check_engine_log_probs(args, batch.rollout_log_probs[tokens])
     if not batch.response_lengths[completions].any():  # --overlong-filter has masked all tokens
         empty: dict[str, Any] = {name: np.zeros(len(batch.tokens), np.float32) for name in requested}
-        return replace(batch, **empty) if requested else batch
+        return (replace(batch, **empty) if requested else batch), {}
 
     number = np.zeros(batch.num_completions, np.int64)  # in the update, of each completion
     number[completions] = np.arange(len(completions))
@@ -124,7 +124,7 @@ def update_statistics(
     by_covariance = args.clip_cov_ratio is not None or args.kl_cov_ratio is not None or "covariances" in requested
     moved = loss.update_advantages is not None and batch.old_log_probs is not None
     statistics = {}
-    if by_covariance or moved or requested or args.top_entropy_quantile < 1:
+    if by_covariance or moved or loss.reads_reference or requested or args.top_entropy_quantile < 1:
         log_probs, entropies = (values[tokens] for values in scores(batch, completions))
         statistics["entropies"] = entropies
     if by_covariance:
@@ -149,10 +149,15 @@ def update_statistics(
         changed["policy_mask"] = _scatter(batch, tokens, kept, 1.0)
     if changed:
         batch = replace(batch, **changed)
-    if loss.update_advantages is not None:
-        moved_by = np.zeros(len(tokens)) if batch.old_log_probs is None else log_probs - batch.old_log_probs[tokens]
-        batch = _with_update_advantages(args, loss.update_advantages, batch, completions, tokens, moved_by)
-    return batch
+    if loss.update_advantages is None:
+        return batch, {}
+    sums = {}
+    if batch.old_log_probs is not None:
+        sums["scores"] = log_probs - batch.old_log_probs[tokens]
+    if loss.reads_reference:
+        assert batch.ref_log_probs is not None
+        sums["over_reference"] = log_probs.astype(np.float64) - batch.ref_log_probs[tokens]
+    return _with_update_advantages(args, loss, batch, completions, tokens, sums)
 
 
 def _gather(batch: RolloutBatch, completions: np.ndarray) -> masks.Gather:
@@ -186,23 +191,34 @@ def _scatter(batch: RolloutBatch, tokens: np.ndarray, values: np.ndarray, elsewh
 
 def _with_update_advantages(
     args,
-    update_advantages: Callable[..., np.ndarray],
+    loss: Loss,
     batch: RolloutBatch,
     completions: np.ndarray,
     tokens: np.ndarray,
-    moved_by: np.ndarray,
-) -> RolloutBatch:
-    """Return the batch with the advantages that the loss computes for an update, from d of its ``tokens``."""
-    assert batch.advantages is not None
-    own = np.bincount(batch.completion_of_tokens[tokens], moved_by, minlength=batch.num_completions)
-    sums = of_completions(batch, own)
-    scores = (sums / np.maximum(batch.response_lengths, 1))[completions]
+    sums: Mapping[str, np.ndarray],
+) -> tuple[RolloutBatch, dict[str, float]]:
+    """Return the batch with the advantages that the loss computes for an update, and the loss's metrics of it.
+
+    ``sums`` has, by the name of an input, values of the held ``tokens`` of the update, to be summed over each
+    completion. Without values the scores are 0: the policy has not moved.
+    """
+    assert batch.advantages is not None and loss.update_advantages is not None
+    lengths = batch.response_lengths[completions]
     unscored = np.isnan(batch.rewards[completions]).all(axis=1)
-    signs = np.where(unscored, np.nan, batch.advantages[completions])
+    inputs = {
+        "scores": np.zeros(len(completions)),
+        "advantages": np.where(unscored, np.nan, batch.advantages[completions]),
+        "group_ids": batch.group_ids[completions],
+        "lengths": lengths,
+    }
+    for name, values in sums.items():
+        own = np.bincount(batch.completion_of_tokens[tokens], values, minlength=batch.num_completions)
+        inputs[name] = of_completions(batch, own)[completions]
+    inputs["scores"] = inputs["scores"] / np.maximum(lengths, 1)
     advantages = batch.advantages.copy()
-    inputs = {"scores": scores, "advantages": signs, "group_ids": batch.group_ids[completions]}
-    advantages[completions] = call(update_advantages, inputs, args)
-    return replace(batch, advantages=advantages, token_advantages=None)
+    advantages[completions] = call(loss.update_advantages, inputs, args)
+    metrics = call(loss.update_metrics, inputs, args) if loss.update_metrics else {}
+    return replace(batch, advantages=advantages, token_advantages=None), metrics
 
 
 def _random_numbers(args, batch: RolloutBatch, completions: np.ndarray, iteration: int) -> np.ndarray:

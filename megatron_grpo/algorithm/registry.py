@@ -33,8 +33,9 @@ TOKEN_STATISTICS = ("covariances", "entropies")
 # Inputs of a loss, [t] each: the label tokens of a pack. log_ratio is log_probs - old_log_probs at the loss's level,
 # divergence that of the policy's distribution from a teacher's (models/divergence.py), with its gradient.
 LOSS_INPUTS = ("log_probs", "old_log_probs", "log_ratio", "advantages", "completion", "divergence", *TOKEN_STATISTICS)
-# Inputs of update_advantages, [n] each: the completions of an update. scores is the mean of d over each completion.
-UPDATE_INPUTS = ("scores", "advantages", "group_ids")
+# Inputs of update_advantages and update_metrics, [n] each: the completions of an update. scores is the mean of d over
+# each completion, lengths its number of tokens in the loss, over_reference their sum of log_probs - ref_log_probs.
+UPDATE_INPUTS = ("scores", "advantages", "group_ids", "lengths", "over_reference")
 # Inputs of an estimator, of all completions of the rollout: rewards (the weighted sums) and group_ids [n], and
 # function_rewards [n, f] of each of --reward-funcs. Of the tokens that this rank holds, those of other completions are
 # left out: response_mask and penalties [total] (penalties is None without --kl-in-reward); cu_seqlens [n + 1].
@@ -86,19 +87,26 @@ class Loss(Entry):
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of flags whose general default is None
     # Replaces the advantages of an update, from statistics of all its completions (UPDATE_INPUTS): [n].
     update_advantages: Function | None = None
+    # Returns metrics of an update from the same statistics, by name: "foo/strength".
+    update_metrics: Function | None = None
     one_advantage: bool = False  # needs the same advantage at all tokens of a completion
     demonstrations: bool = False  # --sft-loss-type: of demonstrations beside a rollout, not of --loss-type
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The parameters by name, including those of ``update_advantages``."""
-        more = parameters(self.update_advantages) if self.update_advantages else {}
-        return {**more, **parameters(self.function)}
+        """The parameters by name, including those of ``update_advantages`` and ``update_metrics``."""
+        functions = self.function, self.update_advantages, self.update_metrics
+        return {name: value for own in functions if own for name, value in parameters(own).items()}
 
     @property
     def distils(self) -> bool:
         """Whether the loss reads the distribution of a teacher."""
         return "divergence" in self.parameters
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss reads the reference model's log-probabilities, with --beta 0, too."""
+        return "over_reference" in self.parameters
 
     @property
     def joins_groups(self) -> bool:

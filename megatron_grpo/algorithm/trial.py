@@ -106,8 +106,9 @@ def _try_loss(args: Namespace) -> None:
             "would be trained (leave out detach, item and numpy)"
         )
     if update_advantages := LOSSES.get(args.loss_type).update_advantages:
-        scores, signs = np.zeros(len(lengths)), np.resize(np.array([1.0, -1.0], np.float32), len(lengths))
-        call(update_advantages, {"scores": scores, "advantages": signs, "group_ids": _group_ids(args)}, args)
+        zeros, signs = np.zeros(len(lengths)), np.resize(np.array([1.0, -1.0], np.float32), len(lengths))
+        inputs = {"scores": zeros, "advantages": signs, "group_ids": _group_ids(args), "lengths": lengths}
+        call(update_advantages, inputs | {"over_reference": zeros}, args)
 
 
 def _try_estimator(args: Namespace) -> None:

@@ -325,7 +325,7 @@ def _offload_lines(plan: Plan, peak: float) -> list[str]:
 def _reference_lines(args: Namespace) -> list[str]:
     """Return the lines about the memory of reference model and teacher."""
     models = {}
-    if args.beta > 0:
+    if args.with_reference:
         models["reference model"] = reference_args(args)
     for own in teacher_args(args):
         models[f"teacher {own.load_hf}"] = own

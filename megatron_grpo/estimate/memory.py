@@ -235,14 +235,14 @@ class Plan:
     def references(self) -> float:
         """Return the bytes of reference model and teacher in the host memory of a rank, at most."""
         args, found = self.args, 0.0
-        if args.beta > 0 and not args.lora_rank:
+        if args.with_reference and not args.lora_rank:
             found += Plan(reference_args(args)).largest_stage() * (4 if args.sync_ref_model else self._itemsize)
         return found + sum(Plan(own).largest_stage() * self._itemsize for own in teacher_args(args))
 
     @property
     def _swaps(self) -> bool:
         """Whether the policy's weights are copied to the host while a reference is in their place."""
-        return self.args.beta > 0 and not self.args.lora_rank and not has_own_parallel_configuration(self.args)
+        return self.args.with_reference and not self.args.lora_rank and not has_own_parallel_configuration(self.args)
 
     @property
     def _itemsize(self) -> int:

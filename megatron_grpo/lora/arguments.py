@@ -91,7 +91,8 @@ def check_lora(args: Namespace) -> None:
             "--lora-base-dtype fp8 and --transformer-impl transformer_engine cannot both be given: Transformer "
             "Engine's layers need weights of their own classes; give --transformer-impl local"
         )
-    needs(args, "reference_adapter", "beta", "there is no reference model without the KL term")
+    if not args.with_reference:
+        needs(args, "reference_adapter", "beta", "there is no reference model without the KL term")
     table.check(args)
     if any(weight.name.endswith("A_log") for weight in saved_weights(args)):
         needs_one_dtype(args, "--lora-modules-to-save A_log")

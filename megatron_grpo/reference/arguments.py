@@ -82,7 +82,8 @@ def check_reference_models(args: Namespace) -> None:
     """Raise GrpoError for flags of reference model and teacher that conflict or have no effect."""
     sizes = {prefix: [f"{prefix}_{size}" for size in SIZES] for prefix in ("ref", "teacher")}
     for dest in ("ref_load", "ref_load_hf", "ref_micro_batch_size", "sync_ref_model", *sizes["ref"]):
-        needs(args, dest, "beta", "there is no reference model without the KL term")
+        if not args.with_reference:
+            needs(args, dest, "beta", "there is no reference model without the KL term")
     excludes(args, "ref_load", "ref_load_hf", "the reference model has one origin")
     excludes(args, "ref_micro_batch_size", "logprobs_max_tokens_per_microbatch", "both set the size of micro-batches")
     _check_ema_update(args)
@@ -99,7 +100,7 @@ def check_reference_of_model(args: Namespace) -> None:
     for dest in (f"ref_{size}" for size in SIZES if size.startswith("expert")):
         if not args.num_experts and (getattr(args, dest) or 1) > 1:
             raise GrpoError(f"{flag(dest)} needs --num-experts: the model has no experts")
-    if args.vision_config and args.beta > 0 and has_own_parallel_configuration(args):
+    if args.vision_config and args.with_reference and has_own_parallel_configuration(args):
         raise GrpoError(
             f"a reference model of family {args.model_family} has the parallel configuration of the policy, because "
             "only the policy's ranks read images: leave --ref-tensor-model-parallel-size and its like out"

@@ -221,6 +221,7 @@ DERIVED = (
     "world_size",
     "data_parallel_size",
     "updates_per_rollout",
+    "with_reference",
     "lora_base",
 )
 

@@ -32,6 +32,7 @@ WITHOUT_TRAINING: dict[str, Any] = {
     **dict.fromkeys("overlap_param_gather offload_gradients offload_optimizer sync_ref_model".split(), False),
     "max_staleness": 0,
     "beta": 0.0,
+    "with_reference": False,
     "train_iters": 0,
 }
 # Flags that an entry of FILE repeats.

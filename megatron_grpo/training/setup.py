@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.algorithm.arguments import has_reference
 from megatron_grpo.checkpointing import checkpoint
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.demonstrations import Demonstrations
@@ -141,7 +142,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     flags, args = args, resolve_args(args, world_size)
     if args.eval_only:
         args = replaced(args, **WITHOUT_TRAINING, explicit=args.explicit - WITHOUT_TRAINING.keys())
-    ref_args = reference_args(args) if args.beta > 0 else None
+    ref_args = reference_args(args) if args.with_reference else None
     teach_args = teacher_args(args)
     if found is not None and not args.eval_only:
         _check_position(args, found)
@@ -372,7 +373,7 @@ def _start_checkpoints(args, resume: bool) -> dict[str, str]:
     if args.finetune and args.load:
         found["load"] = checkpoint.pinned(args.load)
     dests = [dest for dest in ("pretrained_checkpoint", "ref_load") if getattr(args, dest)]
-    if not dests or (resume and not (args.beta > 0 or args.lora_rank)):
+    if not dests or (resume and not (has_reference(args) or args.lora_rank)):
         return found
     stored = checkpoint.read_checkpoint_args(args.load) if resume else {}
     for dest in dests:
@@ -392,7 +393,7 @@ def _directories(args, resume: bool) -> dict[str, Any]:
         found["--teacher-load-hf" + (f" {source}" if source else "")] = directory
     if resume or args.finetune:
         found = {"--load": checkpoint.find(args.load)[1]} | found
-    if resume and not (args.beta > 0 or args.lora_rank):
+    if resume and not (has_reference(args) or args.lora_rank):
         del found["--pretrained-checkpoint"]  # the reference model's, or an adapter's base
     return {name: str(path) for name, path in found.items() if path and Path(path).exists()}
 

@@ -1,12 +1,10 @@
 """Colocated vLLM on GPUs beside a trainer in bf16: random numbers, log-probabilities, weights, memory."""
 
-import json
 from itertools import chain
-from pathlib import Path
 
 import models
 import pytest
-from launch import engine_flags, torchrun
+from launch import found
 
 FLAT = 0.3  # standard deviation of logits: two samples of 32 tokens are never equal by chance
 SHARP = 6.0  # the largest of 4,096 is then about 22
@@ -23,14 +21,6 @@ def model(tmp_path_factory):
         return made[family, logits]
 
     return get
-
-
-def found(out: Path, nproc: int, cases: str, model: str, *flags, env=None) -> list[dict]:
-    """What each rank of `engine_worker.py` finds."""
-    out.mkdir(exist_ok=True)
-    words = "--load-hf", model, *engine_flags(256), *flags
-    torchrun(nproc, "tests/gpu/engine_worker.py", out, cases, *words, env=env)
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(nproc)]
 
 
 def all_differ(*rollouts: list[list[int]]) -> bool:

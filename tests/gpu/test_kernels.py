@@ -13,7 +13,9 @@ from attention_worker import GPU_CASES, NAMES, Alone, module_results, reference
 from launch import FLASH_4, torchrun
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_grpo.models import divergence
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention, visible_keys
+from megatron_grpo.models.divergence import Head, WholeVocabulary, vocab_parallel_divergence, vocab_parallel_top_k
 from megatron_grpo.models.gpu_kernels import HeadsOfPack, RootMeanSquareNorm, swiglu_gradient
 from megatron_grpo.models.head import vocab_parallel_log_probs
 from megatron_grpo.models.layer_specs import bias_dropout_add
@@ -177,6 +179,71 @@ def test_head(temperature, cap, top_k):
             assert relative(a, b) < limit, name
 
 
+def distribution(logits: torch.Tensor, temperature: float, k: int | None, chosen: torch.Tensor | None) -> torch.Tensor:
+    """Log-probabilities of the ``chosen`` tokens, [t, k], and of all others together; without k those of all tokens."""
+    log_p = (logits / temperature).log_softmax(-1)
+    if k is None:
+        return log_p
+    others = log_p.scatter(1, chosen, float("-inf")).logsumexp(-1, keepdim=True)
+    return torch.cat([log_p.gather(1, chosen), others], 1)
+
+
+def policy_and_teacher(tokens: int, vocabulary: int, sizes=(256, 384)) -> list[torch.Tensor]:
+    """Hidden states and output layers in bf16, with logits of standard deviation 3."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [((n, size), std) for size in sizes for n, std in ((tokens, 1.0), (vocabulary, 3 / size**0.5))]
+    return [torch.randn(shape, generator=generator, device="cuda").mul(std).bfloat16() for shape, std in shapes]
+
+
+@pytest.mark.parametrize("k", [1, 32, None])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_divergence(beta, k):
+    """Divergences from a teacher in bf16, and gradients, against the definition (arXiv:2306.13649) in float64."""
+    tokens, vocabulary, temperature = 300, 32000, 0.8
+    hidden, weight, *theirs = policy_and_teacher(tokens, vocabulary)
+    hidden.requires_grad_(), weight.requires_grad_()
+    upstream = torch.randn(tokens, device="cuda")
+    teacher = WholeVocabulary(theirs[0], Head(theirs[1]))
+    if k is not None:
+        teacher = vocab_parallel_top_k(*theirs, k, temperature, vocabulary, chunk=128)
+    value = vocab_parallel_divergence(hidden, weight, teacher, beta, temperature, vocabulary, chunk=128)
+    got = value, *torch.autograd.grad((value * upstream).sum(), (hidden, weight))
+
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    of_teacher = theirs[0].double() @ theirs[1].double().T
+    chosen = None if k is None else of_teacher.topk(k).indices
+    log_p = distribution(of_teacher, temperature, k, chosen)
+    log_q = distribution(leaves[0] @ leaves[1].T, temperature, k, chosen)
+
+    def kl(one, other):
+        return (one.exp() * (one - other)).sum(-1)
+
+    if beta in (0, 1):
+        want_value = kl(log_p, log_q) if beta == 0 else kl(log_q, log_p)
+    else:
+        mixture = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
+        want_value = beta * kl(log_p, mixture) + (1 - beta) * kl(log_q, mixture)
+    want = want_value, *torch.autograd.grad((want_value * upstream).sum(), leaves)
+    assert float((got[0] - want[0]).detach().abs().max()) < 2e-4
+    assert relative(got[1], want[1]) < 5e-3 and relative(got[2], want[2]) < 5e-3
+
+
+@pytest.mark.parametrize("k", [1, 32, None])
+def test_divergence_in_chunks(k, monkeypatch):
+    """The memory of an update is that of some chunks: the logits of a model would take 4.6 GiB."""
+    monkeypatch.setattr(divergence, "KEPT", 2)
+    tokens, vocabulary = 8192, 151936
+    hidden, weight, *theirs = policy_and_teacher(tokens, vocabulary, (64, 64))
+    hidden.requires_grad_(), weight.requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    teacher = WholeVocabulary(theirs[0], Head(theirs[1]))
+    if k is not None:
+        teacher = vocab_parallel_top_k(*theirs, k, 1.0, vocabulary)
+    vocab_parallel_divergence(hidden, weight, teacher, 0.5, 1.0, vocabulary).sum().backward()
+    assert hidden.grad.isfinite().all() and torch.cuda.max_memory_allocated() - before < 4 << 30
+
+
 class Received:
     """In place of vLLM's group of processes: what is broadcast is copied, on the stream of the broadcast."""
 
@@ -303,3 +370,36 @@ def test_sums_of_copies(heads):
     assert not got[700:].any()
     none = RowCopies(rows[:0], 900)  # a rank without tokens
     assert none.sum(gradients[:0]).shape == (900, *heads) and not none.sum(gradients[:0]).any()
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(("groups", "heads", "d"), [(8, 2, 128), (2, 7, 64), (2, 8, 256)])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_attention_of_decode_steps(groups, heads, d, parts, quantized):
+    """Against float64 over each sequence alone, with no token, one, a whole block or part and the next token."""
+    pytest.importorskip("vllm")
+    from megatron_grpo.rollout.vllm.decode_attention import decode_attention
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths, part, size = [0, 1, 16, 17, 64, 128, 129, 255, 256, 257, 383], 128 if parts > 1 else 1024, 16
+    most = -(-max(lengths) // size)
+
+    def numbers(*shape):
+        drawn = torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return drawn.to(torch.float8_e4m3fn) if quantized else drawn
+
+    cache, query = numbers(len(lengths) * most, groups, size, 2 * d), numbers(len(lengths), groups * heads, d)
+    blocks = torch.randperm(len(cache), generator=generator, device="cuda").view(len(lengths), most).int()
+    scales = [torch.tensor(scale, device="cuda") for scale in (0.5, 0.75, 1.25)] if quantized else None
+    output = torch.full_like(query, 7, dtype=torch.bfloat16)
+    decode_attention(
+        query, cache, blocks, torch.tensor(lengths, device="cuda", dtype=torch.int32), output, d**-0.5,
+        scales, parts, part,
+    )  # fmt: skip
+    of_query, of_keys, of_values = map(float, scales) if scales else (1, 1, 1)
+    for i, length in enumerate(lengths):
+        entries = cache.double()[blocks[i].long()].transpose(1, 2).flatten(0, 1)[:length]  # [length, groups, 2 d]
+        keys, values = entries.repeat_interleave(heads, 1).split(d, -1)
+        scores = torch.einsum("hd,lhd->hl", query[i].double() * of_query, keys * of_keys) * d**-0.5
+        want = torch.einsum("hl,lhd->hd", scores.softmax(-1), values * of_values)
+        assert (output[i].double() - want).abs().max() < 0.02, length

@@ -243,6 +243,34 @@ def test_real_leaves_out_what_nothing_scored():
     assert losses.real_advantages(np.zeros(6), signs, groups, 0.5).tolist() == [3, 0, -3, 0, 0, 0]
 
 
+def test_dpo_is_the_gradient_of_its_loss():
+    """Pairs (2, 1) and (4, 5) of three groups: 0 has no reward, 3 no token in the loss, and 6 and 7 are equally good.
+
+    A_i times the sum of the log-probabilities of completion i, over all tokens, has the gradient of the mean over pairs
+    of TRL's -logsigmoid(beta (log-ratio of the better - log-ratio of the worse)).
+    """
+    s = torch.tensor([0.3, -2.0, 1.5, 9.0, -0.4, 0.1, 0.2, 0.7], dtype=torch.float64, requires_grad=True)
+    advantages = np.float32([math.nan, -1, 1, 2, 3, 2.5, 1, 1])
+    lengths, groups, beta = np.array([5, 3, 7, 0, 2, 2, 4, 4]), np.array([7, 7, 7, 7, 2, 2, 9, 9]), 0.4
+    margins = beta * torch.stack([s[2] - s[1], s[4] - s[5]])
+    total = -torch.nn.functional.logsigmoid(margins).mean()
+    (gradient,) = torch.autograd.grad(total, s)
+    inputs = s.detach().numpy(), advantages, lengths, groups, beta
+    ours = losses.dpo_advantages(*inputs)
+    np.testing.assert_allclose(-ours / lengths.sum(), gradient.numpy(), rtol=1e-6)
+    metrics = losses.dpo_metrics(*inputs)
+    margin = margins.mean().item()
+    assert metrics == {
+        "dpo/pairs": 2,
+        "dpo/loss": pytest.approx(total.item()),
+        "dpo/margin": pytest.approx(margin),
+        "dpo/accuracy": 0.5,
+    }
+    assert np.isfinite(losses.dpo_advantages(900.0 * inputs[0], *inputs[1:])).all()
+    nobody = losses.dpo_advantages(*(values[6:] for values in inputs[:4]), beta)
+    assert not nobody.any() and losses.dpo_metrics(*(values[6:] for values in inputs[:4]), beta) == {"dpo/pairs": 0}
+
+
 def test_a_broken_token_gives_no_nan():
     log_probs = torch.tensor([0.0, 0.0], requires_grad=True)
     advantages, zero = torch.tensor([1.0, -1.0]), torch.tensor([0, 1])

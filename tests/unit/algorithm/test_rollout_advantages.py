@@ -151,7 +151,7 @@ def test_covariances_are_those_of_the_tokens_own_advantages():
     scores = np.zeros((2, 10), np.float32)
     scores[0, [1, 3, 4]] = -1, -1, -4
     args = arguments("--clip-cov-ratio 0.5 --clip-cov-lb 0.5 --clip-cov-ub 5")
-    batch = update_statistics(args, batch, np.array([0, 1]), 0, lambda *_: scores)
+    batch, _ = update_statistics(args, batch, np.array([0, 1]), 0, lambda *_: scores)
     assert np.flatnonzero(batch.policy_mask == 0).tolist() == [1]
 
 
@@ -171,7 +171,7 @@ def test_a_loss_reads_statistics_of_the_update():
     scores = np.zeros((2, 10), np.float32)
     scores[:, [1, 3, 4]] = [-1, -1, -4], [0.5, 0.25, 2]
     args = arguments("--loss-type foo")
-    changed = update_statistics(args, batch, np.array([0, 1]), 0, lambda *_: scores)
+    changed, _ = update_statistics(args, batch, np.array([0, 1]), 0, lambda *_: scores)
     pack = pack_completions(changed, [1, 0])  # completion 1 has the tokens 3 and 4, completion 0 the token 1
     tensors = {name: torch.from_numpy(values) for name, values in pack.of_labels.items()}
     tensors["completion"] = torch.from_numpy(pack.completion)
@@ -180,7 +180,7 @@ def test_a_loss_reads_statistics_of_the_update():
     assert term.loss.tolist() == [-3, -16, 1]
 
     batch.finish_reasons[:] = FinishReason.LENGTH
-    changed = update_statistics(args, drop_overlong(batch), np.array([0, 1]), 0, lambda *_: None)
+    changed, _ = update_statistics(args, drop_overlong(batch), np.array([0, 1]), 0, lambda *_: None)
     assert not changed.covariances.any() and len(changed.entropies) == 10
 
 
@@ -189,7 +189,7 @@ def test_real_replaces_what_tokens_had():
     batch, _ = estimated("--advantage-estimator reinforce_plus_plus", batch)
     assert batch.token_advantages is not None
     args = arguments("--loss-type real --advantage-estimator reinforce_plus_plus")
-    changed = update_statistics(args, batch, np.arange(4), 0, lambda *_: None)
+    changed, _ = update_statistics(args, batch, np.arange(4), 0, lambda *_: None)
     assert changed.token_advantages is None and (changed.advantages[[0, 3]] > 0).all()
 
 
@@ -197,7 +197,7 @@ def test_real_learns_nothing_from_what_nothing_scored():
     """Groups {3, not scored} and {0, 4}: without its mate's reward the first has no negative, so nothing is learnt."""
     batch = rollout([3, 0, NAN, 4])
     batch, _ = estimated("", batch)
-    changed = update_statistics(arguments("--loss-type real"), batch, np.arange(4), 0, lambda *_: None)
+    changed, _ = update_statistics(arguments("--loss-type real"), batch, np.arange(4), 0, lambda *_: None)
     assert (changed.advantages[[0, 2]] == 0).all() and changed.advantages[1] < 0 < changed.advantages[3]
 
 
@@ -214,7 +214,7 @@ def test_the_overlong_filter():
     batch.finish_reasons[:] = FinishReason.LENGTH
     batch = drop_overlong(batch)
     args = arguments("--top-entropy-quantile 0.5 --clip-cov-ratio 0.5 --loss-type real")
-    assert update_statistics(args, batch, np.arange(4), 0, lambda *_: None) is batch
+    assert update_statistics(args, batch, np.arange(4), 0, lambda *_: None)[0] is batch
 
 
 def test_no_function_changes_the_batch_that_it_receives():
@@ -230,7 +230,7 @@ def test_no_function_changes_the_batch_that_it_receives():
     for function in (
         lambda: estimate_advantages(args, batch, batch.rewards[:, 0])[0],
         lambda: drop_overlong(batch),
-        lambda: update_statistics(args, batch, np.arange(4), 0, lambda *_: np.zeros((2, 10), np.float32)),
+        lambda: update_statistics(args, batch, np.arange(4), 0, lambda *_: np.zeros((2, 10), np.float32))[0],
     ):
         assert function() is not batch
         for name, array in before.items():

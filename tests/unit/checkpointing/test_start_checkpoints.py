@@ -23,7 +23,7 @@ def save(root, iteration, **args):
 
 def start(resume=False, **given):
     defaults = dict.fromkeys(["load", "finetune", "pretrained_checkpoint", "ref_load", "lora_rank", "dry_run"])
-    return setup._start_checkpoints(Namespace(**(defaults | {"beta": 0.1} | given)), resume)
+    return setup._start_checkpoints(Namespace(**(defaults | {"beta": 0.1, "loss_type": "grpo"} | given)), resume)
 
 
 @pytest.mark.parametrize("dest", ["pretrained_checkpoint", "ref_load", "load"])
