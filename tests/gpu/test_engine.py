@@ -1,5 +1,6 @@
 """Colocated vLLM on GPUs beside a trainer in bf16: random numbers, log-probabilities, weights, memory."""
 
+import json
 from itertools import chain
 
 import models
