@@ -1,9 +1,10 @@
-"""Write random weights in the shape of a published config.json, as Hugging Face files; much faster than a model's own.
+"""Write random weights in the shape of a published config.json, as Hugging Face files.
 
-    python tools/benchmark/random_checkpoint.py --config models/Qwen3-8B/config.json --tokenizer DIR --save models/random
+    python tools/benchmark/random_checkpoint.py --config Qwen3-8B/config.json --tokenizer DIR --save random
 
-For measurements of whole runs, from directory to directory, where the published weights are not at hand. The weights are
-normal with a standard deviation of --deviation, norms are 1. Each layer is a file. The tokenizer's files are copied.
+For measurements of whole runs, from directory to directory, where the published weights are not at hand. The weights
+are normal with a standard deviation of --deviation, norms are 1. Each layer is a file. The tokenizer's files are
+copied.
 """
 
 import argparse
