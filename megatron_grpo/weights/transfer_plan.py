@@ -271,16 +271,20 @@ class Plan:
             received += alike[id(needs)] * np.array(sizes)
         first = Round(range(0), range(0))  # of the round that grows
         held, sent = np.zeros(len(distinct)), defaultdict[int, float](float)  # sent by each holder of a group
-        grown = first
+        grown, largest = first, 0.0  # bytes that a holder sends of one weight
         for weights, tensors in self._closed():
             more = kept[:, tensors.start : tensors.stop].sum(1)
             groups = {group for number in weights for _, group in self.shards[number]}
             holders = sum(len(self.groups[group]) for group in groups)
             share = received[tensors.start : tensors.stop].sum() / holders
             most = max(sent[group] for group in groups) + share
-            if grown.weights and max((held + more).max(), most) > self._limit:
+            # With many engines a single weight can exceed the limit; other holders send theirs in the same round.
+            limit = max(self._limit, largest, share)
+            if grown.weights and ((held + more).max() > self._limit or most > limit):
                 yield grown
                 first, held, sent = Round(weights, tensors), np.zeros(len(distinct)), defaultdict(float)
+                largest = 0.0
+            largest = max(largest, share)
             grown = Round(range(first.weights.start, weights.stop), range(first.tensors.start, tensors.stop))
             held += more
             for group in groups:

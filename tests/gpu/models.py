@@ -50,6 +50,7 @@ OWN = {
         "topk_group": 1,
         "moe_intermediate_size": 128,
         "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },

@@ -143,6 +143,21 @@ def test_a_round_has_experts_of_all_ranks(arguments):
     assert rounds(mixed) < rounds(plain)
 
 
+def test_a_weight_above_the_limit_is_sent_beside_that_of_another_holder(arguments):
+    """With many engines a holder sends more than the limit of one expert; the others would wait for it."""
+    layout = (1, 1, 2, 2, 1)
+    args = replaced(arguments("qwen3_moe", layout), expert_model_parallel_size=2)
+    table = planned.table(args, "weights")
+    tensors = transfer_plan.hf_tensors(table, params_dtype(args))
+    expert = max(tensor.nbytes for tensor in tensors if ".experts." in tensor.name)
+    needs = [transfer_plan.whole(tensors)] * 8  # the holder of gate and up of an expert sends 16
+    rounds = Plan(table, tensors, world(args, layout, table), needs, limit=4 * expert).rounds
+    experts = [[table[number].expert for number in part.weights if table[number].expert is not None] for part in rounds]
+    pairs = [numbers for numbers in experts if len(numbers) == 2]
+    assert 2 * len(pairs) > 0.8 * sum(map(len, experts))
+    assert all({number * 2 // args.num_experts for number in pair} == {0, 1} for pair in pairs)
+
+
 def test_replicas_send_their_needs_once(arguments, monkeypatch):
     """Those of a thousand engine ranks would be gigabytes on every rank, and making them one by one minutes."""
     args = arguments("qwen3, tied", LAYOUTS[0])
