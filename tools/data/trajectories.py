@@ -121,7 +121,7 @@ def _completion(found: Demonstration) -> Completion:
     reason = "length" if found.row.get("truncated") else "stop"
     mask = None if all(found.mask) else found.mask
     log_probs = _log_probs(found.row, len(found.completion))
-    versions = np.zeros(len(found.completion), np.int64)
+    versions = [0] * len(found.completion)
     return Completion(0, found.completion, log_probs, reason, versions, response_mask=mask, turns=found.turns)
 
 
@@ -145,7 +145,8 @@ def read_groups(data: Trajectories, args: argparse.Namespace) -> tuple[list[Grou
             raise GrpoError(f"{found.source}: {error}") from error
         group = found.row.get("group")
         rows.setdefault(prompt_key(found.ids) if group is None else str(group), []).append(one)
-    groups, left_over = [], 0
+    groups: list[Group] = []
+    left_over = 0
     for members in rows.values():
         if len({prompt_key(found.ids) for found, *_ in members}) > 1:
             raise GrpoError(f"{members[0][0].source}: the rows of its group have different prompts")
@@ -177,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--input", nargs="+", required=True, help="files with a completion a row: .jsonl, .parquet ...")
+    parser.add_argument("--input", nargs="+", required=True, help="files with a completion a row: JSON lines or Parquet")
     parser.add_argument("--output", type=Path, required=True, help="directory of the new ledger")
     own, flags = parser.parse_known_args(argv)
     try:
