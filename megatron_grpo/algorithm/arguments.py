@@ -437,6 +437,7 @@ def _check_joint_advantages(args: Namespace, name: str) -> None:
         f"--loss-type {args.loss_type}": "replaces the advantages" * bool(LOSSES.get(args.loss_type).update_advantages),
         "--kl-in-reward": "changes the rewards of sampled tokens" * bool(args.kl_in_reward),
         "--teacher-kl-coef": "changes the advantages of sampled tokens" * bool(args.teacher_kl_coef),
+        "--dynamic-sample": "leaves out groups of equal rewards, to which one adds another" * bool(args.dynamic_sample),
         "--environment": "decides on the prompts" * bool(args.environment),
         "--agent": "decides on the prompts" * bool(args.agent),
     }

@@ -277,7 +277,8 @@ class Trainer:
         metrics = rollout_metrics(self.args, rollout, rewards) | self.lifecycle.memory
         estimator = ADVANTAGES.get(self.args.advantage_estimator)
         others = {"function_rewards", "turn_rewards"} & estimator.parameters.keys()  # may differ where the sums do not
-        compares = estimator.compares_group and not others and self.teacher is None
+        joined = self.mixture is not None and self.mixture.joins_groups  # a demonstration may have another reward
+        compares = estimator.compares_group and not others and self.teacher is None and not joined
         none = compares and metrics["reward/zero_std_groups"] == 1
         self.without_signal = self.without_signal + 1 if none else 0
         if self.without_signal == WITHOUT_SIGNAL:

@@ -28,6 +28,13 @@ OWN = {
         "moe_intermediate_size": 128,
         "norm_topk_prob": True,
     },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
     "deepseek_v3": {  # latent attention of the sizes of vLLM's kernels
         "num_attention_heads": 16,
         "num_key_value_heads": 16,

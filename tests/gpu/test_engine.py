@@ -1,5 +1,6 @@
 """Colocated vLLM on GPUs beside a trainer in bf16: random numbers, log-probabilities, weights, memory."""
 
+import json
 from itertools import chain
 
 import models
@@ -104,6 +105,15 @@ def test_weights_reach_the_engine(dense):
 def test_experts_sample_anew_in_every_rollout(tmp_path, model):
     """Mixtures of experts have vLLM's first runner, in which the rollout has a seed and not the request."""
     facts = found(tmp_path / "out", 1, "seeds,weights", model("qwen3_moe", FLAT), EAGER)[0]
+    assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
+    check_weights(facts, 0.05)
+
+
+def test_delta_nets_sample_and_follow(tmp_path, model):
+    """States of a rollout do not reach the next, and weights reach the engine; with CUDA graphs."""
+    engine = json.dumps({"kv_cache_memory_bytes": 512 << 20, "gdn_prefill_backend": "triton"})
+    flags = "--use-distributed-optimizer", "--vllm-engine-kwargs", engine
+    facts = found(tmp_path / "out", 1, "seeds,weights", model("qwen3_5_text", FLAT), *flags)[0]
     assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
     check_weights(facts, 0.05)
 

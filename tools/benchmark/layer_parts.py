@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import made_up
@@ -32,7 +33,7 @@ class Times:
     """Times at which the device reaches marks in the passes of a module."""
 
     def __init__(self):
-        self.marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self.marks: list[tuple[str, Any]] = []  # (begin or end, an event of the GPU, or seconds)
 
     def mark(self, name: str) -> None:
         """Add the device's time."""

@@ -24,6 +24,7 @@ from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 
+from megatron_grpo.data.arguments import resolve_chat_template, resolve_system_prompt
 from megatron_grpo.data.prompts import LeftOut, Prompt, PromptDataset
 from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.environments.registry import tools_of
@@ -31,7 +32,7 @@ from megatron_grpo.models.arguments import padded_vocab_size
 from megatron_grpo.rewards.registry import gold_check
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.resolve import resolve_origin
-from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.arguments import replaced, resolved
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader
 from tools.data.common import Bytes, without_repeats
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     flags = parser.parse_known_args(argv)[1]
     counts, unit = {"bad": 0, "long": 0, "rate": 0}, "tokens"
     try:
-        args = parse_args(flags)
+        args = resolved(parse_args(flags), resolve_system_prompt, resolve_chat_template)
         if not args.train_data_path:
             raise GrpoError("--train-data-path is missing: give the files")
         args = resolve_origin(args, resume=False)

@@ -346,14 +346,12 @@ class ServerPool:
     def _start_probes(self) -> None:
         """Start the probes that are due; exclude servers without progress, and let excluded ones join."""
         now = time.monotonic()
-        for server in self.servers if self._newest is not None else ():
-            if (
-                server.exclusion_reason is not None
-                and now >= server.next_probe
-                and server not in self._joining.values()
-            ):
+        newest = self._newest
+        for server in self.servers:
+            is_due = server.exclusion_reason is not None and now >= server.next_probe
+            if newest is not None and is_due and server not in self._joining.values():
                 server.next_probe = now + JOIN_INTERVAL
-                self._joining[self._loop.create_task(self._join(server, *self._newest))] = server
+                self._joining[self._loop.create_task(self._join(server, *newest))] = server
         for server in self.serving():
             if (server.in_flight or server.failures) and now - server.last_progress > self.timeout:
                 self._exclude(server, f"no progress for {self.timeout:g} s")

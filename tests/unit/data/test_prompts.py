@@ -203,6 +203,15 @@ def test_a_row_without_a_gold_answer_is_a_bad_row(name, tmp_path, capsys):
     assert check.main(words[:2]) == 0
 
 
+def test_check_reads_the_file_of_a_chat_template(tiny_models, tmp_path, capsys):
+    rows, template = tmp_path / "a.jsonl", tmp_path / "t.jinja"
+    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}]}) + "\n")
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    words = ["--train-data-path", str(rows), "--tokenizer-model", str(tiny_models["qwen3"])]
+    assert check.main([*words, "--chat-template", str(template)]) == 0
+    assert "its prompt: '<hi>'" in capsys.readouterr().out
+
+
 def test_bytes_are_not_compared_with_a_default_in_tokens(tmp_path, capsys):
     """GSM8K has questions of 985 characters, which are 241 tokens."""
     file = tmp_path / "a.jsonl"

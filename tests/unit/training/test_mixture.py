@@ -156,6 +156,15 @@ def test_a_warm_up_before_it(tiny_models, tmp_path):
     assert all("sft/loss" in row for row in rows) and [row.get("sft/mu") for row in rows] == [None, None, 0.3, 0.3]
 
 
+@pytest.mark.parametrize(("case", "notes"), [("luffy", 0), pytest.param("sft", 1, marks=pytest.mark.slow)])
+def test_equal_rewards_teach_where_a_demonstration_has_another_one(case, notes, tiny_models, tmp_path, capfd):
+    """All rewards are 0, and that of a demonstration in the groups is 1."""
+    bench = Bench(tmp_path, tiny_models["qwen3"])
+    assert start(bench, case, "--train-iters 4") == 0
+    assert capfd.readouterr().out.count("rewards teach nothing") == notes
+    assert any(row["grad_norm"] > 0 for row in metrics_of(bench.save))
+
+
 def test_mu_of_0_draws_nothing(tiny_models, tmp_path):
     bench = Bench(tmp_path, tiny_models["qwen3"])
     assert start(bench, "sft", "--chord-mu-warmup-steps 2") == 0
@@ -220,6 +229,7 @@ MIX = "--sft-data-path demos.jsonl --sft-loss-type"
         (f"{MIX} luffy --advantage-estimator reinforce_plus_plus", "gives a demonstration an advantage in the group"),
         (f"{MIX} luffy --beta 0.1 --kl-in-reward", "--kl-in-reward changes the rewards"),
         (f"{MIX} luffy --loss-type real", "--loss-type real replaces the advantages"),
+        (f"{MIX} luffy --dynamic-sample", "--dynamic-sample leaves out groups of equal rewards, to which one adds"),
         (f"{MIX} luffy --train-only l --beta 0", "--train-only has not"),
     ],
 )
