@@ -50,7 +50,7 @@ def test_an_update_allocates_what_the_estimate_says(k, tokens, tiny_models, monk
             teacher = TopK(ids, torch.full((tokens, k + 1), -3.0))
         vocab_parallel_divergence(hidden, weight, teacher, 0.5, 0.8, rows, chunk=64).sum().backward()
     share = counted.peak / Plan(args).memories[0].head
-    assert 0.85 < share < 1.01 and held
+    assert 0.85 < share < 1.05 and held  # numbers of a token, and of its likely tokens, are not in the estimate
 
 
 def test_the_dry_run_names_what_the_host_keeps(tiny_models):
