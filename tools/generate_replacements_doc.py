@@ -51,7 +51,8 @@ def document() -> str:
         "\n### Repeated sources\n\nThese files repeat parts of vLLM. A file is used only if the digest of vLLM's "
         "sources is one of those that it was tested with. Otherwise vLLM's own code runs.\n"
     )
-    for name, one in ("DECODE_STEPS", vllm.DECODE_STEPS), ("DECODE_RUNNER", vllm.DECODE_RUNNER):
+    for name in "DECODE_STEPS", "DECODE_RUNNER", "DECODE_ATTENTION":
+        one = getattr(vllm, name)
         files = " ".join(f"`{file}`" for file in one.files.split())
         parts.append(
             f"\n`{one.by}`, to {one.why}: vLLM {', '.join(one.digests)}. After an upgrade: run `{one.proof}` with the "

@@ -125,11 +125,6 @@ def check_sft(args: Namespace) -> None:
         "replay_rollouts": "the recorded completions are of a policy after its warm-up: start from its weights",
     }.items():
         excludes(args, "sft_iters", dest, reason)
-    if args.sft_iters and args.lora_rank and args.beta > 0 and not args.reference_adapter:
-        raise GrpoError(
-            f"--sft-iters with adapters and --beta {args.beta:g}: the reference is the model without adapters, before "
-            "the supervised updates: give --beta 0, or --reference-adapter"
-        )
     for path in read_blend(args.sft_data_path or [])[0]:
         check_row_file(path)
 

@@ -36,7 +36,8 @@ def stream_saved(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator
 def stream_merged(model_chunks: Sequence[nn.Module], args: Namespace, *, only_trained: bool = False) -> WeightStream:
     """Return `weights.stream.stream_hf` with W + s B A in place of W, without a change of W."""
     shards = merged_shards(model_chunks, args)
-    return WeightStream(streamed(args, only_trained), shards, params_dtype(args))
+    only_trained &= bool(args.vision_config)
+    return WeightStream(streamed(args, only_trained), shards, params_dtype(args), only_trained=only_trained)
 
 
 def merged_shards(model_chunks: Sequence[nn.Module], args: Namespace) -> Mapping[str, Tensor]:

@@ -48,7 +48,7 @@ class Replay(RouterReplay):
         self.recorded: list[tuple[Int64, np.ndarray]] = []  # (source [tokens], experts [tokens, topk]) per micro-batch
 
     def set_target_indices(self, topk_indices: torch.Tensor) -> None:
-        """Set the experts ``[tokens, topk]`` (-1: unknown) of the next forward pass and of its recomputation."""
+        """Set the experts ``[tokens or 1, topk]`` (-1: unknown) of the next forward pass and of its recomputation."""
         self.target_topk_idx = topk_indices
         if self.recomputed and torch.is_grad_enabled():
             self.replay_backward_list.append(topk_indices)
@@ -80,6 +80,7 @@ def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.T
     before demonstrations) the routers choose by themselves.
     """
     config = unwrap_model(chunk).config
+    unknown = torch.full((1, config.moe_router_topk), -1, device=device())  # one row for all tokens
     for layer, replay in _router_records(chunk):
         if routed_experts is not None:
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
@@ -87,8 +88,7 @@ def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.T
         elif replay.router_replay_action is RouterReplayAction.RECORD:
             replay.rows, replay.source = _own_computed(config, pack)
         elif replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-            own = own_tokens(config, np.arange(len(pack.tokens)))
-            replay.set_target_indices(torch.full((len(own), config.moe_router_topk), -1, device=device()))
+            replay.set_target_indices(unknown)
 
 
 def _own_computed(config: TransformerConfig, pack: Pack) -> tuple[Int64, Int64]:

@@ -84,6 +84,11 @@ def check_reference_models(args: Namespace) -> None:
     for dest in ("ref_load", "ref_load_hf", "ref_micro_batch_size", "sync_ref_model", *sizes["ref"]):
         if not args.with_reference:
             needs(args, dest, "beta", "there is no reference model without the KL term")
+    if args.sft_iters and args.lora_rank and args.with_reference and not args.reference_adapter:
+        raise GrpoError(
+            "--sft-iters with adapters and a reference (--beta above 0, or --loss-type dpo): the reference is the "
+            "model without adapters, before the supervised updates: give --reference-adapter, or no reference"
+        )
     excludes(args, "ref_load", "ref_load_hf", "the reference model has one origin")
     excludes(args, "ref_micro_batch_size", "logprobs_max_tokens_per_microbatch", "both set the size of micro-batches")
     _check_ema_update(args)

@@ -35,7 +35,7 @@ from megatron_grpo.parallel.agreement import peer_has_ended
 from megatron_grpo.rollout.draft_counts import DraftCounts
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 from megatron_grpo.vision.images import RowImages
-from megatron_grpo.weights.transfer_plan import HfTensor, Needs
+from megatron_grpo.weights.transfer_plan import HfTensor, Reads
 
 
 @dataclass(frozen=True)
@@ -299,8 +299,8 @@ class AdapterEngine(Engine, Protocol):
 class InterruptibleEngine(GeneratingEngine, Protocol):
     """Interface of an engine whose requests can be continued later, under other weights."""
 
-    def needs(self, tensors: Sequence[HfTensor]) -> Needs | None:
-        """Return which parts of these tensors `update_weights` reads on this rank; None: whole tensors."""
+    def reads(self, tensors: Sequence[HfTensor]) -> Reads:
+        """Return what this rank reads of these tensors, of which `update_weights` receives those without targets."""
 
     def unfinished(self) -> list[Completion]:
         """Return what `interrupt` would return; the requests go on."""

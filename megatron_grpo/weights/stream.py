@@ -28,13 +28,18 @@ Unit = Sequence[Weight]
 class WeightStream(Iterator[tuple[str, Tensor]]):
     """Iterator over (Hugging Face name, full tensor) of ``weights``, as `stream_weights`, which shows its sources.
 
-    ``local``: this rank's shards by the weights' names.
+    ``local``: this rank's shards by the weights' names. ``only_trained``: frozen parts of a vision tower are left out.
     """
 
     def __init__(
-        self, weights: Sequence[Weight], local: Mapping[str, Tensor], params: torch.dtype, bucket_bytes: int = 2**28
+        self,
+        weights: Sequence[Weight],
+        local: Mapping[str, Tensor],
+        params: torch.dtype,
+        bucket_bytes: int = 2**28,
+        only_trained: bool = False,
     ):
-        self.weights, self.local = weights, local
+        self.weights, self.local, self.only_trained = weights, local, only_trained
         self._stream = stream_weights(weights, local, params, bucket_bytes)
 
     def __next__(self) -> tuple[str, Tensor]:
@@ -58,7 +63,8 @@ def stream_hf(
     Raises GrpoError when the model differs from its family's table.
     """
     shards = local_shards(model_chunks, args)
-    return WeightStream(streamed(args, only_trained), shards, params_dtype(args), bucket_bytes)
+    only_trained &= bool(args.vision_config)
+    return WeightStream(streamed(args, only_trained), shards, params_dtype(args), bucket_bytes, only_trained)
 
 
 def streamed(args: Namespace, only_trained: bool) -> list[Weight]:

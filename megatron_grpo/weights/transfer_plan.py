@@ -6,7 +6,8 @@ which the engine derives from its own loaders. Their intersections are the piece
 
 A shard has several holders (data- and context-parallel replicas). For each engine rank the pieces of all shards with
 the same holders, in the order of the table, are divided among these holders into parts of equal bytes. Each holder
-thus sends the same number of bytes, give or take a piece, and every rank knows who sends without a message.
+thus sends the same number of bytes, give or take a piece, and every rank knows who sends without a message. An engine
+rank on a trainer's device reads that trainer's own shards in place, and receives others from its host where it can.
 
 The sync has rounds of consecutive weights, in which an engine rank completes tensors of at most ``limit`` bytes and a
 holder sends on average at most as many. No process group is used here.
@@ -15,12 +16,12 @@ holder sends on average at most as many. No process group is used here.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import ceil, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,22 @@ def whole(tensors: Sequence[HfTensor]) -> Needs:
     return [[tuple((0, size) for size in tensor.shape)] for tensor in tensors]
 
 
+class Reads(NamedTuple):
+    """What an engine rank reads of Hugging Face tensors.
+
+    ``targets``, for each tensor: where its boxes are in the engine's parameters, each [box's shape]. None for a tensor
+    that the engine's loaders must have.
+    """
+
+    needs: Needs
+    targets: Sequence[Mapping[Box, Sequence[torch.Tensor]] | None]
+
+    @classmethod
+    def of_loaders(cls, needs: Needs) -> Reads:
+        """Return the reads of an engine whose loaders must have all tensors."""
+        return cls(needs, [None] * len(needs))
+
+
 @dataclass(frozen=True)
 class Holder:
     """What one trainer rank holds: ``held`` [weights] says which weights, and the rest which shards of them."""
@@ -72,6 +89,7 @@ class Holder:
     stage: int  # of the pipeline
     tp: tuple[int, int]  # (rank, size) of the tensor parallelism
     expert_tp: tuple[int, int]  # of experts
+    host: int = 0
 
 
 class Piece(NamedTuple):
@@ -97,23 +115,28 @@ class Round(NamedTuple):
 
 
 class Plan:
-    """Plan of a sync of ``weights``. All ranks make it from equal arguments.
+    """Plan of a sync of ``weights``, whose Hugging Face ``tensors`` are those of `hf_tensors`.
 
-    ``holders``: of the trainer ranks, in their order. ``needs``: of the engine ranks, in their order.
+    All ranks make it from equal arguments. ``holders``: of the trainer ranks, in their order. ``needs``: of the engine
+    ranks, in their order. ``homes``: for each engine rank, the trainer rank that has the same device, or None; by
+    default none has.
     """
 
     def __init__(
         self,
         weights: Sequence[Weight],
-        params: torch.dtype,
+        tensors: Sequence[HfTensor],
         holders: Sequence[Holder],
         needs: Sequence[Needs],
         limit: int = ROUND_BYTES,
+        homes: Sequence[int | None] | None = None,
     ):
-        self.weights, self.tensors, self.holders, self.needs = weights, hf_tensors(weights, params), holders, needs
+        self.weights, self.tensors, self.holders, self.needs = weights, tensors, holders, needs
+        self._homes = homes or [None] * len(needs)
         self._limit = limit
         self._number = {tensor.name: number for number, tensor in enumerate(self.tensors)}
-        self._newest: tuple[tuple[int, int | None] | None, list[tuple[int, int, Piece]]] = None, []
+        self._newest: tuple[Any, list[tuple[int, int, Piece]]] = None, []
+        self._near: dict[tuple[int, int], tuple[int, ...]] = {}
 
     @cached_property
     def shards(self) -> list[list[tuple[int, int]]]:
@@ -175,45 +198,58 @@ class Plan:
         turn = engine + sum(needs is self.needs[engine] for needs in self.needs[:engine])
         sent = []
         for group, part, piece in self._parts(engine, rank):
-            ranks = self.groups[group]
+            ranks = self._senders(group, engine)
             sender = ranks[(part + turn) % len(ranks)]
             if rank is None or sender == rank:
                 sent.append((sender, piece))
         return sent
+
+    def _senders(self, group: int, engine: int) -> tuple[int, ...]:
+        """Return the holders of a group that send to an engine rank."""
+        home = self._homes[engine]
+        if home is None:
+            return self.groups[group]
+        if (group, home) not in self._near:
+            ranks, host = self.groups[group], self.holders[home].host
+            of_host = tuple(rank for rank in ranks if self.holders[rank].host == host)
+            self._near[group, home] = (home,) if home in ranks else of_host or ranks
+        return self._near[group, home]
 
     def _parts(self, engine: int, rank: int | None) -> list[tuple[int, int, Piece]]:
         """Return (number of the group of holders, number of the part of its bytes, piece) of `pieces`.
 
         Replicas receive the same: what was found for the last engine rank is kept for those that share its needs.
         """
-        key = id(self.needs[engine]), rank
+        key = id(self.needs[engine]), self._homes[engine], rank
         if self._newest[0] != key:
             self._newest = key, self._found(engine, rank)
         return self._newest[1]
 
     def _found(self, engine: int, rank: int | None) -> list[tuple[int, int, Piece]]:
         found: list[tuple[int, Piece]] = []
-        everything = range(len(self.weights))
+        everything, home = range(len(self.weights)), self._homes[engine]
         for number in everything if rank is None else self.owned(rank, everything):
             weight = self.weights[number]
             boxes = [(source, self._number[name]) for source, name in enumerate(weight.hf)]
             boxes = [(source, tensor) for source, tensor in boxes if self.needs[engine][tensor]]
             for place, group in self.shards[number] if boxes else ():
-                if rank is not None and rank not in self._members[group]:
+                senders = self._senders(group, engine)
+                if rank is not None and rank not in (self._members[group] if home is None else senders):
                     continue
                 size = self._place(self.groups[group][0], weight)[1]
                 for source, tensor in boxes:
                     for box in self.needs[engine][tensor]:
                         itemsize = self.tensors[tensor].dtype.itemsize
                         for index, spot in overlaps(weight, source, place, size, box):
-                            found += [(group, piece) for piece in _divided(number, tensor, index, spot, itemsize)]
+                            limit = None if senders == (home,) else PIECE_BYTES
+                            found += [(group, part) for part in _divided(number, tensor, index, spot, itemsize, limit)]
         total: Counter[int] = Counter()
         for group, piece in found:
             total[group] += piece.nbytes
         before: Counter[int] = Counter()
         parts = []
         for group, piece in found:
-            parts.append((group, before[group] * len(self.groups[group]) // total[group], piece))
+            parts.append((group, before[group] * len(self._senders(group, engine)) // total[group], piece))
             before[group] += piece.nbytes
         return parts
 
@@ -235,16 +271,20 @@ class Plan:
             received += alike[id(needs)] * np.array(sizes)
         first = Round(range(0), range(0))  # of the round that grows
         held, sent = np.zeros(len(distinct)), defaultdict[int, float](float)  # sent by each holder of a group
-        grown = first
+        grown, largest = first, 0.0  # bytes that a holder sends of one weight
         for weights, tensors in self._closed():
             more = kept[:, tensors.start : tensors.stop].sum(1)
             groups = {group for number in weights for _, group in self.shards[number]}
             holders = sum(len(self.groups[group]) for group in groups)
             share = received[tensors.start : tensors.stop].sum() / holders
             most = max(sent[group] for group in groups) + share
-            if grown.weights and max((held + more).max(), most) > self._limit:
+            # With many engines a single weight can exceed the limit; other holders send theirs in the same round.
+            limit = max(self._limit, largest, share)
+            if grown.weights and ((held + more).max() > self._limit or most > limit):
                 yield grown
                 first, held, sent = Round(weights, tensors), np.zeros(len(distinct)), defaultdict(float)
+                largest = 0.0
+            largest = max(largest, share)
             grown = Round(range(first.weights.start, weights.stop), range(first.tensors.start, tensors.stop))
             held += more
             for group in groups:
@@ -306,12 +346,12 @@ def _within(span: Slice, first: int, end: int) -> tuple[int, int]:
 
 
 def _divided(
-    weight: int, tensor: int, index: tuple[slice, ...], place: tuple[int | slice, ...], itemsize: int
+    weight: int, tensor: int, index: tuple[slice, ...], place: tuple[int | slice, ...], itemsize: int, limit: int | None
 ) -> Iterator[Piece]:
-    """Yield a piece; a large one as several, along its first axis."""
+    """Yield a piece; one above ``limit`` bytes as several, along its first axis."""
     shape = tuple(part.stop - part.start for part in index)
     rows, row_bytes = shape[0], prod(shape[1:]) * itemsize
-    parts = ceil(rows / max(1, PIECE_BYTES // row_bytes))
+    parts = 1 if limit is None else ceil(rows / max(1, limit // row_bytes))
     front = place[: len(place) - len(shape)]
     spot = place[len(front)]
     assert isinstance(spot, slice)

@@ -4,9 +4,10 @@ Ranks are threads that exchange bytes with gloo. vLLM's loaders are traced, and 
 of zeros, which must equal one that has loaded the whole tensors. Elements that were not received are NaN.
 """
 
+import contextlib
 import datetime
+import functools
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from test_stream import SIZES
 from toy_checkpoints import HYBRID, make, tensors_of, toy_args
 
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.rollout.stream.weights import Transfer
+from megatron_grpo.rollout.vllm import compare
 from megatron_grpo.rollout.vllm.loader_trace import trace
+from megatron_grpo.rollout.weight_sync.planned import Links, Transfer
 from megatron_grpo.weights import model_weights, transfer_plan
+from megatron_grpo.weights.transfer_plan import Reads
 from tools.made_up_engine import model_of_rank
 
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
@@ -69,9 +72,28 @@ def unfilled_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(scope="module")
+def engines(directory):
+    """What the ranks of an engine read, and its parameters after a load of the whole tensors."""
+
+    @functools.cache
+    def of(family, size, options):
+        options = dict(options)
+        args = toy_args(directory(family), tensor_model_parallel_size=1)
+        tensors = transfer_plan.hf_tensors(model_weights.table(args), params_dtype(args))
+        needs, expected = [], []
+        for rank in range(size):
+            with model_of_rank(directory(family), rank, size, **options) as model:
+                needs.append(trace(model, tensors).needs)
+                expected.append(loaded(model, tensors_of(directory(family)).items()))
+        return needs, expected
+
+    return lambda family, size, options: of(family, size, tuple(options.items()))
+
+
 @pytest.mark.parametrize(("family", "size", "options", "layout"), slow_except(FEW, CASES))
 def test_an_engine_filled_by_the_plan_is_one_that_has_loaded_whole_tensors(
-    family, size, options, layout, directory, unfilled_is_nan
+    family, size, options, layout, directory, engines, unfilled_is_nan
 ):
     if family == "gpt_oss" and layout[4] > 1:
         pytest.skip("biased experts have no tensor parallelism of their own")
@@ -79,44 +101,119 @@ def test_an_engine_filled_by_the_plan_is_one_that_has_loaded_whole_tensors(
     weights, whole = model_weights.table(args), tensors_of(directory(family))
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
     assert {tensor.name for tensor in tensors} == set(whole)
-    needs = []
-    for rank in range(size):
-        with model_of_rank(directory(family), rank, size, **options) as model:
-            needs.append(trace(model, tensors))
+    needs, expected = engines(family, size, options)
+    reads = [Reads.of_loaders(of_rank) for of_rank in needs]
 
-    received, sent = run(args, world(args, layout, weights), weights, whole, needs)
+    received, sent, differences = run(args, world(args, layout, weights), weights, whole, reads)
+    assert not differences
     assert all(sent)  # each holds a part that only its replicas have, and these share the load
     for rank in range(size):
         with model_of_rank(directory(family), rank, size, **options) as model:
-            expected = loaded(model, whole.items())
-        with model_of_rank(directory(family), rank, size, **options) as model:
             found = loaded(model, received[rank].items())
-        assert not any(tensor.isnan().any() for tensor in expected.values())
-        assert {name for name in expected if not same(expected[name], found[name])} == set()
+        assert not any(tensor.isnan().any() for tensor in expected[rank].values())
+        assert differing(expected[rank], found) == set()
         if size > 1:  # norms, routers and latent projections are on every rank
             elements = sum(int((~tensor.isnan()).sum()) for tensor in received[rank].values())
             assert elements < (0.4 if size == 4 else 0.6) * sum(tensor.numel() for tensor in whole.values())
 
 
-def run(args, holders, weights, whole, needs):
-    """What each engine rank receives, {name: tensor} each, and whether each trainer rank has sent anything."""
-    store, size = dist.HashStore(), len(holders) + len(needs)
-    found, sent = [None] * len(needs), [False] * len(holders)
-    errors = []
+@pytest.mark.parametrize("colocated", [False, True], ids=["apart", "colocated"])
+@pytest.mark.parametrize(("family", "size", "options", "layout"), slow_except(FEW, CASES))
+def test_parts_go_straight_into_the_parameters(
+    family, size, options, layout, colocated, directory, engines, unfilled_is_nan, monkeypatch
+):
+    """Colocated: of each trainer rank an engine rank, in replicas. What the loaders compute, they are given."""
+    if family == "gpt_oss" and layout[4] > 1:
+        pytest.skip("biased experts have no tensor parallelism of their own")
+    args = toy_args(directory(family), tensor_model_parallel_size=layout[0])
+    weights, whole = model_weights.table(args), tensors_of(directory(family))
+    tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
+    monkeypatch.setattr(compare, "_unpacked_experts", lambda layer, parameter, like: parameter)  # it is not packed
+    options = {**options, "dtype": "float32"}  # the trainer's
+    holders, expected = world(args, layout, weights), engines(family, size, options)[1]
+    if colocated and len(holders) % size:
+        pytest.skip("the replicas of an engine have all ranks")
+    count = len(holders) if colocated else size
+    with contextlib.ExitStack() as stack:
+        models, reads = [], []
+        for rank in range(count):
+            models.append(stack.enter_context(model_of_rank(directory(family), rank % size, size, **options)))
+            zero(models[-1])
+            reads.append(trace(models[-1], tensors, in_place=True))
+        received, _, differences = run(args, holders, weights, whole, reads, colocated)
+        assert not differences
+        for rank in range(count):
+            assert received[rank].keys() == {t.name for t, to in zip(tensors, reads[rank].targets) if to is None}
+            computed = ("A_log", "conv1d", "experts") if family in ("gpt_oss", *HYBRID) else ("A_log", "conv1d")
+            assert all(any(part in name for part in computed) for name in received[rank]), received[rank].keys()
+            if received[rank]:
+                with model_of_rank(directory(family), rank % size, size, **options):  # the loaders' rank
+                    models[rank].load_weights(iter(received[rank].items()))
+            assert differing(expected[rank % size], state_of(models[rank])) == set()
+
+
+def flip(target):
+    """A bit, as on the way or in the memory."""
+    target[0, 0].neg_()
+
+
+def swap(target):
+    """Two rows: all bytes are there."""
+    assert not torch.equal(target[1], target[3])
+    target[[1, 3]] = target[[3, 1]]
+
+
+@pytest.mark.parametrize("fault", [flip, swap])
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1]])
+@pytest.mark.parametrize("colocated", [False, True], ids=["apart", "colocated"])
+def test_a_fault_of_the_transfer_names_its_tensor(fault, layout, colocated, directory, monkeypatch):
+    args = toy_args(directory("qwen3"), tensor_model_parallel_size=layout[0])
+    weights, whole = model_weights.table(args), tensors_of(directory("qwen3"))
+    tensors, check, spoilt = transfer_plan.hf_tensors(weights, params_dtype(args)), Transfer._check, []
+
+    def check_with_fault(transfer, parts, expected):
+        for piece, _ in parts:
+            (target,) = transfer._targets[id(piece)]
+            if not spoilt and target.ndim == 2 and len(target) > 3:
+                spoilt.append(tensors[piece.tensor].name)
+                fault(target)
+        check(transfer, parts, expected)
+
+    monkeypatch.setattr(Transfer, "_check", check_with_fault)
+    holders = world(args, layout, weights)
+    with contextlib.ExitStack() as stack:
+        reads = []
+        for _ in holders if colocated else range(1):
+            model = stack.enter_context(model_of_rank(directory("qwen3"), 0, 1, dtype="float32"))
+            reads.append(trace(model, tensors, in_place=True))
+        assert run(args, holders, weights, whole, reads, colocated)[2] == set(spoilt) != set()
+
+
+def run(args, holders, weights, whole, reads, colocated=False):
+    """What the loaders of each engine rank receive, {name: tensor} each, whether each trainer has sent anything, and
+    the names of tensors with other bytes.
+    """
+    store, trainers = dist.HashStore(), len(holders)
+    size = max(trainers, len(reads)) if colocated else trainers + len(reads)
+    found, sent = [None] * len(reads), [False] * len(holders)
+    errors, differences = [], set()
 
     def rank_runs(rank):
         try:
             timeout = datetime.timedelta(seconds=60)
             groups = [dist.ProcessGroupGloo(dist.PrefixStore(n, store), rank, size, timeout) for n in ("one", "two")]
-            joint = SimpleNamespace(rank=rank, trainers=len(holders), group=groups[0], weights=groups[1])
-            engine = rank - len(holders)
-            transfer = Transfer(args, joint, weights, holders[rank] if engine < 0 else needs[engine])
+            engine = rank if colocated else rank - trainers
+            holder = holders[rank] if rank < trainers else None
+            read = (lambda tensors: reads[engine]) if engine >= 0 else None
+            transfer = Transfer(args, Links(*groups, "cpu"), weights, holder, read)
             for _ in range(2):  # the plan is used again
-                if engine < 0:
-                    sent[rank] = any(traffic.pieces for traffic in transfer._traffic)
-                    transfer.send(shards_of(weights, holders[rank], whole))
-                else:
-                    found[engine] = {name: tensor.clone() for name, tensor in transfer.receive()}
+                local = shards_of(weights, holder, whole) if holder is not None else None
+                given = {name: tensor.clone() for name, tensor in transfer.run(local)}
+                differences.update(transfer.differences)
+                if rank < trainers:
+                    sent[rank] = any(traffic.sent for traffic in transfer._traffic)
+                if engine >= 0:
+                    found[engine] = given
         except BaseException as error:
             errors.append(error)
             raise
@@ -127,18 +224,30 @@ def run(args, holders, weights, whole, needs):
     for thread in threads:
         thread.join()
     assert not errors
-    return found, sent
+    return found, sent, differences
+
+
+def state_of(model):
+    """The parameters and buffers of a model."""
+    return dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if b.is_floating_point()}
+
+
+def zero(model):
+    """Make a model one of zeros."""
+    for name, tensor in state_of(model).items():
+        if "rotary" not in name:
+            tensor.zero_()
+
+
+def differing(expected, found):
+    return {name for name in expected if not same(expected[name], found[name])}
 
 
 def loaded(model, weights):
     """The parameters and buffers of a model of zeros that has loaded these weights."""
-    state = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if b.is_floating_point()}
-    fixed = {name for name, tensor in state.items() if "rotary" in name}
-    for name, tensor in state.items():
-        if name not in fixed:
-            tensor.zero_()
+    zero(model)
     model.load_weights(iter(list(weights)))
-    return {name: tensor.clone() for name, tensor in state.items()}
+    return {name: tensor.clone() for name, tensor in state_of(model).items()}
 
 
 def same(a, b):

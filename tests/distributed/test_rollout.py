@@ -454,6 +454,16 @@ def test_the_check_of_a_sync_passes_right_weights(results):
         assert facts["checked fresh"] == facts["checked mended"] == [None, None]
 
 
+def test_a_bit_that_changes_between_ranks_ends_the_run(results):
+    """Where a rank has all that its engine reads, nothing is sent."""
+    found = {facts.get("flipped") for facts in results.facts}  # every rank must end
+    assert len(found) == 1
+    if results.layout == "an engine over two ranks":
+        (message,) = found
+        assert message.startswith("the weights of update 4 reached the engine with other bytes than the trainer sent")
+        assert ": on rank 1 model." in message
+
+
 def test_the_check_of_a_sync_finds_a_missed_one_by_both_means(results):
     for facts in results.facts:  # every rank must end
         tensors, log_probs = facts["checked stale"]

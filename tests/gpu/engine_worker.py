@@ -8,6 +8,7 @@ CASES are methods of `Worker`, joined by commas. Every rank writes its findings 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -216,6 +217,40 @@ class Worker:
         stale = self.mismatch(1.0)
         EngineLifecycle.sync(self.trainer, self.trainer.iteration)
         self.found["weights"] = [before, stale, self.mismatch(1.0)]
+
+    def planned(self) -> None:
+        """What differs in the engine after planned syncs, what its loaders received, and the seconds of a sync."""
+        (transfer,) = self.engine._transfers.values()
+        facts = self.found["planned"] = {"first": self.differing(), "before": self.mismatch(1.0)}
+        facts["loaders"] = [t.name for n, t in enumerate(transfer._plan.tensors) if n not in transfer._direct]
+        with torch.no_grad():
+            for chunk in self.trainer.model:
+                for parameter in chunk.parameters():
+                    parameter.add_(0.5 * parameter.flip(0))
+        facts["stale"] = [len(self.differing()), self.mismatch(1.0)]
+        seconds = []
+        for version in range(2, 7):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            EngineLifecycle.sync(self.trainer, version)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        facts |= {"seconds": seconds, "second": self.differing(), "after": self.mismatch(1.0)}
+        facts["tensors"] = len(transfer._plan.tensors)
+        check = transfer._check
+
+        def flipped(parts, expected):
+            for piece, _ in parts[:1]:
+                target = transfer._targets[id(piece)][0]
+                first = (0,) * target.ndim
+                target[first] = -target[first]
+            check(parts, expected)
+
+        transfer._check = flipped
+        facts["flipped"] = says(lambda: EngineLifecycle.sync(self.trainer, 7))
+
+    def differing(self) -> list[str]:
+        return self.engine.compare_weights(stream_hf(self.trainer.model, self.args))
 
     def adapter(self) -> None:
         """An adapter reaches the engine beside weights that stay, and after sleep; a lost one is found."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,3 +52,11 @@ def _output(command, status: int | None, output: str) -> str:
 def engine_flags(mebibytes: int) -> list[str]:
     """Flags for a KV cache of fixed size: several tests share a GPU, so no engine may take what is free just now."""
     return ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": mebibytes << 20})]
+
+
+def found(out: Path, nproc: int, cases: str, model: str, *flags, env: dict | None = None) -> list[dict]:
+    """What each rank of `engine_worker.py` finds."""
+    out.mkdir(exist_ok=True)
+    words = "--load-hf", model, *engine_flags(256), *flags
+    torchrun(nproc, "tests/gpu/engine_worker.py", out, cases, *words, env=env)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(nproc)]

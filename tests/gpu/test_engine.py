@@ -2,11 +2,10 @@
 
 import json
 from itertools import chain
-from pathlib import Path
 
 import models
 import pytest
-from launch import engine_flags, torchrun
+from launch import found
 
 FLAT = 0.3  # standard deviation of logits: two samples of 32 tokens are never equal by chance
 SHARP = 6.0  # the largest of 4,096 is then about 22
@@ -23,14 +22,6 @@ def model(tmp_path_factory):
         return made[family, logits]
 
     return get
-
-
-def found(out: Path, nproc: int, cases: str, model: str, *flags, env=None) -> list[dict]:
-    """What each rank of `engine_worker.py` finds."""
-    out.mkdir(exist_ok=True)
-    words = "--load-hf", model, *engine_flags(256), *flags
-    torchrun(nproc, "tests/gpu/engine_worker.py", out, cases, *words, env=env)
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(nproc)]
 
 
 def all_differ(*rollouts: list[list[int]]) -> bool:
@@ -114,6 +105,15 @@ def test_weights_reach_the_engine(dense):
 def test_experts_sample_anew_in_every_rollout(tmp_path, model):
     """Mixtures of experts have vLLM's first runner, in which the rollout has a seed and not the request."""
     facts = found(tmp_path / "out", 1, "seeds,weights", model("qwen3_moe", FLAT), EAGER)[0]
+    assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
+    check_weights(facts, 0.05)
+
+
+def test_delta_nets_sample_and_follow(tmp_path, model):
+    """States of a rollout do not reach the next, and weights reach the engine; with CUDA graphs."""
+    engine = json.dumps({"kv_cache_memory_bytes": 512 << 20, "gdn_prefill_backend": "triton"})
+    flags = "--use-distributed-optimizer", "--vllm-engine-kwargs", engine
+    facts = found(tmp_path / "out", 1, "seeds,weights", model("qwen3_5_text", FLAT), *flags)[0]
     assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
     check_weights(facts, 0.05)
 

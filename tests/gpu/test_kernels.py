@@ -370,3 +370,36 @@ def test_sums_of_copies(heads):
     assert not got[700:].any()
     none = RowCopies(rows[:0], 900)  # a rank without tokens
     assert none.sum(gradients[:0]).shape == (900, *heads) and not none.sum(gradients[:0]).any()
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(("groups", "heads", "d"), [(8, 2, 128), (2, 7, 64), (2, 8, 256)])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_attention_of_decode_steps(groups, heads, d, parts, quantized):
+    """Against float64 over each sequence alone, with no token, one, a whole block or part and the next token."""
+    pytest.importorskip("vllm")
+    from megatron_grpo.rollout.vllm.decode_attention import decode_attention
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    lengths, part, size = [0, 1, 16, 17, 64, 128, 129, 255, 256, 257, 383], 128 if parts > 1 else 1024, 16
+    most = -(-max(lengths) // size)
+
+    def numbers(*shape):
+        drawn = torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return drawn.to(torch.float8_e4m3fn) if quantized else drawn
+
+    cache, query = numbers(len(lengths) * most, groups, size, 2 * d), numbers(len(lengths), groups * heads, d)
+    blocks = torch.randperm(len(cache), generator=generator, device="cuda").view(len(lengths), most).int()
+    scales = [torch.tensor(scale, device="cuda") for scale in (0.5, 0.75, 1.25)] if quantized else None
+    output = torch.full_like(query, 7, dtype=torch.bfloat16)
+    decode_attention(
+        query, cache, blocks, torch.tensor(lengths, device="cuda", dtype=torch.int32), output, d**-0.5,
+        scales, parts, part,
+    )  # fmt: skip
+    of_query, of_keys, of_values = map(float, scales) if scales else (1, 1, 1)
+    for i, length in enumerate(lengths):
+        entries = cache.double()[blocks[i].long()].transpose(1, 2).flatten(0, 1)[:length]  # [length, groups, 2 d]
+        keys, values = entries.repeat_interleave(heads, 1).split(d, -1)
+        scores = torch.einsum("hd,lhd->hl", query[i].double() * of_query, keys * of_keys) * d**-0.5
+        want = torch.einsum("hl,lhd->hd", scores.softmax(-1), values * of_values)
+        assert (output[i].double() - want).abs().max() < 0.02, length

@@ -1,7 +1,28 @@
-"""Weights over NCCL, in the packed form that vLLM's servers take."""
+"""Weights that reach an engine on GPUs: a colocated one by the plan, servers in vLLM's packed form over NCCL."""
 
+import models
 import pytest
-from launch import torchrun
+from launch import found, torchrun
+
+FLAT = 0.3  # standard deviation of logits
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe", "deepseek_v3"])
+def test_a_colocated_engine_is_written_in_place(family, tmp_path, capsys):
+    """Dense, tied, experts, latent attention: no loader of vLLM runs, and every parameter has the trainer's bits.
+
+    Log-probabilities depend on what vLLM derives from parameters, too.
+    """
+    model = models.make(tmp_path / family, family, FLAT)
+    (facts,) = found(tmp_path / "out", 1, "planned", model, "--vllm-enforce-eager")
+    facts = facts["planned"]
+    with capsys.disabled():
+        print(f"\n{family}: {facts}")
+    assert facts["first"] == facts["second"] == [] == facts["loaders"]
+    assert facts["stale"][0] > 0.9 * facts["tensors"]
+    assert max(facts["before"], facts["after"]) < 0.05 < facts["stale"][1]
+    assert "the weights of update 7 reached the engine with other bytes" in facts["flipped"]
+    assert "on rank 0 model.embed_tokens.weight" in facts["flipped"]
 
 
 @pytest.mark.gpus(2)

@@ -303,10 +303,15 @@ def make(
                 buffer.copy_(0.2 * torch.randn(buffer.shape))
             if name.endswith("layer_scalar"):
                 buffer.data = (1 + 0.1 * torch.randn(buffer.shape)).to(dtype)
-    # As published: transformers would write each expert of Qwen3.5 apart.
-    model.save_pretrained(directory, max_shard_size="60KB", save_original_format=family != "qwen3_5_moe_text")
+    save(model, directory)
     assert len(list(directory.glob("*.safetensors"))) > 1
     return model
+
+
+def save(model: torch.nn.Module, directory: Path) -> None:
+    """Write a model with the names of published files; transformers would write each expert of Qwen3.5 apart."""
+    stacked = model.config.model_type == "qwen3_5_moe_text"
+    model.save_pretrained(directory, max_shard_size="60KB", save_original_format=not stacked)
 
 
 class HybridMtp(torch.nn.Module):

@@ -7,6 +7,7 @@ rank of each pipeline stage, and models are built on a device without memory. An
 size on each of --engine-ranks ranks, tensor-parallel with its experts divided, whose loaders are traced. The program's
 own plan says who sends what; seconds are the sum over its rounds of the bytes of the rank that sends or receives most,
 by --gpu-gigabytes a second. The floor is what an engine rank receives on average.
+Needs travel to all ranks at the start, those of one engine only.
 """
 
 import argparse
@@ -32,8 +33,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.rollout.stream.weights import table
 from megatron_grpo.rollout.vllm.loader_trace import trace
+from megatron_grpo.rollout.weight_sync.planned import table
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import families, stream, transfer_plan
 from megatron_grpo.weights.transfer_plan import HfTensor, Holder, Needs, Plan
@@ -81,7 +82,7 @@ def needs_of(args: Namespace, tensors: list[HfTensor], size: int) -> list[Needs]
         Path(directory, "config.json").write_text(json.dumps(config))
         for rank in range(size):
             with model_of_rank(directory, rank, size, memory=False, dtype="bfloat16", **options) as model:
-                found.append(trace(model, tensors))
+                found.append(trace(model, tensors).needs)
     return found
 
 
@@ -92,15 +93,20 @@ def row(model: str, ranks: int, options: Namespace) -> list[str]:
     weights = table(args, "weights")
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
     needs = needs_of(args, tensors, options.engine_ranks) * options.engines
+    axes = max(len(tensor.shape) for tensor in tensors)
+    of_engine = sum(transfer_plan.to_rows(own, axes).nbytes for own in needs[: options.engine_ranks])
     holders = holders_of(args, ranks)
     began = time.perf_counter()
-    plan = Plan(weights, params_dtype(args), holders, needs)
+    homes = list(range(len(needs))) if options.colocated else None
+    plan = Plan(weights, tensors, holders, needs, homes=homes)
     number_of = {weight: number for number, part in enumerate(plan.rounds) for weight in part.weights}
     sent = np.zeros((len(plan.rounds), ranks))
     received = np.zeros((len(plan.rounds), len(needs)))
     pieces = 0
-    for engine in range(len(needs)):
+    for engine in sorted(range(len(needs)), key=lambda engine: id(needs[engine])):  # replicas after one another
         for sender, piece in plan.pieces(engine):
+            if options.colocated and sender == engine:
+                continue
             sent[number_of[piece.weight], sender] += piece.nbytes
             received[number_of[piece.weight], engine] += piece.nbytes
             pieces += 1
@@ -111,11 +117,12 @@ def row(model: str, ranks: int, options: Namespace) -> list[str]:
     cells = [model, ranks, f"{options.engines} x {options.engine_ranks}", f"{received.sum() / len(needs) / 2**30:.1f}"]
     cells += [f"{per_rank.mean() / 2**30:.2f}", f"{per_rank.max() / per_rank.mean():.2f}", len(plan.rounds), pieces]
     cells += [f"{received.sum() / len(needs) / rate:.2f}", f"{largest / rate:.2f}", f"{planned:.0f}"]
+    cells += [f"{of_engine / 2**20:.0f}"]
     return list(map(str, cells))
 
 
 HEADS = ["model", "trainer ranks", "engines", "GiB received by a rank", "GiB sent by a rank", "most / mean sent"]
-HEADS += ["rounds", "pieces", "floor s", "seconds", "s to plan"]
+HEADS += ["rounds", "pieces", "floor s", "seconds", "s to plan", "MiB of needs"]
 
 
 def main() -> None:
@@ -132,6 +139,9 @@ def main() -> None:
     )
     parser.add_argument("--engine-ranks", type=int, default=32, metavar="N", help="of an engine [32]")
     parser.add_argument("--engines", type=int, default=1, metavar="N", help="replicas [1]")
+    parser.add_argument(
+        "--colocated", action="store_true", help="engine rank N is on the GPU of trainer rank N, whose shards it reads"
+    )
     parser.add_argument("--gpu-gigabytes", type=float, default=50.0, metavar="X", help="a second, of a GPU [50]")
     options = parser.parse_args()
     print(f"| {' | '.join(HEADS)} |\n|---|{'--:|' * (len(HEADS) - 1)}")

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault, RequestTimeout
 from megatron_grpo.utils.log import log
 
 WATCH_INTERVAL = 2.0  # seconds between two probes of a server; shorter than any restart
+JOIN_INTERVAL = 5.0  # seconds between two attempts of an excluded server to join
+Load = Callable[[Server], Awaitable[None]]
 RETRIES = 4  # of a request or a server, after 0.5, 1, 2, 4 seconds
 
 
@@ -43,8 +46,11 @@ class ServerPool:
     on: pools of several processes know only their own requests, and start at different servers. A failed server is
     probed a few times. A server is excluded if it makes no progress for ``timeout`` seconds while it has work, or if it
     has restarted and so lost its weights. Requests of an excluded server go to the others. `refresh` readmits servers
-    that answer. The methods raise EngineLost if no server is left.
+    that answer; with ``joins`` they receive the newest weights in the background, while the others generate. The
+    methods raise EngineLost if no server is left.
     """
+
+    joins = False  # the newest weights can be loaded again at any time
 
     def __init__(
         self,
@@ -61,6 +67,8 @@ class ServerPool:
         self._queue: deque[Job] = deque()
         self._running: dict[asyncio.Task, tuple[Job, Server]] = {}
         self._probes: dict[asyncio.Task, Server] = {}
+        self._joining: dict[asyncio.Task, Server] = {}
+        self._newest: tuple[int, Load] | None = None  # version of the newest weights, and how a server loads them
         self._last_poll_end = time.monotonic()  # when the last poll ended
         self.drafts: DraftCounts | None = None  # of all servers; None without drafts
 
@@ -153,22 +161,34 @@ class ServerPool:
         """Return (URL, process) of the serving servers, which can join the process group for weights."""
         return [(server.url, server.process) for server in self.serving()]
 
-    def update_servers(self, version: int, load: Callable[[Server], Awaitable[None]] | None = None) -> None:
+    def update_servers(self, version: int, load: Load | None = None) -> None:
         """Await ``load`` for every serving server, concurrently, and set its weight version to ``version``.
 
         ``load`` is None if the servers hold the weights already.
         """
 
-        async def update_one(server: Server) -> None:
-            server.version = None  # even if this fails, the old weights are gone
-            if load:
-                await load(server)
-            await server.finish_update(version)
-            status = await server.status(PROBE_TIMEOUT)
-            server.process, server.drafts = status.process, status.drafts
-            server.version = version
+        self._newest = None
+        self.each(partial(self._update, version=version, load=load))
+        if self.joins and load:
+            self._newest = version, load
 
-        self.each(update_one)
+    @staticmethod
+    async def _update(server: Server, version: int, load: Load | None) -> None:
+        server.version = None  # even if this fails, the old weights are gone
+        if load:
+            await load(server)
+        await server.finish_update(version)
+        status = await server.status(PROBE_TIMEOUT)
+        server.process, server.drafts = status.process, status.drafts
+        server.version = version
+
+    async def _join(self, server: Server, version: int, load: Load) -> None:
+        """Give an excluded server that answers the newest weights."""
+        await server.status(PROBE_TIMEOUT)
+        await server.check()
+        await self._update(server, version, load)
+        server.exclusion_reason, server.failures, server.last_progress = None, 0, time.monotonic()
+        log(f"server {server.url} joins with the weights of version {version}")
 
     def sleep(self, keeps_weights: bool) -> None:
         """Put every serving server to sleep."""
@@ -205,9 +225,10 @@ class ServerPool:
                     raise lost
             return [task.exception() or task.result() for task in tasks]
 
-        for task in self._probes:  # their results would be outdated
+        for task in [*self._probes, *self._joining]:  # their results would be outdated
             task.cancel()
         self._probes.clear()
+        self._joining.clear()
         outcomes = self._loop.run_until_complete(gather())
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, Fault | GrpoError):
@@ -256,17 +277,19 @@ class ServerPool:
     async def _step(self, timeout: float) -> list[Completion]:
         self._start_probes()
         self._dispatch()
-        if not self._running and not self._probes:
+        if not self._running and not self._probes and not self._joining:
             if self._queue:  # all wait for a retry
                 await asyncio.sleep(timeout)
             return []
         done, _ = await asyncio.wait(
-            [*self._running, *self._probes], timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+            [*self._running, *self._probes, *self._joining], timeout=timeout, return_when=asyncio.FIRST_COMPLETED
         )
         finished: list[Completion] = []
         for task in done:
             if task in self._probes:
                 self._handle_probe(self._probes.pop(task), task)
+            elif task in self._joining:
+                self._handle_join(self._joining.pop(task), task)
             elif task in self._running:  # else its server was excluded in this step
                 job, server = self._running.pop(task)
                 server.in_flight -= len(job.requests)
@@ -321,8 +344,14 @@ class ServerPool:
             server.next_probe = time.monotonic() + _pause(0)
 
     def _start_probes(self) -> None:
-        """Start the probes that are due; exclude servers without progress."""
+        """Start the probes that are due; exclude servers without progress, and let excluded ones join."""
         now = time.monotonic()
+        newest = self._newest
+        for server in self.servers:
+            is_due = server.exclusion_reason is not None and now >= server.next_probe
+            if newest is not None and is_due and server not in self._joining.values():
+                server.next_probe = now + JOIN_INTERVAL
+                self._joining[self._loop.create_task(self._join(server, *newest))] = server
         for server in self.serving():
             if (server.in_flight or server.failures) and now - server.last_progress > self.timeout:
                 self._exclude(server, f"no progress for {self.timeout:g} s")
@@ -359,6 +388,17 @@ class ServerPool:
         server.failures = 0
         self._count_drafts(server, status)
 
+    def _handle_join(self, server: Server, task: asyncio.Task) -> None:
+        fault = task.exception()
+        if fault is not None and not isinstance(fault, Fault):
+            raise fault
+        server.next_probe = time.monotonic() + (0.0 if fault is None else JOIN_INTERVAL)
+        if fault is not None:
+            server.version = None
+            if not fault.retryable and server.exclusion_reason != str(fault):
+                server.exclusion_reason = str(fault)
+                log(f"server {server.url} cannot join: {fault}")
+
     def read_drafts(self) -> None:
         """Add to ``drafts`` what the servers have drafted since the last look at them."""
         drafting = [server for server in self.serving() if server.drafts is not None]
@@ -379,8 +419,10 @@ class ServerPool:
     def _exclude(self, server: Server, reason: str) -> None:
         """Exclude a server until the next sync; put its requests at the front of the queue."""
         if server.exclusion_reason is None:
-            log(f"server {server.url} is excluded until the next weight sync: {reason}")
+            until = "it can join again" if self._newest is not None else "the next weight sync"
+            log(f"server {server.url} is excluded until {until}: {reason}")
         server.exclusion_reason, server.version, server.failures = reason, None, 0
+        server.next_probe = time.monotonic() + WATCH_INTERVAL
         for task, (job, owner) in list(self._running.items()):
             if owner is server:
                 self._cancel(task, server)
@@ -398,6 +440,7 @@ class ServerPool:
         """Drop all requests and close their connections."""
         self._queue.clear()
         self._probes.clear()
+        self._joining.clear()
         for task, (_, server) in list(self._running.items()):
             self._cancel(task, server)
         if tasks := asyncio.all_tasks(self._loop):

@@ -16,7 +16,7 @@ from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.servers.engine import WeightTransfer
 from megatron_grpo.rollout.servers.pool import Job, ServerPool
 from megatron_grpo.rollout.servers.server import Server, Streamed
-from megatron_grpo.weights.transfer_plan import HfTensor
+from megatron_grpo.weights.transfer_plan import HfTensor, Reads, whole
 
 POLL = 0.02  # seconds that a poll waits at most: the producer looks for commands between two
 
@@ -29,7 +29,9 @@ class StreamedJob(Job):
 
 
 class StreamPool(ServerPool):
-    """A pool whose requests are streams, and have seeds of their own."""
+    """A pool whose requests are streams, and have seeds of their own. Servers join at any time."""
+
+    joins = True
 
     def submit_streams(self, requests: Iterable[Request]) -> None:
         """Queue requests."""
@@ -67,7 +69,8 @@ class StreamPool(ServerPool):
 class ServerStream:
     """Engine of one rank over its servers, whose requests can be continued later, under other weights.
 
-    It has no collectives. Weights arrive while nothing runs. Servers that have failed or restarted receive them again.
+    It has no collectives. Weights arrive while nothing runs. Servers that have failed or restarted receive the newest
+    ones again when they answer, while the others generate.
     """
 
     num_replicas, is_lead = 1, True
@@ -111,8 +114,9 @@ class ServerStream:
         """Return the counts of `GeneratingEngine.drafts` as of the last probe of each server."""
         return self._pool.drafts
 
-    def needs(self, tensors: Sequence[HfTensor]) -> None:
-        """Return None: servers read whole tensors."""
+    def reads(self, tensors: Sequence[HfTensor]) -> Reads:
+        """Return that servers read whole tensors."""
+        return Reads.of_loaders(whole(tensors))
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         """Send new weights to all servers that answer."""

@@ -22,10 +22,11 @@ from megatron_grpo.rollout.collect import Needs, exchange, to_batch
 from megatron_grpo.rollout.draft_counts import DraftCounts, draft_metrics, no_drafts
 from megatron_grpo.rollout.ledger.content import GroupKey
 from megatron_grpo.rollout.plan import RolloutPlan, training_sampling
-from megatron_grpo.rollout.stream import messages, weights
+from megatron_grpo.rollout.stream import messages
 from megatron_grpo.rollout.stream.conductor import Conductor
 from megatron_grpo.rollout.stream.messages import Message
 from megatron_grpo.rollout.unfinished import check_same_run
+from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.utils import progress
 from megatron_grpo.weights.stream import WeightStream
 
@@ -64,7 +65,7 @@ class PlacedEngines:
         self._reports: list[list[Message]] = [[] for _ in replicas]  # that a command waits for
         self._signs: list[Any] = []
         self._last_look = 0.0
-        self._transfers: dict[str, weights.Transfer] = {}  # of the weights and of the adapter
+        self._transfers: dict[str, planned.Transfer] = {}  # of the weights and of the adapter
         self._version = -1  # of the newest weights
         self._plan: Callable[[], tuple[RolloutBatch, int]] | None = None  # that has begun: `begin`
         self._failures = 0  # missing rewards since the last batch
@@ -160,14 +161,13 @@ class PlacedEngines:
 
     # ---- weights
 
-    def update_weights(self, stream: weights.Weights, version: int) -> None:
+    def update_weights(self, stream: planned.Weights, version: int) -> None:
         """Publish new weights: all replicas have them when the next command reaches them. Collective.
 
         The full tensors of the stream are not gathered: every rank sends parts of its own shards.
         """
         assert isinstance(stream, WeightStream)
-        only_trained = self.has_weights and self._args.vision_config  # `streamed`
-        self._publish("trained weights" if only_trained else "weights", stream.local, version)
+        self._publish(planned.kind_of(stream), stream.local, version)
         self.has_weights = True
 
     @property
@@ -193,8 +193,8 @@ class PlacedEngines:
     def _send(self, what: str, local: Mapping[str, torch.Tensor]) -> None:
         """Send parts of this rank's shards. Collective over all ranks."""
         if what not in self._transfers:
-            table = weights.table(self._args, what)
-            self._transfers[what] = weights.Transfer(self._args, self._joint, table, weights.holder(table, local))
+            table, links = planned.table(self._args, what), planned.Links.of_launch(self._joint)
+            self._transfers[what] = planned.Transfer(self._args, links, table, planned.holder(table, local))
         self._transfers[what].send(local)
 
     def compare_adapter(self, adapter: dict[str, torch.Tensor]) -> list[str]:

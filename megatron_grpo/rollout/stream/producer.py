@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.data.sampling_params import Sampling
-from megatron_grpo.models.config import params_dtype
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import GroupMember, RewardPool, print_first_failures
@@ -32,11 +31,13 @@ from megatron_grpo.rollout.engine import AdapterEngine, Completion, Interruptibl
 from megatron_grpo.rollout.episodes import print_failures
 from megatron_grpo.rollout.ledger.ledger import Ledger
 from megatron_grpo.rollout.plan import rollout_seed, training_sampling
-from megatron_grpo.rollout.stream import messages, weights
+from megatron_grpo.rollout.stream import messages
 from megatron_grpo.rollout.stream.messages import Message
 from megatron_grpo.rollout.unfinished import Group, prompts_of, read_groups, with_completion, write_groups
+from megatron_grpo.rollout.weight_sync import planned
+from megatron_grpo.rollout.weight_sync.weight_check import described
 from megatron_grpo.utils import progress
-from megatron_grpo.weights.transfer_plan import hf_tensors, whole
+from megatron_grpo.weights.transfer_plan import Reads, whole
 
 FIRST_OF_JOB = 2**40  # id of a request of an evaluation; those of training are far below
 IDLE = 0.002  # seconds between two looks for commands, if nothing is generated
@@ -99,7 +100,7 @@ class Producer:
         self._version: int | None = None  # to be published, as soon as the engine is ready
         self._is_ready = False  # to publish it
         self._has_policy = False  # whether the engine has the weights, and the adapter of a run that sends it alone
-        self._transfers: dict[str, weights.Transfer] = {}  # of the weights and of the adapter
+        self._transfers: dict[str, planned.Transfer] = {}  # of the weights and of the adapter
         self._idle_seconds = 0.0
         self._last_sign = 0.0
         self._failed_rewards: set[str] = set()
@@ -153,7 +154,7 @@ class Producer:
                     if self._args.weight_update == "keep":
                         return  # a completion that ended before these weights comes with a step: a save needs it
                 case "compare adapter":
-                    adapter = dict(self._received("adapter"))
+                    adapter = dict(self._transfer("adapter").run())
                     self._report_of_all("compared", self._adapter_engine.compare_adapter(adapter))
                 case "probe adapter":
                     self._pause()
@@ -438,21 +439,23 @@ class Producer:
         assert self._version is not None
         if self._args.weight_update != "keep":
             self._pause()
+        transfer = self._transfer(what)
         if what == "adapter":
-            self._adapter_engine.update_adapter(dict(self._received(what)), self._version)
+            self._adapter_engine.update_adapter(dict(transfer.run()), self._version)
         else:
-            self._engine.update_weights(self._received(what), self._version)
+            self._engine.update_weights(transfer.run(), self._version)
+        if transfer.differences:
+            raise described(transfer.differences, planned.other_bytes(what, self._version), self._joint.rank)
         self._has_policy = what == "adapter" or self._args.lora_weight_sync != "adapter"
         self._version = None
 
-    def _received(self, what: str) -> weights.Weights:
-        """Return the tensors that the trainers send. Collective over all ranks."""
+    def _transfer(self, what: str) -> planned.Transfer:
+        """Return the transfer of a kind of weights. Collective over all ranks the first time."""
         if what not in self._transfers:
-            table = weights.table(self._args, what)
-            tensors = hf_tensors(table, params_dtype(self._args))
-            needs = None if what == "adapter" else self._engine.needs(tensors)
-            self._transfers[what] = weights.Transfer(self._args, self._joint, table, needs or whole(tensors))
-        return self._transfers[what].receive()
+            reads = self._engine.reads if what != "adapter" else lambda tensors: Reads.of_loaders(whole(tensors))
+            table, links = planned.table(self._args, what), planned.Links.of_launch(self._joint)
+            self._transfers[what] = planned.Transfer(self._args, links, table, reads=reads)
+        return self._transfers[what]
 
     def _report_of_all(self, done: str, lines: list[str]) -> None:
         """Report the lines of all ranks of this replica."""

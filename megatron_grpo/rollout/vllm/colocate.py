@@ -49,12 +49,15 @@ from megatron_grpo.rollout.vllm import draft, scheduler
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.vllm.load_weights import load_weights
-from megatron_grpo.rollout.vllm.loader_trace import needed_parts
+from megatron_grpo.rollout.vllm.loader_trace import reads
+from megatron_grpo.rollout.weight_sync import planned
+from megatron_grpo.rollout.weight_sync.weight_check import refuse
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
 from megatron_grpo.vision.images import load_processor
-from megatron_grpo.weights.transfer_plan import HfTensor, Needs
+from megatron_grpo.weights.stream import WeightStream
+from megatron_grpo.weights.transfer_plan import HfTensor, Reads, whole
 
 UNDIVIDED = 1024  # tokens of the longest sequence whose keys one program of attention reads
 LARGEST_GRAPH = 512  # sequences of vLLM's largest CUDA graph, if it is not told
@@ -74,6 +77,8 @@ class VllmColocate:
         self.has_weights = False
         self._awake = True
         self._version = 0
+        self._args = args
+        self._transfers: dict[str, planned.Transfer] = {}  # from the trainer's shards, by `planned.kind_of`
         self._loads = 0  # of weights or an adapter; a version comes again after --on-bad-update restore
         self._sleep_level = args.sleep_level
         self._vocab_size, self._max_model_len = args.vocab_size, args.vllm_max_model_len
@@ -259,12 +264,29 @@ class VllmColocate:
                 self.drafts[:] = 0
             yield
 
-    def needs(self, tensors: Sequence[HfTensor]) -> Needs | None:
+    def reads(self, tensors: Sequence[HfTensor]) -> Reads:
         with lost_on_failure("vLLM's loaders of weights, traced"):
-            return self._llm.collective_rpc(needed_parts, args=(tensors, self._mtp_prefixes))[0]
+            found = self._llm.collective_rpc(reads, args=(tensors, self._mtp_prefixes))[0]
+        return found or Reads.of_loaders(whole(tensors))
 
     def update_weights(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load new weights; requests under way go on with their keys and values, and have tokens of both versions."""
+        """Load new weights; requests under way go on with their keys and values, and have tokens of both versions.
+
+        Of a `WeightStream` the engine receives what it reads of the trainer's shards: full tensors are not gathered.
+        """
+        if not isinstance(weights, WeightStream):
+            self._load(weights, version)
+            return
+        kind = planned.kind_of(weights)
+        if kind not in self._transfers:
+            table = planned.table(self._args, kind)
+            holder = planned.holder(table, weights.local)
+            self._transfers[kind] = planned.Transfer(self._args, planned.Links.of_trainers(), table, holder, self.reads)
+        transfer = self._transfers[kind]
+        self._load(transfer.run(weights.local), version)
+        refuse(transfer.differences, planned.other_bytes(kind, version))
+
+    def _load(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
         with raised_on_every_rank():
             try:
                 self._finish_step()
@@ -460,6 +482,7 @@ def _build(args, directory: str):
     patches.INSPECTION.install(lambda function: function())
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # hide its warning that a CPU has no Triton
+    scheduler.use_decode_attention()
     on_a_cpu = _cpu_options(args) if not torch.cuda.is_available() else {}
     if args.model_family == "llava_onevision" and args.engine_sees_videos:
         _flatten_videos()
@@ -581,6 +604,13 @@ def _cpu_options(args) -> dict:
         raise GrpoError(
             "--router-replay-mode R3: vLLM on a CPU does not report its choice of experts (this needs its model "
             "runner V2 and so Triton): give R2, or use a GPU"
+        )
+    if has_recurrence(args) and (args.vllm_engine_kwargs or {}).get(
+        "enable_prefix_caching", args.vllm_enable_prefix_caching
+    ):
+        raise GrpoError(
+            "--vllm-enable-prefix-caching: vLLM on a CPU does not keep the states of delta nets and of Mamba-2 at the "
+            "ends of prefixes: leave the flag out, or use a GPU"
         )
     nets = args.linear_key_head_dim, args.linear_value_head_dim
     dtype = args.vllm_dtype or str(params_dtype(args)).removeprefix("torch.")

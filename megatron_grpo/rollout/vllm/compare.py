@@ -13,10 +13,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.rollout.vllm.adapter import base_model
-from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert, name_loaders
+from megatron_grpo.rollout.vllm.load_weights import IN_PLACE_EXPERTS, Weights, by_expert, name_loaders
 
-# Kernels that use experts as loaded (the first two), or with an arrangement that this module can undo (the last).
-READABLE_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU")
+# Kernels that use experts as loaded, or with an arrangement that this module can undo (the last).
+READABLE_EXPERTS = (*IN_PLACE_EXPERTS, "CPU")
 _SCALAR = "layer_scalar"  # a buffer that is loaded (Gemma 4)
 
 

@@ -10,6 +10,7 @@ from megatron_grpo.rollout.vllm.adapter import base_model
 from megatron_grpo.utils.errors import GrpoError
 
 Weights = Iterator[tuple[str, torch.Tensor]]
+IN_PLACE_EXPERTS = ("TRITON", "BATCHED_TRITON")  # kernels that use experts as loaded
 
 
 def load_weights(worker, weights: Weights) -> None:
@@ -30,8 +31,11 @@ def load_model(model: Any, reload: Callable[[Weights], None], weights: Weights) 
         if is_gpt_oss:
             _check_plain_experts(model)
             model.load_weights(weights)  # in place: a reload would lose the sinks (`_without_sinks`)
-        elif _can_load_in_place(model):
-            model.load_weights(weights)  # a reload would hold each layer twice
+        elif can_load_in_place(model):
+            from megatron_grpo.rollout.vllm.compare import loading_shapes  # which imports this module
+
+            with loading_shapes(model):  # kernels have replaced parameters that have loaders
+                model.load_weights(weights)  # a reload would hold each layer twice
         else:
             reload(weights)
         return
@@ -104,11 +108,30 @@ def _is_gpt_oss(model: torch.nn.Module) -> bool:
     return type(model).__name__ == "GptOssForCausalLM"
 
 
-def _can_load_in_place(model: torch.nn.Module) -> bool:
-    """Return whether a model on a GPU uses its weights as loaded: no quantization, no experts, no latent attention."""
+def can_load_in_place(model: torch.nn.Module) -> bool:
+    """Return whether a model on a GPU uses its weights as loaded, without quantization.
+
+    Experts: with kernels of `IN_PLACE_EXPERTS`, except for gpt-oss, whose loaders compute. Latent attention: if its
+    copies of kv_b_proj are views of it.
+    """
+    if not torch.cuda.is_available() or _is_gpt_oss(model):
+        return False
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
-    plain = methods <= {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
-    return plain and not any(type(module).__name__ == "MLAAttention" for module in model.modules())
+    return (
+        methods <= {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+        and all(method.unquantized_backend.name in IN_PLACE_EXPERTS for method in _expert_methods(model))
+        and all(_copies_are_views(m) for m in model.modules() if type(m).__name__ == "MLAAttention")
+    )
+
+
+def _copies_are_views(attention: Any) -> bool:
+    """Return whether latent attention's copies of the weight of kv_b_proj share its memory."""
+    storage = attention.kv_b_proj.weight.untyped_storage().data_ptr()
+    copies = [getattr(attention, name, None) for name in ("W_UV", "W_UK_T")]
+    others = [getattr(attention, name, None) for name in ("W_K", "W_V", "W_UK_T_dcp_qrep")]
+    return all(copy is not None and copy.untyped_storage().data_ptr() == storage for copy in copies) and not any(
+        isinstance(copy, torch.Tensor) for copy in others
+    )
 
 
 def _check_plain_experts(model: torch.nn.Module) -> None:

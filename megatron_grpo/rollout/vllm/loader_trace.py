@@ -4,6 +4,9 @@ Meta tensors go through the model's own ``load_weights``. Every operation that r
 reads the elements of its argument: with tensor parallelism most copies read a part, and the loaders of experts on other
 ranks read nothing. So this needs no knowledge of vLLM's fusions, and an operation that computes (a permutation, a
 function, a cast) counts like a copy. No parameter is written.
+
+Where the kernels use the parameters as they are loaded, each copy also gives the place in a parameter to which it
+copies: weights can then be written there without the loaders.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, ValuesView
@@ -15,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_grpo.rollout.vllm.adapter import base_model
 from megatron_grpo.rollout.vllm.compare import can_compare, loading_shapes
 from megatron_grpo.rollout.vllm.draft import draft_model, drafts_with
-from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert, name_loaders
-from megatron_grpo.weights.transfer_plan import Box, HfTensor, Needs
+from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert, can_load_in_place, name_loaders
+from megatron_grpo.weights.transfer_plan import Box, HfTensor, Reads
 
 
-def needed_parts(worker, tensors: Sequence[HfTensor], mtp_prefixes: Sequence[str]) -> Needs | None:
-    """Return the parts that a worker's loaders read of each of ``tensors``; None where this cannot be traced.
+def reads(worker, tensors: Sequence[HfTensor], mtp_prefixes: Sequence[str]) -> Reads | None:
+    """Return what a worker's loaders read of ``tensors``; None where this cannot be traced.
 
     Those are engines that quantize, and loaders that need values. ``mtp_prefixes``: as `draft.load_with_mtp`.
     """
@@ -28,23 +31,30 @@ def needed_parts(worker, tensors: Sequence[HfTensor], mtp_prefixes: Sequence[str
         return None
     try:
         with base_model(worker) as model:
-            needs = trace(model, tensors)
+            found = trace(model, tensors, in_place=not mtp_prefixes and can_load_in_place(model))
+        needs = found.needs
         if mtp_prefixes:
             drafting = [tensor for tensor in tensors if drafts_with(tensor.name, mtp_prefixes)]
-            more = dict(zip((tensor.name for tensor in drafting), trace(draft_model(worker), drafting), strict=True))
-            needs = [boxes + more.get(tensor.name, []) for boxes, tensor in zip(needs, tensors, strict=True)]
+            traced = trace(draft_model(worker), drafting).needs
+            more = dict(zip((tensor.name for tensor in drafting), traced, strict=True))
+            needs = [[*boxes, *more.get(t.name, [])] for boxes, t in zip(needs, tensors, strict=True)]
     except Exception as error:  # of vLLM's loaders, which may do anything with values
         print(f"vLLM's loaders cannot be traced ({error!r}): this engine rank receives whole tensors", flush=True)
         return None
-    return [_without_contained(boxes) for boxes in needs]
+    return Reads([_without_contained(boxes) for boxes in needs], found.targets)
 
 
-def trace(model: Any, tensors: Iterable[HfTensor]) -> list[list[Box]]:
-    """Return the boxes that the loaders of a model of vLLM read of each of ``tensors``."""
+def trace(model: Any, tensors: Iterable[HfTensor], in_place: bool = False) -> Reads:
+    """Return what the loaders of a model of vLLM read of each of ``tensors``.
+
+    ``in_place``: its kernels use the parameters as they are loaded. A tensor has targets if all that is read of it is
+    copied, in its dtype, into parameters.
+    """
     name_loaders(model)
-    with torch.no_grad(), loading_shapes(model, contents=False), _Reads(model) as reads:
-        model.load_weights(by_expert(model, reads.naming(tensors)))
-    return reads.boxes
+    with torch.no_grad(), loading_shapes(model, contents=in_place), _Reads(model) as found:
+        model.load_weights(by_expert(model, found.naming(tensors)))
+    targets = found.copies if in_place else [None] * len(found.boxes)
+    return Reads(found.boxes, targets)
 
 
 class _Reads(TorchDispatchMode):
@@ -53,6 +63,7 @@ class _Reads(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.boxes: list[list[Box]] = []
+        self.copies: list[dict[Box, list[torch.Tensor]] | None] = []  # targets of each box; None: not copies alone
         self._protected = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._sources: list[torch.Tensor] = []  # alive: no other storage gets the address of one of these
         self._numbers: dict[int, int] = {}  # storage: number of the tensor
@@ -64,6 +75,7 @@ class _Reads(TorchDispatchMode):
             self._sources.append(source)
             self._numbers[_storage(source)] = number
             self.boxes.append([])
+            self.copies.append({})
             yield name, source
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -82,18 +94,51 @@ class _Reads(TorchDispatchMode):
                 kwargs["device"] = torch.device("meta")
             out = func(*args, **kwargs)
         if func._schema.is_mutable or not any(self._is_source(tensor) for tensor in _tensors([out])):
+            copies = func is torch.ops.aten.copy_.default and writes
             for view in read:
-                self._record(view)
+                self._record(view, args[0] if copies else None)
         return out
 
     def _is_source(self, tensor: torch.Tensor) -> bool:
         return tensor.is_meta and _storage(tensor) in self._numbers
 
-    def _record(self, view: torch.Tensor) -> None:
+    def _record(self, view: torch.Tensor, target: torch.Tensor | None) -> None:
         number = self._numbers[_storage(view)]
         box = box_of(view, self._sources[number].shape)
-        if box is not None and box not in self.boxes[number]:
+        if box is None:
+            return
+        if box not in self.boxes[number]:
             self.boxes[number].append(box)
+        copies, place = self.copies[number], None
+        if target is not None and target.dtype == view.dtype and not target.is_meta:
+            place = _as_box(target, view, box, self._sources[number].stride())
+        if copies is None or place is None or any(_overlap(box, other) for other in copies if other != box):
+            self.copies[number] = None
+        else:
+            copies.setdefault(box, []).append(place)
+
+
+def _as_box(target: torch.Tensor, view: torch.Tensor, box: Box, strides: Sequence[int]) -> torch.Tensor | None:
+    """Return a copy's target with the axes of the ``box`` that is copied to it; None if a step or an axis differs.
+
+    ``strides``: of the whole tensor, of which ``view`` has the box.
+    """
+    sizes = [end - first for first, end in box]
+    long = [(axis, size) for axis, size in enumerate(sizes) if size > 1]
+    axes = [axis for axis, size in enumerate(view.shape) if size > 1]
+    same_axes = [view.shape[axis] for axis in axes] == [size for _, size in long]
+    if target.shape != view.shape or not same_axes:
+        return None
+    if any(view.stride(mine) != strides[axis] for mine, (axis, _) in zip(axes, long, strict=True)):
+        return None
+    found = [1] * len(sizes)
+    for mine, (axis, _) in zip(axes, long, strict=True):
+        found[axis] = target.stride(mine)
+    return target.detach().as_strided(sizes, found, target.storage_offset())
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def _tensors(values: Iterable) -> Iterator[torch.Tensor]:

@@ -62,6 +62,16 @@ def shorten_decode_steps(engine):
     return decode_runner.install(engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
 
 
+def use_decode_attention() -> None:
+    """Let engines of this process attend as `decode_attention` does where its kernel has been measured: on Hopper."""
+    if not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
+        return
+    if patches.DECODE_ATTENTION.known():
+        from megatron_grpo.rollout.vllm import decode_attention
+
+        decode_attention.register()
+
+
 def collect_log_probs(engine) -> None:
     """Append the log-probabilities of a step's sampled tokens to each request's ``FlatLogprobs.logprobs`` directly.
 

@@ -10,18 +10,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron_grpo.lora.layers import scaling
 from megatron_grpo.lora.stream import stream_adapter
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.parallel.agreement import gathered
-from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.engine import AdapterEngine
-from megatron_grpo.rollout.weight_sync.weight_check import ENDING
+from megatron_grpo.rollout.weight_sync.weight_check import refuse
 from megatron_grpo.utils.device import device_time
-from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
 
 
@@ -45,7 +41,7 @@ def sync_adapter(args: Namespace, engine: AdapterEngine, model: Sequence[nn.Modu
     }
     if not args.no_check_lora_sync:
         differences = engine.compare_adapter(adapter)
-        _refuse(differences, f"the engine does not hold the adapter of update {version}")
+        refuse(differences, f"the engine does not hold the adapter of update {version}")
         metrics["lora/check_seconds"] = device_time() - times[2]
     return metrics
 
@@ -53,7 +49,7 @@ def sync_adapter(args: Namespace, engine: AdapterEngine, model: Sequence[nn.Modu
 def probe_adapter(engine: AdapterEngine) -> None:
     """Raise GrpoError on every rank if the engine does not use its adapter in one kind of layers. Collective."""
     kinds = engine.probe_adapter()
-    _refuse(
+    refuse(
         [f"a random adapter of all layers {kind} changes no log-probability" for kind in kinds],
         "the engine does not use the adapter that it holds: give --lora-weight-sync merged",
     )
@@ -75,14 +71,3 @@ def sent_adapter(args: Namespace, model: Sequence[nn.Module]) -> dict[str, torch
             parts = flat.split([tensor.numel() for tensor in tensors])
             adapter.update((name, part.view(t.shape)) for name, part, t in zip(names, parts, tensors, strict=True))
     return adapter
-
-
-def _refuse(lines: list[str], what: str) -> None:
-    """Raise GrpoError on every rank if one has lines."""
-    count = torch.tensor(len(lines))
-    dist.all_reduce(count, group=host_group())
-    if not count:
-        return
-    rank, first = next((rank, found) for rank, found in enumerate(gathered(lines)) if found)
-    more = f" and {len(first) - 3} more" if len(first) > 3 else ""
-    raise GrpoError(f"{what}: on rank {rank} {'; '.join(first[:3])}{more}. {ENDING}")

@@ -127,12 +127,13 @@ class CheckpointTransfer:
     """Weight transfer through safetensors files in a shared directory (``--weight-sync-method checkpoint``).
 
     The rank that writes and all servers share the directory: rank 0, or the first rank of ``copy``. It holds at most
-    ``FILE_BYTES`` bytes plus one tensor in memory. The files are removed after the servers have read them; the next run
-    on the same host removes files of a killed run.
+    ``FILE_BYTES`` bytes plus one tensor in memory. The files are removed after the servers have read them, or with
+    ``keep`` before the next ones are written, so that a server can read them at any time. The next run on the same host
+    removes files of a killed run.
     """
 
-    def __init__(self, shared: str, copy: HostCopy | None = None):
-        self._directory, self._copy = SharedDirectory(shared), copy or HostCopy()
+    def __init__(self, shared: str, copy: HostCopy | None = None, keep: bool = False):
+        self._directory, self._copy, self._keep = SharedDirectory(shared), copy or HostCopy(), keep
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
         def write() -> str:
@@ -152,9 +153,11 @@ class CheckpointTransfer:
             servers.update_servers(version, load)
         finally:
             self._copy.loaded()
-            self.close()
+            if not self._keep:
+                self.close()
 
     def _write(self, weights: Weights) -> None:
+        self._directory.remove()
         with self._directory.written("the weights"):
             on_host = ((name, tensor.cpu().contiguous()) for name, tensor in weights)
             for number, part in enumerate(buckets(on_host, FILE_BYTES)):
@@ -188,7 +191,8 @@ def build_transfer(args, joint: Joint | None = None) -> WeightTransfer:
     match args.weight_sync_method:
         case "checkpoint" if joint is not None:
             ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", joint.group.size()))
-            return CheckpointTransfer(args.weight_sync_dir, copy_of_host(joint, args.rollout_ranks, ranks_per_host))
+            copy = copy_of_host(joint, args.rollout_ranks, ranks_per_host)
+            return CheckpointTransfer(args.weight_sync_dir, copy, keep=True)
         case "checkpoint":
             return CheckpointTransfer(args.weight_sync_dir)
         case "nccl":

@@ -10,11 +10,12 @@ tensor, and differences below the rounding of two implementations are not found.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_grpo.data.batch import RolloutBatch
@@ -22,6 +23,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.models import forward
 from megatron_grpo.parallel.agreement import gathered
+from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.rollout.engine import LocalEngine
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.utils.arguments import replaced
@@ -60,6 +62,22 @@ def compare_tensors(engine: LocalEngine, weights: Iterator[tuple[str, torch.Tens
             f"--check-weight-sync: the engine does not hold the trainer's weights of update {version}: on rank {rank} "
             f"{'; '.join(lines[:3])}{more}{others}. {ENDING}"
         )
+
+
+def refuse(lines: list[str], what: str) -> None:
+    """Raise GrpoError on every rank of a role if one has lines. Collective."""
+    count = torch.tensor(len(lines))
+    dist.all_reduce(count, group=host_group())
+    if not count:
+        return
+    rank, first = next((rank, found) for rank, found in enumerate(gathered(lines)) if found)
+    raise described(first, what, rank)
+
+
+def described(lines: Sequence[str], what: str, rank: int) -> GrpoError:
+    """Return the error that names the first of a rank's lines."""
+    more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+    return GrpoError(f"{what}: on rank {rank} {'; '.join(lines[:3])}{more}. {ENDING}")
 
 
 def probe_plan(args: Namespace, prompts: list[Prompt], num_replicas: int) -> RolloutPlan:

@@ -3,6 +3,7 @@
 import itertools
 import math
 import statistics
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -317,6 +318,19 @@ def test_combine_rewards_by_hand():
     rewards = np.array([[1, 2], [1, NAN], [NAN, 2], [NAN, NAN], [0, 0]], np.float32)
     np.testing.assert_array_equal(combine_rewards(rewards, [0.5, 2.0]), f32(4.5, 0.5, 4.0, NAN, 0.0))
     assert combine_rewards(rewards, [0.5, 2.0]).dtype == np.float32
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 0.5), (0.7, 0.3), (0.1, 0.9)])
+@pytest.mark.parametrize("unit", [0.1, 1e-9, 1e7])
+def test_equal_sums_of_tenths_are_equal(weights, unit):
+    """By fractions: float32 holds no tenth, and the difference would be a preference."""
+    pairs = [(a, b) for a in range(11) for b in range(-10, 11)]
+    exact = [sum(Fraction(str(w)) * n for w, n in zip(weights, pair, strict=True)) for pair in pairs]
+    total = combine_rewards(np.array(pairs, np.float32) * np.float32(unit), weights)
+    ranks = {value: number for number, value in enumerate(sorted(set(exact)))}
+    _, found = np.unique(total, return_inverse=True)
+    np.testing.assert_array_equal(found, [ranks[value] for value in exact])
+    np.testing.assert_allclose(total, [float(value) * unit for value in exact], rtol=1e-6, atol=1e-6 * unit)
 
 
 def test_combine_rewards_refuses_another_number_of_weights():

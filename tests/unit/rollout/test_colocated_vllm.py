@@ -195,6 +195,15 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
         colocate._config_directory(SimpleNamespace(vision_config=None), {})
 
 
+@pytest.mark.parametrize("layers", [("M*-", None), (None, "gated_delta_net")])
+@pytest.mark.parametrize("flags", [(True, None), (False, {"enable_prefix_caching": True})])
+def test_states_of_prefixes_are_refused_on_a_cpu(layers, flags):
+    names = "hybrid_layer_pattern experimental_attention_variant vllm_enable_prefix_caching vllm_engine_kwargs".split()
+    args = SimpleNamespace(**dict(zip(names, [*layers, *flags], strict=True)), router_replay_mode=None)
+    with pytest.raises(GrpoError, match=r"^--vllm-enable-prefix-caching: vLLM on a CPU .* or use a GPU$"):
+        colocate._cpu_options(args)
+
+
 def test_partial_loaders_get_a_name_for_vllms_reload():
     """MiniMax-M2's norms have such loaders, and the first sync of weights would end with vLLM's AttributeError."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_grpo.rollout.vllm import loader_trace
-from megatron_grpo.rollout.vllm.loader_trace import box_of, needed_parts, trace
+from megatron_grpo.rollout.vllm.loader_trace import box_of, reads, trace
 from megatron_grpo.weights.transfer_plan import HfTensor
 
 pytestmark = pytest.mark.vllm
@@ -87,7 +87,7 @@ def test_the_box_of_another_view_has_at_least_its_elements(take, rows):
 )
 def test_a_loader_reads_its_part_and_writes_nothing(load, boxes):
     model = Model(load)
-    assert trace(model, [HfTensor("w", torch.float32, torch.Size([8, 8]))]) == [boxes]
+    assert trace(model, [HfTensor("w", torch.float32, torch.Size([8, 8]))]).needs == [boxes]
     assert (model.weight == 7).all()
 
 
@@ -100,10 +100,10 @@ def test_a_loader_that_needs_values_receives_whole_tensors(monkeypatch, capsys):
     monkeypatch.setattr("megatron_grpo.rollout.vllm.adapter._manager", lambda worker: None)
     worker = SimpleNamespace(model_runner=runner)
     tensors = [HfTensor("w", torch.float32, torch.Size([8, 8]))]
-    assert needed_parts(worker, tensors, ()) is None
+    assert reads(worker, tensors, ()) is None
     assert "cannot be traced" in capsys.readouterr().out
     runner.model_config.quantization = "fp8"
-    assert needed_parts(worker, tensors, ()) is None
+    assert reads(worker, tensors, ()) is None
 
 
 def test_a_box_in_another_one_is_left_out():

@@ -4,7 +4,9 @@ import ast
 import contextlib
 import datetime
 import json
+import re
 import threading
+import time
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -26,15 +28,16 @@ from megatron_grpo.rollout.engine import Completion, request_seed
 from megatron_grpo.rollout.ledger import content, ledger
 from megatron_grpo.rollout.ledger.content import BatchRecord
 from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed
-from megatron_grpo.rollout.stream import messages, producer, weights
+from megatron_grpo.rollout.stream import messages, producer
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
 from megatron_grpo.rollout.unfinished import Group
+from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.training import recorded_run
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError, Preempted
 from megatron_grpo.weights.stream import WeightStream
-from megatron_grpo.weights.transfer_plan import HfTensor, Holder
+from megatron_grpo.weights.transfer_plan import HfTensor, Holder, Reads, whole
 
 pytestmark = pytest.mark.usefixtures("one_process")
 LONGEST, SIZE, ROWS = 40, 4, 50
@@ -109,8 +112,9 @@ class MadeUpEngine:
         request, ids, versions, _ = self.running.pop(number)
         return Completion(number, list(ids), [-1.0] * len(ids), reason, list(versions)).after(request.begun)
 
-    def needs(self, tensors):
+    def reads(self, tensors):
         assert tensors == TENSORS
+        return Reads.of_loaders(whole(tensors))
 
     def update_weights(self, weights, version):
         received = dict(weights)
@@ -187,9 +191,9 @@ class Launch:
             lora_weight_sync="adapter" if engine is AdapterEngine else None,
             end_token_ids=(),
         )
-        monkeypatch.setattr(weights, "table", lambda args, what: weights.undivided(TABLES[what]))
+        monkeypatch.setattr(planned, "table", lambda args, what: planned.undivided(TABLES[what]))
         alone = partial(Holder, stage=0, tp=(0, 1), expert_tp=(0, 1))  # this process has no parallel groups
-        monkeypatch.setattr(weights, "holder", lambda table, local: alone(np.array([w.name in local for w in table])))
+        monkeypatch.setattr(planned, "holder", lambda table, local: alone(np.array([w.name in local for w in table])))
         self.engines = [engine() for _ in range(2)]
         self.threads, self.errors, self.signal = [], [], False
         self.store = dist.HashStore()
@@ -235,7 +239,7 @@ class Launch:
 
     def publish(self, version):
         local = {name: torch.full(shape, float(version), dtype=dtype) for name, dtype, shape in TENSORS}
-        self.trainer.update_weights(WeightStream(weights.undivided(TENSORS), local, torch.float32), version)
+        self.trainer.update_weights(WeightStream(planned.undivided(TENSORS), local, torch.float32), version)
 
     def end(self):
         for engine in self.engines:
@@ -540,6 +544,35 @@ def test_a_killed_run_goes_on_with_the_batches_and_groups_of_the_ledger(launch, 
     open_groups = {group["number"] for group in found.batches[8].started["open"]}
     dropped = range(3) if flags == "--dynamic-sample" else ()
     assert {key.number for key in left} <= open_groups | {*dropped} | {key.number for key in left if key.birth == 9}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_other_bytes_than_the_trainer_sent_end_the_run(launch, monkeypatch):
+    """With one message: the tensor, the rank and the version."""
+    check, changed = planned.Transfer._check, []
+
+    class Engine(MadeUpEngine):
+        def update_weights(self, weights, version):
+            dict(weights)  # as they are
+
+    def check_with_fault(transfer, parts, expected):
+        piece, part = parts[-1]
+        if transfer._plan.tensors[piece.tensor].name == "b" and not changed:
+            changed.append(part.view(-1)[1].neg_())
+        check(transfer, parts, expected)
+
+    monkeypatch.setattr(planned.Transfer, "_check", check_with_fault)
+    run = launch(engine=Engine)
+    run.publish(4)
+    deadline = time.monotonic() + 60
+    while not run.errors and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (error,) = run.errors
+    assert isinstance(error, GrpoError) and re.match(
+        "the weights of update 4 reached the engine with other bytes than the trainer sent: on rank [12] b. The last",
+        str(error),
+    )
+    run.errors.clear()
 
 
 def test_another_runs_groups_are_refused(launch):

@@ -1,10 +1,12 @@
 """Servers as the engine of a rank of --rollout-ranks: what has arrived of a completion is never lost."""
 
+import asyncio
 import time
 
 import pytest
 import torch
 from server_double import EOS, Double, sample, tiny_model
+from slow import slow_except
 from test_servers import PROMPTS, arguments
 
 from megatron_grpo.data.sampling_params import Sampling
@@ -22,6 +24,7 @@ SAMPLING = Sampling(LONGEST, temperature=1.0, stop_token_ids=(EOS,), log_probs=T
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(pools, "WATCH_INTERVAL", 0.1)
+    monkeypatch.setattr(pools, "JOIN_INTERVAL", 0.1)
     monkeypatch.setattr(pools, "_pause", lambda retry: 0.05 * 2**retry)
 
 
@@ -37,7 +40,7 @@ def doubles():
 @pytest.fixture
 def engine(doubles, tmp_path):
     servers = [VllmServer(double.url, arguments()) for double in doubles]
-    made = ServerStream(servers, CheckpointTransfer(str(tmp_path)), 10.0, 8)
+    made = ServerStream(servers, CheckpointTransfer(str(tmp_path), keep=True), 10.0, 8)
     assert not made.has_weights
     made.update_weights(iter(tiny_model(1).state_dict().items()), 1)
     yield made
@@ -169,6 +172,86 @@ def test_what_a_dead_server_has_sent_goes_on_elsewhere(engine, doubles):
     for completion, request in zip(finish(engine, 6), requests(), strict=True):
         assert completion.token_ids == expected(request, 2)[0] and set(completion.weight_versions) == {2}
     assert any(path == "/v1/completions" for path, _ in doubles[0].calls[sent:])
+
+
+def joined(engine, double, loads):
+    """Poll until a server has read weights ``loads`` times and serves; return what finished meanwhile."""
+    finished, deadline = [], time.monotonic() + 60
+    while len(double.reloads) < loads or len(engine._pool.serving()) < 2:
+        assert time.monotonic() < deadline
+        finished += engine.poll()
+    return finished
+
+
+@pytest.mark.parametrize("times", slow_except([2], [2, 20]))
+def test_a_server_dies_and_another_joins_with_the_newest_weights(times, engine, doubles, tmp_path):
+    """The other generates meanwhile, and receives nothing again. Every completion is right for its versions."""
+    version = 1
+    for number in range(times):
+        dead, other = doubles[number % 2], doubles[1 - number % 2]
+        loads = len(other.reloads), len(dead.reloads)
+        finished = stalled(engine, doubles, 3)
+        dead.fault = "die"
+        for double in doubles:
+            double.stall = None
+        finished += finish(engine, 6 - len(finished))
+        dead.restart()  # another process with weights of its own, at the same address
+        dead.fault = ""
+        engine.submit(requests())
+        finished += joined(engine, dead, loads[1] + 1)
+        assert (len(other.reloads), len(dead.reloads)) == (loads[0], loads[1] + 1)
+        finished += finish(engine, 12 - len(finished))
+        before = len(dead.calls)
+        engine.submit(requests())
+        finished += finish(engine, 6)
+        assert any(path == "/v1/completions" for path, _ in dead.calls[before:])
+        assert sorted(completion.id for completion in finished) == sorted(list(range(6)) * 3)
+        for completion in finished:
+            wanted = log_probs_of(requests()[completion.id], completion.token_ids, version)
+            assert torch.allclose(torch.tensor(completion.log_probs), wanted, atol=1e-5)
+            assert set(completion.weight_versions) == {version}
+        if number % 3 == 1:
+            version += 1
+            engine.update_weights(iter(tiny_model(version).state_dict().items()), version)
+    assert [path.name for path in next(tmp_path.iterdir()).iterdir()] == ["model-00000.safetensors"]
+    engine._transfer.close()  # as `close` does
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_joins_during_an_update_has_the_new_weights(engine, doubles, monkeypatch):
+    async def never(pool, server, version, load):
+        await asyncio.sleep(600)
+
+    monkeypatch.setattr(pools.ServerPool, "_join", never)
+    doubles[0].fault = "die"
+    engine.submit(requests())
+    finish(engine, 6)
+    doubles[0].restart()
+    doubles[0].fault = ""
+    deadline = time.monotonic() + 60
+    while not engine._pool._joining:
+        assert time.monotonic() < deadline
+        engine.poll()
+    engine.update_weights(iter(tiny_model(2).state_dict().items()), 2)
+    assert len(engine._pool.serving()) == 2
+    engine.submit(requests())
+    for completion, request in zip(finish(engine, 6), requests(), strict=True):
+        assert completion.token_ids == expected(request, 2)[0] and set(completion.weight_versions) == {2}
+
+
+def test_a_server_that_cannot_serve_does_not_join(engine, doubles, capsys):
+    doubles[0].fault = "die"
+    engine.submit(requests())
+    finish(engine, 6)
+    doubles[0].restart()
+    doubles[0].config["max_model_len"] = 4
+    doubles[0].fault = ""
+    deadline, said = time.monotonic() + 60, ""
+    while "cannot join" not in said:
+        said += capsys.readouterr().out
+        assert time.monotonic() < deadline
+        engine.poll()
+    assert engine._pool.servers[0].version is None and len(engine._pool.serving()) == 1
 
 
 @pytest.mark.slow

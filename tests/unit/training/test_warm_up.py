@@ -214,7 +214,8 @@ SFT = "--sft-iters 5 --sft-data-path demos.jsonl --sft-lr 1e-5"
             "--sft-iters and --eval-only cannot both be given",
         ),
         (f"{SFT} --sft-data-path rows.csv", "rows.csv: a run reads no .csv"),
-        (f"{SFT} --lora-rank 4 --beta 0.1", "--sft-iters with adapters and --beta 0.1"),
+        (f"{SFT} --lora-rank 4 --beta 0.1", "--sft-iters with adapters and a reference"),
+        (f"{SFT} --lora-rank 4 --beta 0 --loss-type dpo", "--sft-iters with adapters and a reference"),
     ],
 )
 def test_flags_that_do_not_belong_together(flags, message):

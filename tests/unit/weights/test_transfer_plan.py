@@ -1,16 +1,19 @@
 """The plan of a weight sync, carried out in this process for made-up trainer ranks, against the numbered elements."""
 
+import datetime
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from made_up_trainers import LAYOUTS, shards_of, world
 from slow import slow_except
 from toy_checkpoints import make, toy_args
 
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.rollout.stream import weights
+from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights, stream, transfer_plan
@@ -64,7 +67,7 @@ def test_every_engine_rank_receives_what_it_needs_and_nothing_else(family, layou
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
     generator = np.random.default_rng(1)
     needs = [transfer_plan.whole(tensors), *(drawn_needs(tensors, generator) for _ in range(2))]
-    plan = Plan(weights, params_dtype(args), holders, needs, limit=20_000)
+    plan = Plan(weights, tensors, holders, needs, limit=20_000)
 
     assert [number for part in plan.rounds for number in part.weights] == list(range(len(weights)))
     assert [number for part in plan.rounds for number in part.tensors] == list(range(len(tensors)))
@@ -111,7 +114,7 @@ def test_replicas_share_the_load(engines, arguments, monkeypatch):
     weights = model_weights.table(args)
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
     needs = [transfer_plan.whole(tensors)] * engines
-    plan = Plan(weights, params_dtype(args), world(args, layout, weights), needs)
+    plan = Plan(weights, tensors, world(args, layout, weights), needs)
     sent = np.zeros(16)
     for engine in range(engines):
         for sender, piece in plan.pieces(engine):
@@ -126,28 +129,66 @@ def test_a_round_has_experts_of_all_ranks(arguments):
     """Experts in the table's order would be sent by one expert-parallel rank after the other."""
     layout = (1, 1, 2, 2, 1)
     args = replaced(arguments("qwen3_moe", layout), expert_model_parallel_size=2)
-    plain, mixed = model_weights.table(args), weights.table(args, "weights")
+    plain, mixed = model_weights.table(args), planned.table(args, "weights")
     assert sorted(weight.name for weight in mixed) == sorted(weight.name for weight in plain)
     (key, *_), size = filter(None, map(stream._expert_group_key, mixed)), args.num_experts // 2
     experts = [weight.expert for weight in mixed if stream._expert_group_key(weight) == key]
     assert experts == [number for pair in zip(range(size), range(size, 2 * size), strict=True) for number in pair]
 
     def rounds(table):
-        needs = [transfer_plan.whole(transfer_plan.hf_tensors(table, params_dtype(args)))] * 8
-        return len(Plan(table, params_dtype(args), world(args, layout, table), needs, limit=400_000).rounds)
+        tensors = transfer_plan.hf_tensors(table, params_dtype(args))
+        needs = [transfer_plan.whole(tensors)] * 8
+        return len(Plan(table, tensors, world(args, layout, table), needs, limit=400_000).rounds)
 
     assert rounds(mixed) < rounds(plain)
 
 
-def test_replicas_have_their_needs_in_common(arguments, monkeypatch):
-    """Making those of a thousand engine ranks one by one would take minutes, on every rank."""
+def test_a_weight_above_the_limit_is_sent_beside_that_of_another_holder(arguments):
+    """With many engines a holder sends more than the limit of one expert; the others would wait for it."""
+    layout = (1, 1, 2, 2, 1)
+    args = replaced(arguments("qwen3_moe", layout), expert_model_parallel_size=2)
+    table = planned.table(args, "weights")
+    tensors = transfer_plan.hf_tensors(table, params_dtype(args))
+    expert = max(tensor.nbytes for tensor in tensors if ".experts." in tensor.name)
+    needs = [transfer_plan.whole(tensors)] * 8  # the holder of gate and up of an expert sends 16
+    rounds = Plan(table, tensors, world(args, layout, table), needs, limit=4 * expert).rounds
+    experts = [[table[number].expert for number in part.weights if table[number].expert is not None] for part in rounds]
+    pairs = [numbers for numbers in experts if len(numbers) == 2]
+    assert 2 * len(pairs) > 0.8 * sum(map(len, experts))
+    assert all({number * 2 // args.num_experts for number in pair} == {0, 1} for pair in pairs)
+
+
+def test_replicas_send_their_needs_once(arguments, monkeypatch):
+    """Those of a thousand engine ranks would be gigabytes on every rank, and making them one by one minutes."""
     args = arguments("qwen3, tied", LAYOUTS[0])
     tensors = transfer_plan.hf_tensors(model_weights.table(args), params_dtype(args))
     kinds = [drawn_needs(tensors, np.random.default_rng(seed)) for seed in range(2)]
-    rows, made, from_rows = [transfer_plan.to_rows(kind, 3) for kind in kinds], [], transfer_plan.from_rows
-    monkeypatch.setattr(transfer_plan, "from_rows", lambda *given: made.append(1) or from_rows(*given))
-    needs = weights._needs_of(rows * 50, tensors)
-    assert needs == kinds * 50 and len(made) == 2 == len(set(map(id, needs)))
+    axes = max(len(tensor.shape) for tensor in tensors)
+    rows = [transfer_plan.to_rows(kind, axes).nbytes for kind in kinds]
+    places = [0, 1, 0, 0, 1]  # kind of each engine rank, whose numbers follow those of three trainers
+    sent, concatenated = {}, planned.concatenated
+
+    def counted(arrays, group):
+        sent.setdefault(group.rank(), []).append(sum(array.nbytes for array in arrays))
+        return concatenated(arrays, group)
+
+    monkeypatch.setattr(planned, "concatenated", counted)
+    store = dist.HashStore()
+
+    def of_rank(rank):
+        group = dist.ProcessGroupGloo(store, rank, 8, datetime.timedelta(seconds=60))
+        needs, ranks = planned._needs_of_all(None if rank < 3 else kinds[places[rank - 3]], tensors, group)
+        assert ranks == [3, 4, 5, 6, 7]
+        return needs
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(of_rank, range(8)))
+    for needs in found:
+        assert needs == [kinds[kind] for kind in places] and len(set(map(id, needs))) == 2
+    digests = [0 if rank < 3 else 32 for rank in range(8)]
+    assert [sent[rank] for rank in range(8)] == [
+        [digest, rows[rank - 3] if rank in (3, 4) else 0] for rank, digest in enumerate(digests)
+    ]
 
 
 def test_a_weight_that_no_rank_holds_is_named(arguments):
@@ -155,9 +196,10 @@ def test_a_weight_that_no_rank_holds_is_named(arguments):
     table = model_weights.table(args)
     (holder,) = world(args, LAYOUTS[0], table)
     holder.held[3] = False
-    needs = [transfer_plan.whole(transfer_plan.hf_tensors(table, params_dtype(args)))]
+    tensors = transfer_plan.hf_tensors(table, params_dtype(args))
+    needs = [transfer_plan.whole(tensors)]
     with pytest.raises(GrpoError, match=f"no parameter {table[3].name}"):
-        assert Plan(table, params_dtype(args), [holder], needs).rounds
+        assert Plan(table, tensors, [holder], needs).rounds
 
 
 def test_needs_survive_their_message(arguments):

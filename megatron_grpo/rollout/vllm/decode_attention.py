@@ -1,0 +1,198 @@
+"""Attention of decode steps over vLLM's paged cache: a program for each head of keys and values and part of a sequence.
+
+A sequence of a decode step has one query, so that attention reads keys and values once and is limited by memory.
+FlashAttention 3 reaches 1.8 to 3.3 TB/s of an H200's 4.8 with sequences of some hundred tokens, this kernel 2.9 to 4.2
+(docs/performance/rollouts.md). FlashAttention keeps batches of few sequences and all that is not a plain decode step.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+LEAST_PROGRAMS = 256  # fewer do not fill a GPU
+PART, MOST_PARTS = 1024, 16  # tokens of a sequence that a program reads, so that none works much longer than others
+ROWS = 16  # least queries of a product
+KEYS = 64  # of a product
+LOG2_E = 1.4426950408889634
+QUANTIZED = ("fp8", "fp8_e4m3")  # dtypes of a cache; queries are quantized, too
+
+
+def register() -> None:
+    """Let vLLM's backend FLASH_ATTN use this kernel, by vLLM's own way to replace a backend's class."""
+    register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{DecodeAttentionBackend.__name__}")
+
+
+class DecodeAttentionBackend(FlashAttentionBackend):
+    """FlashAttention with this kernel for decode steps."""
+
+    @staticmethod
+    def get_impl_cls() -> type["DecodeAttention"]:
+        """Return the class of a layer's attention."""
+        return DecodeAttention
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        """Return the layout in which the tokens of a block and head lie together; FlashAttention gains by it, too."""
+        return "HND"
+
+
+class DecodeAttention(FlashAttentionImpl):
+    """Attention of a layer."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._is_plain = (
+            self.attn_type == AttentionType.DECODER
+            and self.alibi_slopes is None
+            and self.sliding_window == (-1, -1)
+            and not self.logits_soft_cap
+            and self.sinks is None
+            and self.kv_cache_dtype in ("auto", "bfloat16", "float16", *QUANTIZED)
+            and self.head_size in (64, 128, 256)
+            and self.num_queries_per_kv <= ROWS
+            and not self.batch_invariant_enabled
+        )
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *of_output, **options):
+        """Write the attention of a batch into ``output``."""
+        meta = attn_metadata
+        if (
+            not self._is_plain
+            or meta is None
+            or meta.max_query_len != 1
+            or meta.use_cascade
+            or self.dcp_world_size > 1
+            or len(meta.seq_lens) * self.num_kv_heads < LEAST_PROGRAMS
+            or any(scale is not None for scale in (*of_output, *options.values()))
+        ):
+            return super().forward(layer, query, key, value, kv_cache, meta, output, *of_output, **options)
+        scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        if self.kv_cache_dtype in QUANTIZED:
+            kv_cache = kv_cache.view(current_platform.fp8_dtype())
+            scales = layer._q_scale, layer._k_scale, layer._v_scale
+        parts = parts_of(meta.max_seq_len)  # in a CUDA graph of the longest sequence that there can be
+        decode_attention(query, kv_cache, meta.block_table, meta.seq_lens, output, self.scale, scales, *parts)
+        return output
+
+
+def parts_of(longest: int) -> tuple[int, int]:
+    """Return into how many parts a sequence of ``longest`` tokens is divided, and the tokens of a part."""
+    part = max(PART, triton.next_power_of_2(longest) // MOST_PARTS)
+    return triton.cdiv(longest, part), part
+
+
+def decode_attention(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    lengths: torch.Tensor,
+    output: torch.Tensor,
+    scale: float,
+    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    parts: int = 1,
+    part: int = PART,
+) -> None:
+    """Write the attention of one query for each sequence into ``output`` ``[n, heads, d]``; 0 for one of no tokens.
+
+    ``query`` ``[n, heads, d]``; ``cache`` ``[blocks, groups, tokens, 2 d]``: keys, then values; ``blocks``
+    ``[n, most]`` are the numbers of a sequence's blocks, ``lengths`` ``[n]`` its tokens. ``scales`` of queries, keys
+    and values in 8 bits: float32, one number each. No sequence has more than ``parts`` times ``part`` tokens.
+    """
+    groups, size, width = cache.shape[1:]
+    heads, d, rows = query.shape[-2], width // 2, min(len(query), len(lengths))
+    if parts > 1:  # of each head and part: the sum of weighted values, the largest score, the sum of weights
+        found = torch.empty(rows, heads, parts, d, dtype=torch.float32, device=query.device)
+        sums = torch.empty(2, rows, heads, parts, dtype=torch.float32, device=query.device)
+    else:
+        found = sums = lengths  # unused
+    _attention[(groups, rows, parts)](
+        query, cache, blocks, lengths, output, found, sums, scale * LOG2_E, *(scales or (lengths,) * 3),
+        query.stride(0), output.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), blocks.stride(0),
+        HEADS=heads // groups, ROWS=ROWS, D=d, BLOCK=size, KEYS=KEYS, PART=part, PARTS=parts,
+        SCALED=scales is not None, num_warps=2,
+    )  # fmt: skip
+    if parts > 1:
+        _combine[(heads, rows)](
+            found, sums, lengths, output, output.stride(0), D=d, PART=part, PARTS=parts,
+            WIDTH=triton.next_power_of_2(parts), num_warps=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attention(
+    query, cache, blocks, lengths, output, found, sums, scale, query_scale, key_scale, value_scale, query_row,
+    output_row, cache_block, cache_group, cache_token, blocks_row, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    group, sequence, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    first, last = 0, length
+    if PARTS > 1:
+        first = part * PART
+        last = tl.minimum(length, first + PART)
+        if (part > 0) & (first >= length):
+            return
+    heads, d, ahead = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, KEYS)
+    own = (group * HEADS + heads)[:, None] * D + d[None, :]
+    here = (heads < HEADS)[:, None]
+    queries = tl.load(query + sequence * query_row + own, mask=here, other=0.0)
+    if SCALED:  # 16 bits hold numbers of 8 exactly, and the products of the weights need them
+        queries = queries.to(tl.float16)
+        scale *= tl.load(query_scale) * tl.load(key_scale)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, D], tl.float32)
+    for start in tl.range(first, last, KEYS, num_stages=3):
+        at = start + ahead
+        held = at < last
+        block = tl.load(blocks + sequence * blocks_row + at // BLOCK, mask=held, other=0).to(tl.int64)
+        place = cache + block * cache_block + group * cache_group + (at % BLOCK) * cache_token
+        keys = tl.load(place[:, None] + d[None, :], mask=held[:, None], other=0.0)
+        values = tl.load(place[:, None] + D + d[None, :], mask=held[:, None], other=0.0)
+        if SCALED:
+            keys, values = keys.to(tl.float16), values.to(tl.float16)
+        scores = tl.where(held[None, :], tl.dot(queries, tl.trans(keys)) * scale, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights, keep = tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher)
+        total = total * keep + tl.sum(weights, 1)
+        weighted = weighted * keep[:, None] + tl.dot(weights.to(values.dtype), values)
+        peak = higher
+    if SCALED:
+        weighted *= tl.load(value_scale)
+    whole = here
+    if PARTS > 1:
+        at = (sequence * tl.num_programs(0) * HEADS + group * HEADS + heads) * PARTS + part
+        number = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * HEADS * PARTS
+        divided = (heads < HEADS) & (length > PART)
+        tl.store(found + at[:, None] * D + d[None, :], weighted, mask=divided[:, None])
+        tl.store(sums + at, peak, mask=divided)
+        tl.store(sums + number + at, total, mask=divided)
+        whole = here & (length <= PART)
+    weighted = weighted / tl.where(length > 0, total, 1.0)[:, None]
+    tl.store(output + sequence * output_row + own, weighted.to(output.dtype.element_ty), mask=whole)
+
+
+@triton.jit
+def _combine(
+    found, sums, lengths, output, output_row, D: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write the output of a head of each sequence that has several parts."""
+    head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + sequence)
+    if length <= PART:
+        return
+    parts, d = tl.arange(0, WIDTH), tl.arange(0, D)
+    held = parts * PART < length
+    at = (sequence * tl.num_programs(0) + head) * PARTS + parts
+    peaks = tl.load(sums + at, mask=held, other=float("-inf"))
+    totals = tl.load(sums + tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * PARTS + at, mask=held, other=0.0)
+    weights = tl.exp2(peaks - tl.max(peaks, 0))
+    values = tl.load(found + at[:, None] * D + d[None, :], mask=held[:, None], other=0.0)
+    result = tl.sum(values * weights[:, None], 0) / tl.sum(totals * weights, 0)
+    tl.store(output + sequence * output_row + head * D + d, result.to(output.dtype.element_ty))

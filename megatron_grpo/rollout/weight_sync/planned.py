@@ -1,0 +1,393 @@
+"""Weights from trainer ranks to engine ranks: each engine rank receives the parts that it reads.
+
+All ranks make the plan of the first sync of each kind together (`weights/transfer_plan.py`), from what the trainer
+ranks hold and what the engine ranks need. Each round of it is one all-to-all exchange of bytes. A colocated engine
+reads the shards of its own rank where they are, and a round in which all do so exchanges nothing.
+
+Where the kernels of the engine use a parameter as it is loaded, the parts go straight into it. Other tensors go to the
+engine's loaders as full Hugging Face tensors, of which only the parts that they read have been filled. So the kernels
+of the engine and its own processing of the weights need no code here.
+
+Every piece has a checksum: the sender computes it from the bytes that it sends, the receiver from the engine's
+parameter, or from the bytes that the loaders are given.
+"""
+
+import hashlib
+import os
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_grpo.lora.table import adapter_table
+from megatron_grpo.models.config import params_dtype
+from megatron_grpo.models.fp8_weight import plain
+from megatron_grpo.parallel.exchange import concatenated
+from megatron_grpo.parallel.initialize import host_group
+from megatron_grpo.parallel.roles import Joint
+from megatron_grpo.utils import progress
+from megatron_grpo.utils.device import device
+from megatron_grpo.weights import transfer_plan
+from megatron_grpo.weights.parameter_mapping import Dimensions, Weight, same
+from megatron_grpo.weights.stream import WeightStream, streamed, units
+from megatron_grpo.weights.transfer_plan import Box, HfTensor, Holder, Needs, Piece, Plan, Reads
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+ALIGNMENT = 16  # bytes; a piece begins where its dtype can be read
+CHECKSUM_BYTES = 16
+STACKED_BYTES = 2**20  # smaller pieces of one shape are added up together
+
+
+def table(args: Namespace, what: str) -> list[Weight]:
+    """Return the weights of a sync: all "weights", "trained weights" (`streamed`), or an "adapter" in full.
+
+    Experts are in the order of `units`: the experts of a round then come from all expert-parallel ranks.
+    """
+    if what != "adapter":
+        weights = streamed(args, only_trained=what == "trained weights")
+        return [weight for unit in units(weights, args.expert_model_parallel_size) for weight in unit]
+    dtype = getattr(torch, args.vllm_dtype) if args.vllm_dtype else params_dtype(args)
+    return undivided(transfer_plan.hf_tensors(adapter_table(args), dtype))
+
+
+def kind_of(stream: WeightStream) -> str:
+    """Return which weights of `table` a stream has."""
+    return "trained weights" if stream.only_trained else "weights"
+
+
+def other_bytes(what: str, version: int) -> str:
+    """Return what `Transfer.differences` mean."""
+    return f"the {what} of update {version} reached the engine with other bytes than the trainer sent"
+
+
+def undivided(tensors: Sequence[HfTensor]) -> list[Weight]:
+    """Return the weights of a model without shards that has these tensors."""
+    return [Weight(name, {name: tuple(shape)}, same, None, Dimensions(), dtype=dtype) for name, dtype, shape in tensors]
+
+
+class Links(NamedTuple):
+    """The process groups of all ranks that send or receive."""
+
+    host: Any  # gloo's
+    weights: Any  # for tensors on ``device``
+    device: torch.device | str
+
+    @classmethod
+    def of_launch(cls, joint: Joint) -> "Links":
+        """Return the groups of trainers and engines on ranks of their own."""
+        return cls(joint.group, joint.weights, "cpu" if isinstance(joint.weights, dist.ProcessGroupGloo) else device())
+
+    @classmethod
+    def of_trainers(cls) -> "Links":
+        """Return the groups of trainers whose ranks have an engine each."""
+        return cls(host_group(), dist.group.WORLD, device())
+
+
+@dataclass
+class _Traffic:
+    """What this rank sends and receives in a round: pieces by the other's rank, and those of its own shards.
+
+    ``owned``: the weights whose shards a trainer rank may send. ``busy``: whether any rank sends to another one.
+    """
+
+    weights: range
+    tensors: range
+    owned: Sequence[int] = ()
+    sent: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    received: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    own: list[Piece] = field(default_factory=list)
+    busy: bool = True
+
+
+class Transfer:
+    """The planned transfer of one kind of weights, on one of the ranks of ``links``. Collective over all of them."""
+
+    def __init__(
+        self,
+        args: Namespace,
+        links: Links,
+        weights: Sequence[Weight],
+        holder: Holder | None = None,
+        reads: Callable[[Sequence[HfTensor]], Reads] | None = None,
+    ):
+        """Agree with all ranks on the plan.
+
+        ``holder``: what this rank holds as a trainer. ``reads`` returns what its engine rank reads of tensors. A rank
+        with a colocated engine has both.
+        """
+        self._links, rank = links, links.host.rank()
+        tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
+        read = None if reads is None else reads(tensors)
+        holders, trainers, needs, engines = _of_all_ranks(links.host, holder, read and read.needs, weights, tensors)
+        homes = [trainers.index(of_engine) if of_engine in trainers else None for of_engine in engines]
+        plan = self._plan = Plan(weights, tensors, holders, needs, homes=homes)
+        self._traffic = [_Traffic(*part) for part in plan.rounds]
+        round_of = {number: traffic for traffic in self._traffic for number in traffic.weights}
+        if holder is not None:
+            own = trainers.index(rank)
+            for traffic in self._traffic:
+                traffic.owned = plan.owned(own, traffic.weights)
+            for to in sorted(range(len(engines)), key=lambda to: id(needs[to])):
+                for _, piece in plan.pieces(to, own) if engines[to] != rank else ():
+                    round_of[piece.weight].sent[engines[to]].append(piece)
+        self._receives = read is not None
+        self._targets: dict[int, list[torch.Tensor]] = {}  # of the pieces that go straight into parameters, by id
+        self._direct: set[int] = set()  # tensors that consist of such pieces
+        if read is not None:
+            for sender, piece in plan.pieces(engines.index(rank)):
+                traffic, other = round_of[piece.weight], trainers[sender]
+                (traffic.own if other == rank else traffic.received[other]).append(piece)
+            self._find_targets(read)
+        busy = torch.tensor([bool(traffic.sent or traffic.received) for traffic in self._traffic], dtype=torch.uint8)
+        dist.all_reduce(busy, dist.ReduceOp.MAX, group=links.host)
+        for traffic, one in zip(self._traffic, busy.tolist(), strict=True):
+            traffic.busy = bool(one)
+        self._checks: list[tuple[list[Piece], torch.Tensor]] = []  # pieces, [n] whether they differ
+        self.differences: list[str] = []  # of the newest sync, on an engine rank
+
+    def _find_targets(self, read: Reads) -> None:
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        for traffic in self._traffic:
+            for piece in [*traffic.own, *(piece for of_rank in traffic.received.values() for piece in of_rank)]:
+                pieces[piece.tensor].append(piece)
+        for number, targets in enumerate(read.targets):
+            if targets is None:
+                continue
+            self._direct.add(number)
+            for piece in pieces[number]:
+                self._targets[id(piece)] = _places(piece, targets)
+
+    def send(self, local: Mapping[str, torch.Tensor]) -> None:
+        """Send the pieces of this trainer rank's shards ``local``.
+
+        All shards of a round that the rank may send are read, in the order of the table: merging adapters can be
+        collective.
+        """
+        for _ in self.run(local):
+            pass
+
+    def run(self, local: Mapping[str, torch.Tensor] | None = None) -> Weights:
+        """Send the pieces of the shards ``local``, if there are any, and yield the tensors for the engine's loaders.
+
+        The rank must iterate to the end; then the engine's parameters have what goes straight into them, and
+        `differences` has the name of each tensor whose bytes differ from the trainer's. Of the tensors only the needed
+        parts are filled; one without any has no memory of its own. They may be views of the shards.
+        """
+        self._checks, self.differences = [], []
+        for traffic in self._traffic:
+            sources = self._sources(traffic, local) if local is not None else {}
+            own = [(piece, self._in_dtype(piece, sources[piece.weight][piece.spot])) for piece in traffic.own]
+            received, expected = self._exchange(traffic, sources)
+            direct = [(to, part) for piece, part in own + received for to in self._targets.get(id(piece), ())]
+            if direct:
+                torch._foreach_copy_([to for to, _ in direct], [part for _, part in direct])
+            if received:
+                self._check(received, expected)
+            if copied := [(piece, part) for piece, part in own if id(piece) in self._targets]:
+                self._check(copied, checksums([part for _, part in copied]))
+            staged: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
+            for piece, part in own + received:
+                staged[piece.tensor].append((piece, part))
+            for number in traffic.tensors if self._receives else ():
+                if number not in self._direct:
+                    name, dtype, shape = self._plan.tensors[number]
+                    yield name, _assembled(staged.get(number, []), shape, dtype, self._links.device)
+        differing = [piece for pieces, differs in self._checks for piece, one in zip(pieces, differs.tolist()) if one]
+        self.differences = list(dict.fromkeys(self._plan.tensors[piece.tensor].name for piece in differing))
+
+    def _sources(self, traffic: _Traffic, local: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return the shards that this rank may send, by number, with the axes of the Hugging Face tensors."""
+        found = {}
+        for number in traffic.owned:
+            shard = plain(local[self._plan.weights[number].name])
+            found[number] = shard.mT if self._plan.weights[number].transposed else shard
+        return found
+
+    def _in_dtype(self, piece: Piece, part: torch.Tensor) -> torch.Tensor:
+        return part.to(self._plan.tensors[piece.tensor].dtype)
+
+    def _exchange(
+        self, traffic: _Traffic, sources: Mapping[int, torch.Tensor]
+    ) -> tuple[list[tuple[Piece, torch.Tensor]], torch.Tensor]:
+        """Send the pieces of a round; return those that have arrived, and the checksums of their senders."""
+        progress.advance()
+        sent, views, sums = self._buffer(traffic.sent)
+        if views:
+            torch._foreach_copy_([view for _, view in views], [sources[p.weight][p.spot] for p, _ in views])
+            own_sums = checksums([view for _, view in views]).split([len(of_rank) for of_rank in sums])
+            torch._foreach_copy_(sums, list(own_sums))
+        received, parts, sums = self._buffer(traffic.received)
+        if traffic.busy:
+            ranks = range(self._links.host.size())
+            into, out = ([_nbytes(of.get(rank, ())) for rank in ranks] for of in (traffic.received, traffic.sent))
+            # The method of the group: that of all roles is not registered, as torch's function expects.
+            self._links.weights.alltoall_base(received, sent, into, out).wait()
+        return parts, torch.cat(sums) if sums else torch.empty(0, 2, dtype=torch.int64)
+
+    def _buffer(
+        self, by_rank: Mapping[int, list[Piece]]
+    ) -> tuple[torch.Tensor, list[tuple[Piece, torch.Tensor]], list[torch.Tensor]]:
+        """Return a buffer for the bytes of a round: of each other rank, in their order, its pieces and their checksums.
+
+        Also return the view of each piece, and those of the checksums, [pieces, 2] of each rank.
+        """
+        of_ranks = [pieces for _, pieces in sorted(by_rank.items())]
+        buffer = torch.empty(sum(map(_nbytes, of_ranks)), dtype=torch.uint8, device=self._links.device)
+        views, sums = [], []
+        for pieces, of_rank in zip(
+            of_ranks, buffer.split(list(map(_nbytes, of_ranks))) if of_ranks else (), strict=True
+        ):
+            *parts, rest = of_rank.split([*map(_padded, pieces), CHECKSUM_BYTES * len(pieces)])
+            for piece, part in zip(pieces, parts, strict=True):
+                dtype = self._plan.tensors[piece.tensor].dtype
+                views.append((piece, part[: piece.nbytes].view(dtype).view(piece.shape)))
+            sums.append(rest.view(torch.int64).view(-1, 2))
+        return buffer, views, sums
+
+    def _check(self, parts: Sequence[tuple[Piece, torch.Tensor]], expected: torch.Tensor) -> None:
+        """Note which parts have other checksums than ``expected`` [parts, 2] where the engine has them."""
+        held = [
+            (number, tensor)
+            for number, (piece, part) in enumerate(parts)
+            for tensor in self._targets.get(id(piece), (part,))
+        ]
+        numbers = torch.tensor([number for number, _ in held], device=expected.device)
+        differs = (checksums([tensor for _, tensor in held]) != expected[numbers]).any(1)
+        self._checks.append(([parts[number][0] for number, _ in held], differs))
+
+
+def checksums(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return two checksums of the bytes of each tensor, [parts, 2], modulo 2^64: sums of words of 8 bytes.
+
+    The words are a matrix, whose rows are those along the last axis, or a single row where these are no whole words.
+    Word (r, c) has the factor 2 r + 1 in the first sum, and 2 c + 1 in the second. An odd factor has an inverse modulo
+    2^64, so a change of one word changes both sums.
+    """
+    found: Any = [None] * len(parts)
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for number, part in enumerate(parts):
+        small = part.nbytes < STACKED_BYTES
+        alike[(part.shape, part.dtype) if small else number].append(number)
+    for numbers in alike.values():
+        of_parts = [_words(parts[number]) for number in numbers]
+        words = of_parts[0][None] if len(of_parts) == 1 else torch.stack(of_parts)
+        sums = [(words.sum(axis) * _odd(words.shape[3 - axis], words.device)).sum(1) for axis in (2, 1)]
+        for number, pair in zip(numbers, torch.stack(sums, 1).unbind(), strict=True):
+            found[number] = pair
+    return torch.stack(found) if found else torch.empty(0, 2, dtype=torch.int64)
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes as int64, [rows, words]; the last word of a single row has zeros at its end."""
+    part = part.detach()
+    if part.ndim and part.shape[-1] * part.itemsize % 8 == 0:
+        rows = part.reshape(-1, part.shape[-1])
+        aligned = all(n * part.itemsize % 8 == 0 for n in (rows.stride(0), rows.storage_offset()))
+        if rows.stride(1) != 1 or not aligned:
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        return rows.view(torch.int64)
+    given = part.contiguous().reshape(-1).view(torch.uint8)
+    padded = given.new_zeros(-(-len(given) // 8) * 8)
+    padded[: len(given)] = given
+    return padded.view(torch.int64)[None]
+
+
+def _odd(count: int, where: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * count, 2, device=where)
+
+
+def _places(piece: Piece, targets: Mapping[Box, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the piece's parts of the engine's parameters, from those of the boxes of its tensor."""
+    place = [part if isinstance(part, slice) else slice(part, part + 1) for part in piece.place]
+    for box, found in targets.items():
+        if all(first <= part.start and part.stop <= end for part, (first, end) in zip(place, box, strict=True)):
+            within = tuple(
+                slice(part.start - first, part.stop - first, part.step)
+                for part, (first, _) in zip(place, box, strict=True)
+            )
+            return [target[within].view(piece.shape) for target in found]
+    raise AssertionError("a piece lies in a box of its tensor")
+
+
+def _assembled(
+    parts: Sequence[tuple[Piece, torch.Tensor]], shape: torch.Size, dtype: torch.dtype, where: torch.device | str
+) -> torch.Tensor:
+    """Return a Hugging Face tensor that has these parts; its other elements are undefined."""
+    if not parts:
+        return torch.empty((1,) * len(shape), dtype=dtype, device=where).expand(shape)
+    if parts[0][0].shape == tuple(shape):
+        return parts[0][1]
+    whole = torch.empty(shape, dtype=dtype, device=where)
+    torch._foreach_copy_([whole[piece.place] for piece, _ in parts], [part for _, part in parts])
+    return whole
+
+
+def holder(weights: Sequence[Weight], local: Mapping[str, torch.Tensor]) -> Holder:
+    """Return what this trainer rank holds of ``weights``, with the shards ``local``."""
+    ranks = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    of_experts = (
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    held = np.array([weight.name in local for weight in weights])
+    host = dist.get_rank() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return Holder(held, parallel_state.get_pipeline_model_parallel_rank(), ranks, of_experts, host)
+
+
+def _of_all_ranks(
+    group: dist.ProcessGroup,
+    own: Holder | None,
+    needs: Needs | None,
+    weights: Sequence[Weight],
+    tensors: Sequence[HfTensor],
+) -> tuple[list[Holder], list[int], list[Needs], list[int]]:
+    """Return what all trainers hold, their ranks, what all engine ranks need, and their ranks. Collective."""
+    head, held = np.zeros((0, 6), np.int64), np.zeros((0, len(weights)), np.bool_)
+    if own is not None:
+        head, held = np.array([[own.stage, *own.tp, *own.expert_tp, own.host]]), own.held[None]
+    (heads, helds), trainers = concatenated([head, np.packbits(held, axis=1)], group)
+    held = np.unpackbits(helds, axis=1, count=len(weights)).astype(bool)
+    holders = [
+        Holder(mask, stage, (tp, tp_size), (expert, expert_size), host)
+        for mask, (stage, tp, tp_size, expert, expert_size, host) in zip(held, heads.tolist(), strict=True)
+    ]
+    return holders, trainers.tolist(), *_needs_of_all(needs, tensors, group)
+
+
+def _needs_of_all(
+    own: Needs | None, tensors: Sequence[HfTensor], group: dist.ProcessGroup
+) -> tuple[list[Needs], list[int]]:
+    """Return the needs of all engine ranks, and their ranks; equal needs are one object. Collective.
+
+    The replicas of an engine have equal needs, and a thousand ranks those of eight: the first rank with each of them
+    sends them.
+    """
+    axes = max(len(tensor.shape) for tensor in tensors)
+    digests, nothing = np.zeros((0, 4), np.int64), np.zeros((0, 1 + 2 * axes), np.int64)
+    rows = nothing if own is None else transfer_plan.to_rows(own, axes)
+    if own is not None:
+        digests = np.frombuffer(hashlib.sha256(rows.tobytes()).digest(), np.int64)[None]
+    (digests,), ranks = concatenated([digests], group)
+    _, first, kind = np.unique(digests, axis=0, return_index=True, return_inverse=True)
+    senders = ranks[first]
+    (rows,), source = concatenated([rows if group.rank() in senders else nothing], group)
+    needs = [transfer_plan.from_rows(rows[source == sender], tensors) for sender in senders]
+    return [needs[number] for number in kind.reshape(-1)], ranks.tolist()
+
+
+def _padded(piece: Piece) -> int:
+    return -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _nbytes(pieces: Sequence[Piece]) -> int:
+    """Return the bytes of pieces and their checksums in a buffer."""
+    return sum(map(_padded, pieces)) + CHECKSUM_BYTES * len(pieces)
