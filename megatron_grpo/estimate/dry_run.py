@@ -24,7 +24,7 @@ from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import has_colocated_vllm, has_servers
 from megatron_grpo.rollout.speculation import draft_directory, method_of
 from megatron_grpo.utils.arguments import replaced
-from megatron_grpo.utils.batch_sizes import batch_arithmetic
+from megatron_grpo.utils.batch_sizes import batch_arithmetic, longest_sequence
 from megatron_grpo.utils.rules import flag
 
 GPUS_PER_HOST = 8  # if the launcher does not say: a dry run needs no torchrun
@@ -336,7 +336,22 @@ def _reference_lines(args: Namespace) -> list[str]:
         size = Plan(own).largest_stage() * (4 if own.sync_ref_model else params_dtype(own).itemsize) / GIB
         average = ", an average in float32," if own.sync_ref_model else ""
         lines.append(f"{name}: {size:.2f} of parameters{average} in host memory; during its forward pass {where}")
+    if args.gkd_beta is not None:
+        lines.append(_distribution_line(args))
     return lines
+
+
+def _distribution_line(args: Namespace) -> str:
+    """Return the line about what a rank keeps of the teachers' distributions of a rollout (`reference.teacher`)."""
+    if args.gkd_logits_topk is None:
+        token = max(own.hidden_size for own in teacher_args(args)) * params_dtype(args).itemsize
+    else:
+        token = 8 * args.gkd_logits_topk + 4
+    tokens = args.generation_batch_size / args.data_parallel_size * longest_sequence(args)
+    return (
+        f"distributions of a rollout: {token:,} bytes a token in host memory; if all completions had the longest "
+        f"length, {token * tokens / GIB:.2f} on a rank, and three times as much while the teacher computes them"
+    )
 
 
 def _memory_lines(plan: Plan) -> list[str]:

@@ -15,9 +15,11 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_grpo.algorithm.arguments import learns_log_probs
 from megatron_grpo.lora.fp8_base import fp8_weights
 from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import is_router, saved_weights
+from megatron_grpo.models import divergence
 from megatron_grpo.models.config import (
     attention_layers,
     mlp_layers,
@@ -237,7 +239,11 @@ class Plan:
         args, found = self.args, 0.0
         if args.with_reference and not args.lora_rank:
             found += Plan(reference_args(args)).largest_stage() * (4 if args.sync_ref_model else self._itemsize)
-        return found + sum(Plan(own).largest_stage() * self._itemsize for own in teacher_args(args))
+        teachers = teacher_args(args)
+        if args.gkd_beta is not None and args.gkd_logits_topk is None:  # their output layers
+            rows = args.padded_vocab_size // args.tensor_model_parallel_size
+            found += sum(rows * own.hidden_size * self._itemsize for own in teachers)
+        return found + sum(Plan(own).largest_stage() * self._itemsize for own in teachers)
 
     @property
     def _swaps(self) -> bool:
@@ -467,6 +473,8 @@ class Plan:
         both three copies of the hidden states: gathered, selected, gradient.
         """
         args, size = self.args, params_dtype(self.args).itemsize
+        if args.gkd_beta is not None:
+            return self._divergence()
         rows = args.padded_vocab_size // args.tensor_model_parallel_size
         tokens = self.tokens() / args.context_parallel_size
         output = EMBEDDING if not args.untie_embeddings_and_output_weights else OUTPUT
@@ -479,6 +487,36 @@ class Plan:
         gradient = size if args.gradient_accumulation_fusion else 4 + size
         backward = kept + chunk * (4 + size) * again + rows * args.hidden_size * gradient * trained
         return max(forward, backward) + 3 * tokens * args.hidden_size * size
+
+    def _divergence(self) -> float:
+        """Return the bytes of models/divergence.py at its peak, as `_head`; the head has no gradient next to it.
+
+        Of a chunk there are the logits of both models in float32, and their gradient; with the teacher's k tokens those
+        of the policy, and two tensors of their size. From the teacher come its output layer and two copies of its
+        hidden states (received, selected), or k tokens. Copies of the policy's hidden states: gathered, selected, of
+        this teacher, gradient, in the backward pass its product. A loss with log-probabilities, entropies or a KL term
+        adds what the head keeps.
+        """
+        args, size = self.args, params_dtype(self.args).itemsize
+        rows = args.padded_vocab_size // args.tensor_model_parallel_size
+        tokens = self.tokens() / args.context_parallel_size
+        output = EMBEDDING if not args.untie_embeddings_and_output_weights else OUTPUT
+        trained = not args.lora_rank or f"{output}.weight" in self.saved
+        longest = divergence.KEPT * divergence.CHUNK
+        kept = min(longest, tokens) * rows * size * trained
+        chunk = min(divergence.CHUNK, tokens) * rows
+        at_once = chunk * (8 + size if args.gkd_logits_topk is None else 12)
+        gradient = size if args.gradient_accumulation_fusion or size == 4 else 4 + size
+        copy = tokens * args.hidden_size * size
+        forward = at_once + max(kept - chunk * size * trained, 0) + 4 * copy
+        backward = kept + at_once * (trained and tokens > longest) + rows * args.hidden_size * gradient * trained
+        backward += 5 * copy
+        of_teacher = tokens * 8 * (args.gkd_logits_topk or 0)
+        if args.gkd_logits_topk is None:
+            widths = [own.hidden_size for own in teacher_args(args)]
+            of_teacher = (rows * sum(widths) + 2 * tokens * max(widths)) * size
+        also = min(KEPT * CHUNK, tokens) * rows * size * trained * learns_log_probs(args)
+        return max(forward, backward) + of_teacher + also
 
 
 def gpu_bytes(plan: Plan) -> float:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from megatron_grpo.models.head import chunks, float32_logits, fused, reduce
 from megatron_grpo.models.softcap import soft_cap
@@ -225,7 +226,9 @@ class _Classes:
         z = soft_cap(logits, options.cap) / temperature
         peak = _peak(z, 1.0, None)
         reduce(peak, dist.ReduceOp.MAX, options.group)
-        mass = torch.cat([(z - peak[:, None]).exp(), z.new_zeros(len(z), 1)], 1)
+        own = z.gather(1, self._columns.clamp(max=rows - 1)) if rows else torch.zeros_like(log_probs[:, :-1])
+        mass = pad(z.sub_(peak[:, None]).exp_(), (0, 1))  # in place: the logits of a chunk are large
+        del z
         total = mass.sum(-1)
         tail = mass.scatter_(1, self._columns, 0.0).sum(-1)
         sums = torch.stack([total, tail])
@@ -233,7 +236,6 @@ class _Classes:
         self._log_z = sums[0].log() + peak
         log_q_tail = (sums[1] / sums[0]).clamp(min=TINY).log()
         del mass
-        own = z.gather(1, self._columns.clamp(max=rows - 1)) if rows else torch.zeros_like(log_probs[:, :-1])
         self._log_q, self._log_p = own - self._log_z[:, None], log_probs[:, :-1]
         terms, self._slopes = _of_class(self._log_q, self._log_p, beta)
         shares = torch.stack([terms, self._log_q.exp() * self._slopes]).where(mine, 0.0).sum(-1)
@@ -245,15 +247,16 @@ class _Classes:
     def gradient(self, dtype: torch.dtype):
         """Return the gradient of D by this rank's logits, ``[t, rows]`` in ``dtype``."""
         rows, temperature, cap = self._options.rows, self._options.temperature, self._options.cap
-        q = (soft_cap(self._logits, cap) / temperature - self._log_z[:, None]).exp()
+        q = (soft_cap(self._logits, cap) / temperature).sub_(self._log_z[:, None]).exp_()
         if self._options.beta == 0:
             of_tail, of_tokens = 1 - self._tail_ratio, self._log_q.exp() - self._log_p.exp()
         else:
             of_tail = self._tail_slope - self._mean_slope
             of_tokens = self._log_q.exp() * (self._slopes - self._mean_slope[:, None])
-        grad = torch.cat([q * of_tail[:, None], q.new_zeros(len(q), 1)], 1)
+        grad = pad(q.mul_(of_tail[:, None]), (0, 1))
+        del q
         grad = grad.scatter_(1, self._columns, of_tokens)[:, :rows]
-        return (grad * _slope_of_cap(self._logits, cap) / temperature).to(dtype)
+        return grad.mul_(_slope_of_cap(self._logits, cap)).div_(temperature).to(dtype)
 
 
 def vocab_parallel_top_k(
