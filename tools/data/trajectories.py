@@ -178,7 +178,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--input", nargs="+", required=True, help="files with a completion a row: JSON lines or Parquet")
+    parser.add_argument(
+        "--input", nargs="+", required=True, help="files with a completion a row: JSON lines or Parquet"
+    )
     parser.add_argument("--output", type=Path, required=True, help="directory of the new ledger")
     own, flags = parser.parse_known_args(argv)
     try:
