@@ -176,9 +176,12 @@ def _check_engine_log_probs(args, rollout_log_probs: np.ndarray) -> None:
     flag = uses_engine_log_probs(args)
     missing = int((~np.isfinite(rollout_log_probs)).sum())
     if flag is not None and missing:
+        why = "the engine did not return them; leave the flag out, or take an engine that returns them"
+        if args.train_only:
+            why = "the ledger of --train-only lacks them; leave the flag out, or write it from rows that all have them"
         raise GrpoError(
             f"{flag} needs the log-probabilities of all sampled tokens, but {missing} of {len(rollout_log_probs)} are "
-            "missing: the engine did not return them; leave the flag out, or take an engine that returns them"
+            f"missing: {why}"
         )
 
 

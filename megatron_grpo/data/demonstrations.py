@@ -106,7 +106,7 @@ class Demonstrations(PromptDataset):
         tools, own = parse_tools(row, said), parse_template_variables(row, said)
         if isinstance(said, str):  # a prompt without a chat template
             ids = self._tokenizer.encode(said)
-            answer = self._tokenizer.encode_rest(_answer(row))
+            answer = self._tokenizer.encode_rest(self._answer(row))
             mask = [0] * len(ids) + [1] * (len(answer) + 1)
             ids, turns = [*ids, *answer, self._tokenizer.eos_id], 1
         else:
@@ -134,7 +134,7 @@ class Demonstrations(PromptDataset):
         key, system = self._args.prompt_key, self._args.system_prompt
         if row.get(key) is None:
             return parse_conversation(row, key, system, media), 0
-        prompt, answer = parse_prompt(row, key, system, media), {"role": "assistant", "content": _answer(row)}
+        prompt, answer = parse_prompt(row, key, system, media), {"role": "assistant", "content": self._answer(row)}
         return (prompt, 0) if isinstance(prompt, str) else ([*prompt, answer], len(prompt))
 
     def _rendered(
@@ -159,15 +159,33 @@ class Demonstrations(PromptDataset):
                     "another way than within the whole of it, so that the policy would learn other tokens than it "
                     "samples: divide the row into one for each turn, or give another --chat-template"
                 )
-            places = [place for place in range(len(before), len(after)) if whole[place] in self._ends]
-            if not places:
-                raise GrpoError(
-                    f"the chat template ends message {number + 1}, the assistant's, with none of the tokens that end a "
-                    "completion: give the one that it has (--stop-token-ids), or another --chat-template"
-                )
-            end = places[-1] + 1
+            end = self._end_tokens(number, after, len(before))[-1] + 1
+            self._check_turn(number, message, whole[len(before) : end - 1])
             mask[len(before) : end] = [1] * (end - len(before))
         return whole[:end], mask[:end]
+
+    def _end_tokens(self, number: int, ids: Sequence[int], begin: int) -> list[int]:
+        """Return the places of the end tokens in ``ids`` from ``begin`` on, where message ``number`` is."""
+        places = [place for place in range(begin, len(ids)) if ids[place] in self._ends]
+        if not places:
+            raise GrpoError(
+                f"the chat template ends message {number + 1}, the assistant's, with none of the tokens that end a "
+                "completion: give the one that it has (--stop-token-ids), or another --chat-template"
+            )
+        return places
+
+    def _check_turn(self, number: int, message: Mapping[str, Any], ids: list[int]) -> None:
+        """Raise GrpoError if a turn of the assistant cannot be learnt as ``ids``, without its end."""
+
+    def _answer(self, row: Mapping[str, Any]) -> str:
+        """Return the answer of a row with a prompt, which is its demonstration."""
+        answers = {name: value for name, value in find_answers(row).items() if name != LAST_TURN}
+        answer = next(iter(answers.values()), None)
+        if isinstance(answer, int | float) and not isinstance(answer, bool):
+            answer = str(answer)
+        if not isinstance(answer, str) or not answer.strip():
+            raise GrpoError(f'a demonstration with a prompt needs a text as its "answer", found {answer!r:.100}')
+        return answer
 
 
 def batch_of(
@@ -211,17 +229,6 @@ def prompts_of(data: Demonstrations) -> dict[bytes, int]:
 def prompt_key(ids: Sequence[int]) -> bytes:
     """Return a hash of the token ids of a prompt."""
     return hashlib.blake2b(np.array(ids, np.int32).tobytes(), digest_size=16).digest()
-
-
-def _answer(row: Mapping[str, Any]) -> str:
-    """Return the answer of a row with a prompt, which is its demonstration."""
-    answers = {name: value for name, value in find_answers(row).items() if name != LAST_TURN}
-    answer = next(iter(answers.values()), None)
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = str(answer)
-    if not isinstance(answer, str) or not answer.strip():
-        raise GrpoError(f'a demonstration with a prompt needs a text as its "answer", found {answer!r:.100}')
-    return answer
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def parse_conversation(
         raise GrpoError('"messages" must be a list of messages, found a string')
     spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken:
-        raise GrpoError('"messages" has no message of the assistant: a demonstration needs one')
+        raise GrpoError('"messages" has no message of the assistant, and these are what is learnt')
     if spoken[0] == 0:
         raise GrpoError('"messages" begins with an assistant message: the prompt is missing before it')
     return _after_system(messages[: spoken[-1] + 1], "messages", system)

@@ -18,6 +18,7 @@ from megatron_grpo.rollout.ledger.ledger import Ledger, set_aside
 from megatron_grpo.rollout.ledger.replay import Replay
 from megatron_grpo.training.arguments import DERIVED, FLAGS
 from megatron_grpo.utils.arguments import args_to_json
+from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.core_flags import core_flags
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import PATH
@@ -155,6 +156,13 @@ def open_replay(args: Namespace, batch: int) -> Replay:
         why = "the groups have these properties" if args.train_only else "a replay repeats the run with its own flags"
         raise GrpoError(f"{name} {directory}: {why}, but {'; '.join(changed)}: give them as before")
     if args.train_only:
+        # A run records the lengths that it allows, tools/data/trajectories.py the longest sequence that there is.
+        longest = found.run.get("longest_sequence") or longest_sequence(Namespace(**vars(args) | found.run))
+        if longest > longest_sequence(args):
+            raise GrpoError(
+                f"{name} {directory} has sequences of up to {longest} tokens, more than {longest_in_words(args)} = "
+                f"{longest_sequence(args)}: raise them, or write a ledger with shorter ones"
+            )
         found = regrouped(found, args.generation_batch_size // args.num_generations, args.train_iters)
     end = found.next_missing(batch)
     if end == batch:

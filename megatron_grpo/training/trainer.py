@@ -307,9 +307,11 @@ class Trainer:
             or (self.args.reward_routing and not all_silent)
         ):
             return
-        message = f"reward {' and '.join(f'"{name}"' for name in silent)} returned None for every completion of "
-        message += f"the first {WITHOUT_SIGNAL} rollouts. " if is_last else "the first rollout. "
-        message += "Does the function return its value?"
+        of_names = f"reward {' and '.join(f'"{name}"' for name in silent)}"
+        of_rollouts = f"every completion of the first {f'{WITHOUT_SIGNAL} rollouts' if is_last else 'rollout'}"
+        message = f"{of_names} returned None for {of_rollouts}. Does the function return its value?"
+        if self.args.train_only:
+            message = f"{of_names} is null in the ledger of --train-only for {of_rollouts}: write it from scored rows."
         if is_last and all_silent:
             raise GrpoError(f"{message} {newest_in_words(self.args.save)}")
         if all_silent:

@@ -23,27 +23,30 @@ are rows that are too long with --truncation-strategy delete. A bad row ends the
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 
-from megatron_grpo.data.answer_column import find_answers
 from megatron_grpo.data.arguments import resolve_chat_template, resolve_system_prompt
 from megatron_grpo.data.demonstrations import Demonstration, Demonstrations, prompt_key
-from megatron_grpo.data.end_of_turn import turn_end_token_ids
-from megatron_grpo.data.json_column import json_column
-from megatron_grpo.data.prompts import LeftOut
-from megatron_grpo.data.tokenizer import build_tokenizer
+from megatron_grpo.data.end_of_turn import describe, turn_end_token_ids
+from megatron_grpo.data.json_column import json_column, kind
+from megatron_grpo.data.prompts import LeftOut, Prompt
+from megatron_grpo.data.row_prompt import parse_conversation, parse_prompt
+from megatron_grpo.data.tokenizer import build_tokenizer, render
 from megatron_grpo.environments.registry import tools_of
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.rollout.ledger.content import BatchRecord, Content, GroupKey, segments
@@ -57,7 +60,9 @@ from megatron_grpo.utils.arguments import resolved
 from megatron_grpo.utils.errors import GrpoError
 
 BATCH = 64  # groups of a record
+REPORTED = 10_000  # rows of a line of progress
 FIRST_ROW = 1 << 40  # of trajectories: no row of --train-data-path
+LARGEST = float(np.finfo(np.float32).max)  # of rewards and log-probabilities
 
 
 class Trajectories(Demonstrations):
@@ -66,23 +71,103 @@ class Trajectories(Demonstrations):
     flag, what = "--input", "trajectories"
 
     def _demonstration(self, number: int, row: dict[str, Any], where: str, directory: Path) -> Demonstration:
+        truncated = row.get("truncated")
+        if truncated not in (None, False, True):
+            raise GrpoError(f'"truncated" must be true or false, found {truncated!r:.100}')
         if row.get("completion_ids") is not None:
             ids, completion = (
                 _token_ids(row, name, self._args.vocab_size) for name in ("prompt_ids", "completion_ids")
             )
+            # A stop word that is no token ends a completion without an end token.
+            if not (truncated or completion[-1] in self._ends or self._args.stop_words):
+                ends = describe(sorted(self._ends), self._tokenizer)
+                raise GrpoError(
+                    f'"completion_ids" ends with {completion[-1]}, which ends no turn: add the token that does '
+                    f'({ends}; --stop-token-ids for others), or give "truncated": true'
+                )
             return Demonstration(number, ids, row, where, {}, None, completion, [1] * len(completion))
         if row.get("log_probs") is not None:
             raise GrpoError('"log_probs" are of tokens: give "prompt_ids" and "completion_ids", too')
-        text = row
-        if row.get("completion") is not None:
-            text = {name: value for name, value in row.items() if name not in find_answers(row)}
-            text["answer"] = row["completion"]
-        found = super()._demonstration(number, text, where, directory)
-        if not row.get("truncated"):
-            return replace(found, row=row)
-        if len(found.completion) < 2:
+        found = super()._demonstration(number, row, where, directory)
+        completion = found.completion
+        if truncated and len(completion) < 2:
             raise GrpoError("a truncated completion has no token")
-        return replace(found, row=row, completion=found.completion[:-1], mask=found.mask[:-1])
+        if truncated or self._ends.intersection(completion[-2:-1]):  # the text can bring its end
+            return replace(found, completion=completion[:-1], mask=found.mask[:-1])
+        return found
+
+    def _said(self, row: dict[str, Any], media: Sequence[str]) -> tuple[str | list[dict[str, Any]], int]:
+        key, completion = self._args.prompt_key, row.get("completion")
+        if row.get(key) is None and completion is not None:
+            raise GrpoError(f'"completion" needs its prompt in "{key}" (--prompt-key)')
+        if row.get(key) is None or not isinstance(completion, list) or _only_text(completion) is not None:
+            return super()._said(row, media)
+        prompt = parse_prompt(row, key, self._args.system_prompt, media)
+        last = completion[-1] if completion else None
+        if isinstance(prompt, str) or not isinstance(last, dict) or last.get("role") != "assistant":
+            raise GrpoError(
+                '"completion" can be messages that end with the assistant\'s, behind a prompt of messages, found '
+                f"{last!r:.100} as the last one, behind {kind(prompt)}"
+            )
+        return parse_conversation({"messages": [*prompt, *completion]}, key, None, media), len(prompt)
+
+    def _answer(self, row: Mapping[str, Any]) -> str:
+        text = _only_text(row.get("completion"))
+        if text is None:
+            raise GrpoError(
+                f'"completion" must be a text, or messages of the assistant, found {row.get("completion")!r:.100}'
+            )
+        return text
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], first: int, tools: list[Any] | None, variables: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids of a prompt and of a completion, which is what the policy said behind the generation prompt.
+
+        The chat template would change the text of a completion (Qwen3's adds thoughts, DeepSeek-R1's leaves them out):
+        it tells the token that ends the turn, no more. Further turns are rendered by it, and `_check_turn` compares.
+        """
+        *prompt, said = messages
+        if first != len(prompt) or said.keys() > {"role", "content"}:
+            return super()._rendered(messages, first, tools, variables)
+        ids_of = partial(render, self._tokenizer.apply_chat_template, tools=tools, variables=variables)
+        one, two = (ids_of([*prompt, said | {"content": text}], generation_prompt=False) for text in ("1", "2"))
+        places = (place for place, ids in enumerate(zip(one, two, strict=False)) if ids[0] != ids[1])
+        place = next(places, len(one))  # of the text in its turn
+        end = one[self._end_tokens(first, one, place)[0]]
+        ids = ids_of(prompt, generation_prompt=True)
+        completion = [*self._tokenizer.encode_rest(said["content"]), end]
+        return [*ids, *completion], [0] * len(ids) + [1] * len(completion)
+
+    def _check_turn(self, number: int, message: Mapping[str, Any], ids: list[int]) -> None:
+        said, learnt = message["content"], self._tokenizer.decode(ids, skip_special_tokens=False)
+        if not learnt.startswith(said) or (learnt != said and not message.get("tool_calls")):
+            raise GrpoError(
+                f"the chat template changes message {number + 1}, the assistant's, from {said!r:.100} to "
+                f'{learnt!r:.100}, which the policy did not say: give a row for each turn, with "prompt" and a text as '
+                '"completion", or token ids'
+            )
+
+    def _fitting(self, found: Demonstration) -> Demonstration:
+        limit, of_flags = self._limit()
+        length = len(found.ids) + len(found.completion)
+        if length <= limit:
+            return found
+        if self._args.truncation_strategy == "delete":
+            raise LeftOut("long", found.source)
+        raise GrpoError(
+            f"the row has {length} tokens, more than {of_flags} = {limit}: raise them, or give --truncation-strategy "
+            "delete (leave such rows out)"
+        )
+
+
+def _only_text(completion: Any) -> str | None:
+    """Return the text of a completion: itself, or that of a single message without anything else; None if none."""
+    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
+        message = {name: value for name, value in completion[0].items() if value is not None}
+        if message.keys() == {"role", "content"} and message["role"] == "assistant":
+            completion = message["content"]
+    return completion if isinstance(completion, str) else None
 
 
 def _token_ids(row: Mapping[str, Any], name: str, vocab_size: int) -> list[int]:
@@ -92,17 +177,17 @@ def _token_ids(row: Mapping[str, Any], name: str, vocab_size: int) -> list[int]:
     return ids
 
 
-def _log_probs(row: Mapping[str, Any], count: int) -> list[float] | None:
+def _log_probs(row: Mapping[str, Any], count: int) -> npt.NDArray[np.float32] | None:
     values = json_column(row.get("log_probs"))
     if values is None:
         return None
-    numbers = isinstance(values, list) and all(isinstance(x, int | float) and -math.inf < x <= 1e-3 for x in values)
+    numbers = isinstance(values, list) and all(isinstance(x, int | float) and -LARGEST <= x <= 1e-3 for x in values)
     if not numbers or len(values) != count:
         raise GrpoError(f'"log_probs" must have a number up to 0 for each of {count} tokens, found {values!r:.100}')
-    return [float(x) for x in values]
+    return np.array(values, np.float32)
 
 
-def _rewards(row: Mapping[str, Any], names: Sequence[str]) -> list[float]:
+def _rewards(row: Mapping[str, Any], names: Sequence[str]) -> npt.NDArray[np.float32]:
     """Return the rewards of a row, NaN for null."""
     found = json_column(row.get("rewards"))
     if found is None:
@@ -110,68 +195,105 @@ def _rewards(row: Mapping[str, Any], names: Sequence[str]) -> list[float]:
             raise GrpoError('there is no "reward" and no "rewards"')
         found = [row["reward"]]
     values = [math.nan if x is None else x for x in found] if isinstance(found, list) else []
-    if len(values) != len(names) or not all(type(x) in (int, float, bool) and abs(x) != math.inf for x in values):
+    valid = all(type(x) in (int, float, bool) and (x != x or abs(x) <= LARGEST) for x in values)
+    if len(values) != len(names) or not valid:
         raise GrpoError(
-            f"the rewards must be {len(names)} numbers (--reward-funcs {' '.join(names)}), found {found!r:.100}"
+            f"the rewards must be {len(names)} numbers (--reward-funcs {' '.join(names)}) of at most {LARGEST:.2g}, "
+            f"found {found!r:.100}"
         )
-    return [float(x) for x in values]
+    return np.array(values, np.float32)
 
 
-def _completion(found: Demonstration) -> Completion:
-    reason = "length" if found.row.get("truncated") else "stop"
-    mask = None if all(found.mask) else found.mask
-    log_probs = _log_probs(found.row, len(found.completion))
-    versions = [0] * len(found.completion)
-    return Completion(0, found.completion, log_probs, reason, versions, response_mask=mask, turns=found.turns)
+@dataclass(frozen=True)
+class Row:
+    """A checked row, small: a group can wait for its rows until the end of the files."""
+
+    number: int
+    source: str
+    prompt: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.uint8]
+    log_probs: npt.NDArray[np.float32] | None
+    truncated: bool
+    turns: int
+    rewards: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, found: Demonstration, names: Sequence[str]) -> "Row":
+        """Return the row of a trajectory; GrpoError for a bad one."""
+        tokens, log_probs = np.array(found.completion, np.int32), _log_probs(found.row, len(found.completion))
+        prompt, mask, truncated = (
+            np.array(found.ids, np.int32),
+            np.array(found.mask, np.uint8),
+            found.row.get("truncated"),
+        )
+        rewards = _rewards(found.row, names)
+        return cls(found.id, found.source, prompt, tokens, mask, log_probs, bool(truncated), found.turns, rewards)
+
+    def completion(self) -> Completion:
+        """Return the completion of a ledger."""
+        reason = "length" if self.truncated else "stop"
+        log_probs = None if self.log_probs is None else self.log_probs.tolist()
+        mask = None if self.mask.all() else self.mask.tolist()
+        versions = [0] * len(self.tokens)
+        return Completion(0, self.tokens.tolist(), log_probs, reason, versions, response_mask=mask, turns=self.turns)
 
 
-def read_groups(data: Trajectories, args: argparse.Namespace) -> tuple[list[Group], int, int]:
-    """Return groups of --num-generations rows in the order of the first ones, the rows left over, and too long ones."""
-    rows: dict[Any, list[tuple[Demonstration, Completion, list[float]]]] = {}
-    too_long = 0
+def read_groups(data: Trajectories, args: argparse.Namespace, counts: Counter[str]) -> Iterator[Group]:
+    """Yield groups of --num-generations rows, each when its last row is read; count them, and what is left out."""
+    waiting: dict[Any, list[Row]] = {}
+    prompts: dict[str, bytes] = {}  # of the rows with a group
     for number in range(len(data)):
+        if number and number % REPORTED == 0:
+            print(f"{number:,} of {len(data):,} rows", flush=True)
         try:
             found = data.read(number)
         except LeftOut as left:
             if left.reason == "bad":
                 raise GrpoError(str(left)) from left
-            too_long += 1
+            counts["too long"] += 1
             continue
+        key, group = prompt_key(found.ids), found.row.get("group")
         try:
-            if found.images is not None and found.images.sources:
-                raise GrpoError("trajectories with images are not read")
-            one = found, _completion(found), _rewards(found.row, args.reward_funcs)
+            row = Row.of(found, args.reward_funcs)
+            if group is not None and prompts.setdefault(str(group), key) != key:
+                raise GrpoError("the rows of its group have different prompts")
         except GrpoError as error:
             raise GrpoError(f"{found.source}: {error}") from error
-        group = found.row.get("group")
-        rows.setdefault(prompt_key(found.ids) if group is None else str(group), []).append(one)
-    groups: list[Group] = []
-    left_over = 0
-    for members in rows.values():
-        if len({prompt_key(found.ids) for found, *_ in members}) > 1:
-            raise GrpoError(f"{members[0][0].source}: the rows of its group have different prompts")
-        whole = len(members) // args.num_generations * args.num_generations
-        left_over += len(members) - whole
-        for first in range(0, whole, args.num_generations):
-            part = members[first : first + args.num_generations]
-            prompts, completions, rewards = zip(*part, strict=True)
-            values = np.array(rewards, np.float32)
-            groups.append(
-                Group(replace(prompts[0], id=FIRST_ROW + prompts[0].id), len(groups) // BATCH, completions, values)
-            )
-    return groups, left_over, too_long
+        members = waiting.setdefault(key if group is None else str(group), [])
+        members.append(row)
+        if len(members) == args.num_generations:
+            del waiting[key if group is None else str(group)]
+            first, birth = members[0], counts["groups"] // BATCH
+            prompt = Prompt(FIRST_ROW + first.number, first.prompt.tolist(), {}, first.source)
+            rewards = np.stack([member.rewards for member in members])
+            counts["groups"] += 1
+            counts["known"] += sum(member.log_probs is not None for member in members)
+            longest = max(len(member.prompt) + len(member.tokens) for member in members)
+            counts["longest"] = max(counts["longest"], longest)
+            yield Group(prompt, birth, tuple(member.completion() for member in members), rewards)
+    counts["left over"] = sum(map(len, waiting.values()))
 
 
-def write(directory: Path, groups: Sequence[Group], run: dict[str, Any]) -> None:
-    """Write a new ledger of the groups."""
+def write(directory: Path, groups: Iterable[Group], counts: Counter[str], run: dict[str, Any]) -> None:
+    """Write a new ledger of the groups of `read_groups`, with their longest sequence; leave no file at an error."""
     ledger = Ledger(directory, Content(), 0, run, producer=0, leads=True, stop=True)
-    ledger.begin()
-    for number, first in enumerate(range(0, len(groups), BATCH)):
-        part = dict(enumerate(groups[first : first + BATCH]))
-        ledger.append(number, part)
-        ledger.flush()
-        ledger.record(BatchRecord(number, tuple(GroupKey(number, n) for n in part), None, {}, 0, 0, None))
-    ledger.close()
+    batches = []
+    try:
+        for number, part in enumerate(batched(groups, BATCH)):
+            ledger.append(number, dict(enumerate(part)))
+            ledger.flush()
+            keys = tuple(GroupKey(number, n) for n in range(len(part)))
+            batches.append(BatchRecord(number, keys, None, {}, 0, 0, None))
+        run["longest_sequence"] = counts["longest"]  # the first batch writes the flags: before that it is no ledger
+        for batch in batches:
+            ledger.record(batch)
+        ledger.close()
+    except BaseException:
+        ledger.close()
+        for path in segments(directory):
+            path.unlink()
+        raise
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -191,23 +313,27 @@ def main(argv: list[str] | None = None) -> int:
         if not args.reward_funcs:
             raise GrpoError("--reward-funcs is missing: the names that the rewards have in the run")
         check_reward_names(args)
+        if args.truncation_strategy == "left":
+            raise GrpoError(
+                "--truncation-strategy left would cut prompts after they were answered: give raise or delete"
+            )
         if segments(own.output):
             raise GrpoError(f"--output {own.output}: there is a ledger already")
         tokenizer = build_tokenizer(args)
         ends = turn_end_token_ids(args, tokenizer)
         tools = partial(tools_of, default=args.environment)
         data = Trajectories(own.input, tokenizer, args, ends, streamed=True, tools=tools)
-        groups, left_over, too_long = read_groups(data, args)
-        if not groups:
+        counts: Counter[str] = Counter()
+        write(own.output, read_groups(data, args, counts), counts, {dest: getattr(args, dest) for dest in OF_DATA})
+        if not counts["groups"]:
             raise GrpoError(f"no group has --num-generations ({args.num_generations}) rows")
-        write(own.output, groups, {dest: getattr(args, dest) for dest in OF_DATA})
     except (GrpoError, OSError) as error:
         print(f"trajectories.py: {error}", file=sys.stderr)
         return 1
-    known = sum(c.log_probs is not None for group in groups for c in group.completions if c is not None)
-    count = len(groups) * args.num_generations
-    print(f"{len(groups):,} groups of {args.num_generations}: {count:,} completions, {known:,} with log-probabilities")
-    print(f"left out: {left_over:,} rows of smaller groups, {too_long:,} too long")
+    groups, known = counts["groups"], counts["known"]
+    count = groups * args.num_generations
+    print(f"{groups:,} groups of {args.num_generations}: {count:,} completions, {known:,} with log-probabilities")
+    print(f"left out: {counts['left over']:,} rows of smaller groups, {counts['too long']:,} too long")
     return 0
 
 
