@@ -6,8 +6,8 @@
 
 The other flags are those of the run that will learn: tokenizer, chat template, lengths. A row is a completion:
 
-    prompt or messages    as in a row of prompts; of messages every turn of the assistant is learnt
-    completion            text, behind a prompt
+    prompt, completion    the prompt as in a row of prompts, and the text that the policy said behind it, or messages
+    or messages           every turn of the assistant is learnt; one that the chat template changes is refused
     reward or rewards     a number, or one for each of --reward-funcs, whose names these rewards get; null: not scored
     group                 optional, a text or number: rows of one group are compared; without it those of one prompt
     truncated             optional, true: the completion does not end with the end of a turn
@@ -16,8 +16,9 @@ or, as tokens: prompt_ids, completion_ids (with the token that ends a turn, unle
 the log-probability of each token of the completion under the policy that sampled it, at --temperature.
 docs/ledger.md says what a run learns with and without them.
 
---num-generations rows are a group of the run: a larger group of rows is divided, what is left over is left out, and so
-are rows that are too long with --truncation-strategy delete. A bad row ends the program.
+--num-generations rows are a group of the run, written when it is whole. A larger group of rows is divided; what is left
+over is left out, and so are rows that are too long with --truncation-strategy delete. A bad row ends the program, and no
+ledger is left.
 """
 
 import argparse
@@ -59,7 +60,7 @@ from megatron_grpo.training.resolve import resolve_origin
 from megatron_grpo.utils.arguments import resolved
 from megatron_grpo.utils.errors import GrpoError
 
-BATCH = 64  # groups of a record
+BATCH = 16  # groups of a record
 REPORTED = 10_000  # rows of a line of progress
 FIRST_ROW = 1 << 40  # of trajectories: no row of --train-data-path
 LARGEST = float(np.finfo(np.float32).max)  # of rewards and log-probabilities
@@ -212,7 +213,7 @@ class Row:
     source: str
     prompt: npt.NDArray[np.int32]
     tokens: npt.NDArray[np.int32]
-    mask: npt.NDArray[np.uint8]
+    mask: npt.NDArray[np.bool_]
     log_probs: npt.NDArray[np.float32] | None
     truncated: bool
     turns: int
@@ -221,20 +222,17 @@ class Row:
     @classmethod
     def of(cls, found: Demonstration, names: Sequence[str]) -> "Row":
         """Return the row of a trajectory; GrpoError for a bad one."""
-        tokens, log_probs = np.array(found.completion, np.int32), _log_probs(found.row, len(found.completion))
-        prompt, mask, truncated = (
-            np.array(found.ids, np.int32),
-            np.array(found.mask, np.uint8),
-            found.row.get("truncated"),
+        prompt, tokens = np.array(found.ids, np.int32), np.array(found.completion, np.int32)
+        known = _log_probs(found.row, len(tokens)), bool(found.row.get("truncated")), found.turns
+        return cls(
+            found.id, found.source, prompt, tokens, np.array(found.mask, bool), *known, _rewards(found.row, names)
         )
-        rewards = _rewards(found.row, names)
-        return cls(found.id, found.source, prompt, tokens, mask, log_probs, bool(truncated), found.turns, rewards)
 
     def completion(self) -> Completion:
         """Return the completion of a ledger."""
         reason = "length" if self.truncated else "stop"
         log_probs = None if self.log_probs is None else self.log_probs.tolist()
-        mask = None if self.mask.all() else self.mask.tolist()
+        mask = None if self.mask.all() else self.mask.astype(int).tolist()
         versions = [0] * len(self.tokens)
         return Completion(0, self.tokens.tolist(), log_probs, reason, versions, response_mask=mask, turns=self.turns)
 
