@@ -20,7 +20,7 @@ OF = {
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_the_first_tensor_is_that_of_the_changed_weight(tmp_path):
-    sizes = f"--save {tmp_path}/model --shape qwen2 --steps 0 --quiet --num-layers 2 --hidden-size 64"
+    sizes = f"--save {tmp_path}/model --shape qwen2 --steps 0 --quiet --num-layers 2 --hidden-size 128"
     make(build_parser().parse_args(sizes.split()))
     flags = ["--load-hf", tmp_path / "model", "--transformer-impl", "local", "--max-completion-length", "16"]
     done = run_torchrun(1, "tests/distributed/tensor_differences_worker.py", *flags)
