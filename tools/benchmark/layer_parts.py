@@ -71,13 +71,18 @@ class _Mark(torch.autograd.Function):
 
 def watch(module: torch.nn.Module) -> Times:
     """Mark begin and end of the passes of a module whose first argument and first result are hidden states."""
-    times, original = Times(), module.forward
+    times = Times()
 
-    def forward(hidden_states, *args, **more):
-        out, bias = original(_Mark.apply(hidden_states, times, "begin", "end"), *args, **more)
-        return _Mark.apply(out, times, "end", "begin"), bias
+    def before(_, args, more):
+        if args:
+            return (_Mark.apply(args[0], times, "begin", "end"), *args[1:]), more
+        return args, more | {"hidden_states": _Mark.apply(more["hidden_states"], times, "begin", "end")}
 
-    module.forward = forward
+    def after(_, args, result):
+        return _Mark.apply(result[0], times, "end", "begin"), result[1]
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
     return times
 
 
