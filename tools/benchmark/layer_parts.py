@@ -58,14 +58,14 @@ class _Mark(torch.autograd.Function):
     """The identity; marks the time in the forward pass and in the backward pass."""
 
     @staticmethod
-    def forward(ctx, x, times, forward, backward):
-        ctx.times, ctx.backward_name = times, backward
-        times.mark(forward)
+    def forward(ctx, x, times, name, name_in_backward):
+        ctx.times, ctx.name = times, name_in_backward
+        times.mark(name)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.times.mark(ctx.backward_name)
+        ctx.times.mark(ctx.name)
         return gradient, None, None, None
 
 
