@@ -17,8 +17,8 @@ the log-probability of each token of the completion under the policy that sample
 docs/ledger.md says what a run learns with and without them.
 
 --num-generations rows are a group of the run, written when it is whole. A larger group of rows is divided; what is left
-over is left out, and so are rows that are too long with --truncation-strategy delete. A bad row ends the program, and no
-ledger is left.
+over is left out, and so are rows that are too long with --truncation-strategy delete. A bad row ends the program, and
+leaves no ledger.
 """
 
 import argparse

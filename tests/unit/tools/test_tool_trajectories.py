@@ -151,21 +151,23 @@ ENDS = {
 def test_a_completion_is_what_the_policy_said(name, tmp_path):
     """The chat template renders the prompt and ends the turn; thoughts and white space of the completion are kept."""
     build_tokenizer(name, tmp_path / "model")
-    rows = [{"prompt": CHAT, "completion": said, "truncated": cut, "reward": 1} for said, cut in SAID]
+    said = [*SAID, ("1" + ENDS[name], False)]  # it brings its end
+    rows = [{"prompt": CHAT, "completion": text, "truncated": cut, "reward": 1} for text, cut in said]
     date = {"Llama-3.2-3B-Instruct": {"date_string": "26 Jul 2024"}}.get(name, {})
-    flags = ["--tokenizer-model", tmp_path / "model", "--vocab-size", 2000, "--num-generations", len(SAID)]
+    flags = ["--tokenizer-model", tmp_path / "model", "--vocab-size", 2000, "--num-generations", len(said)]
     assert convert_at(tmp_path, rows, *flags, "--chat-template-kwargs", json.dumps(date)) == 0
     (group,), tokenizer = groups_of(tmp_path), AutoTokenizer.from_pretrained(tmp_path / "model")
     rendered = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False, **date)
     assert group.prompt.ids == rendered
     texts = [said if isinstance(said, str) else said[0]["content"] for said, _ in SAID]
-    ended = [text + ENDS[name] * (not cut) for text, (_, cut) in zip(texts, SAID, strict=True)]
+    ended = [text + ENDS[name] * (not cut) for text, (_, cut) in zip(texts, SAID, strict=True)] + ["1" + ENDS[name]]
     expected = [tokenizer.encode(text, add_special_tokens=False) for text in ended]
     assert [completion.token_ids for completion in group.completions] == expected
     assert {completion.response_mask for completion in group.completions} == {None}
 
 
-TRIM = """{% for m in messages %}{{ m.role }}:{{ m.content | trim }}{{ eos_token }}{% endfor %}
+TRIM = """{% for m in messages %}{{ m.role }}:{{ m.content | trim }}
+{%- for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %}{{ eos_token }}{% endfor %}
 {%- if add_generation_prompt %}assistant:{% endif %}"""
 
 
@@ -182,6 +184,10 @@ def test_several_messages_are_learnt_where_the_template_keeps_them(bench, capsys
     assert tokenizer.decode(completion.token_ids) == f"a{end}tool:x{end}assistant:b{end}"
     learnt = [i for i, own in zip(completion.token_ids, completion.response_mask, strict=True) if own]
     assert tokenizer.decode(learnt) == f"a{end}b{end}" and completion.turns == 2
+    call = {"role": "assistant", "content": "sum", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    (bench.root / "ledger").rename(bench.root / "messages")
+    assert convert(bench, [{"messages": [*CHAT, call], "reward": 1}] * 2, *template) == 0
+    assert tokenizer.decode(groups_of(bench.root)[0].completions[0].token_ids) == f"sum<add>{end}"
     changed = {"messages": [*CHAT, {"role": "assistant", "content": "2\n"}], "reward": 1}
     (bench.root / "ledger").rename(bench.root / "first")
     assert convert(bench, [changed], *template) == 1
