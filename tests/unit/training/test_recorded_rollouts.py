@@ -79,8 +79,8 @@ def test_another_algorithm_learns_from_them_in_batches_of_its_own(runs):
     [
         ("--train-only {rollouts} --temperature 0.5", "--temperature was 1.0 and is 0.5: give them as before"),
         (
-            "--train-only {rollouts} --max-completion-length 2",
-            "has sequences of up to 12 tokens, more than --max-prompt-",
+            "--train-only {rollouts} --max-completion-length 39",
+            "has sequences of up to 48 tokens, more than --max-prompt-",
         ),
         ("--train-only {rollouts} --num-generations 8", "--num-generations was 4 and is 8"),
         ("--train-only {rollouts} --global-batch-size 64", "--train-only has 8 groups, fewer than the 16 of a batch"),
