@@ -50,9 +50,9 @@ class ServerPool:
     on: pools of several processes know only their own requests, and start at different servers. A failed server is
     probed a few times. A server is excluded if it makes no progress for ``timeout`` seconds while it has work, or if it
     has restarted and so lost its weights. Requests of an excluded server go to the others. `refresh` readmits servers
-    that answer; with ``joins`` they receive the newest weights in the background, while the others generate. A server
-    that was not probed while the pool was not polled receives requests after the next probe. The methods raise
-    EngineLost if no server is left; with ``joins`` after ``timeout`` seconds in which none has joined.
+    that answer; with ``joins`` they receive the newest weights in the background, while the others generate. After a
+    time without polls, and so without probes, requests wait for the next probes. The methods raise EngineLost if no
+    server is left; with ``joins`` if none has joined ``timeout`` seconds later.
     """
 
     joins = False  # the newest weights can be loaded again at any time
@@ -325,7 +325,8 @@ class ServerPool:
             room = self.max_in_flight - size if size < self.max_in_flight else 0
             ready = [server for server in self._from_first if server.exclusion_reason is None]
             ready = [server for server in ready if server.version is not None and not server.failures]
-            ready = [server for server in ready if server.confirmed >= self._watched_since]
+            if any(server.confirmed < self._watched_since for server in ready):  # all wait, else one would get all
+                break
             ready = [server for server in ready if server.in_flight <= room]
             if not ready:
                 break

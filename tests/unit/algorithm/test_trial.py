@@ -153,7 +153,7 @@ def test_advantages_of_an_update(tmp_path):
     ("body", "message"),
     [
         ("return {'mine/tokens': lengths.sum(), 'mine/rate': 0.5}", None),
-        ("return lengths.nonsense", r" raised AttributeError: .*nonsense.*mine\.py, line 8"),
+        ("return lengths.nonsense", r" raised AttributeError: .*nonsense.*mine\.py, line 6"),
         ("pass", ": update_metrics returned None: return a dict of numbers by name"),
         ("return {'mine/tokens': lengths}", r": update_metrics returned 'mine/tokens': array\(.*, not a number"),
         ("return {'mine': 1}", ": update_metrics returned a metric 'mine': name it \"mine/NAME\""),
