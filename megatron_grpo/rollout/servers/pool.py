@@ -317,6 +317,7 @@ class ServerPool:
                     raise fault
             elif not task.cancelled():
                 task.exception()  # retrieved so that asyncio does not report it
+        self._dispatch()  # here too: the next poll may come so late that it waits for other probes
         return finished
 
     def _dispatch(self) -> None:
