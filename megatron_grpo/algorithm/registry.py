@@ -210,7 +210,7 @@ def register_loss(
         if properties.get("update_metrics") and not properties.get("update_advantages"):
             raise GrpoError(
                 f"loss {name}: update_metrics needs update_advantages, with whose statistics it is called: give both "
-                "(update_advantages=lambda advantages: advantages changes nothing), or metrics of the tokens (PolicyLoss)"
+                "(lambda advantages: advantages changes nothing), or return metrics of the tokens in a PolicyLoss"
             )
         LOSSES.add(Loss(name, function, aggregation=aggregation, **properties), flags)
         return function
