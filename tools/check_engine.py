@@ -4,7 +4,8 @@
 
 The trainer loads the model. The engine gets the weights by the weight sync of a run and samples completions of random
 prompts. The trainer computes the log-probabilities of their tokens. Prints the mean and the largest absolute difference
-in nats; --with-transformers adds the difference from transformers' model (eager attention, same dtype).
+in nats; --with-transformers adds the difference from transformers' model (eager attention, same dtype). --layers
+follows one sequence through the layers of both, and prints the tensors whose bits differ.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import made_up
 import numpy as np
+import tensor_differences
 import torch
 import torch.distributed as dist
 
@@ -39,8 +41,8 @@ PROMPTS, PROMPT_LENGTH = 16, 24
 HEAD = "| model | engine against trainer: mean | max | engine against transformers: mean | max |\n|---|--:|--:|--:|--:|"
 
 
-def compare(flags: list[str], with_transformers: bool) -> str:
-    """Return the line of the table; all ranks must call this function."""
+def start(flags: list[str]):
+    """Return arguments, the trainer's model and an engine with its weights; all ranks must call this function."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     size = f"--global-batch-size {4 * world} --max-prompt-length {PROMPT_LENGTH} --max-completion-length 64".split()
     args = made_up.parse([*size, *flags], world)
@@ -52,13 +54,32 @@ def compare(flags: list[str], with_transformers: bool) -> str:
     engine.wake_weights()
     engine.update_weights(stream_hf(model, args), version=1)
     engine.wake_cache()
+    return args, model, engine
+
+
+def compare(flags: list[str], with_transformers: bool, layers: bool) -> str:
+    """Return the text of the report; all ranks must call this function."""
+    args, model, engine = start(flags)
     batch = sample(args, engine)
     trainer = forward.log_probs(args, model, pretrain_grpo.forward_step, batch)
     row = [Path(args.load_hf).name, *distance(trainer, batch.rollout_log_probs)]
     if with_transformers and dist.get_rank() == 0:
         row += distance(by_transformers(args, batch), batch.rollout_log_probs)
+    text = f"{HEAD}\n| {' | '.join(row)} |"
+    if layers:
+        text += "\n\n" + of_layers(args, engine, model, batch)
     engine.close()
-    return "| " + " | ".join(row) + " |"
+    return text
+
+
+def of_layers(args, engine, model, batch: RolloutBatch) -> str:
+    """Return the lines of the first 20 tensors of the longest sequence whose bits differ, and of the last one."""
+    longest = batch.select([int(np.argmax(batch.lengths))])
+    found = [item for item in tensor_differences.differences(args, engine, model, longest) if item[1]]
+    if not found:
+        return "All tensors of all layers are equal, bit for bit."
+    shown = found[:20] + found[20:][-1:]
+    return "\n".join(tensor_differences.line(*item) for item in shown)
 
 
 def sample(args, engine) -> RolloutBatch:
@@ -96,10 +117,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--with-transformers", action="store_true", help="compare with transformers' model as well")
+    parser.add_argument("--layers", action="store_true", help="compare the tensors of all layers, on one rank")
     options, flags = parser.parse_known_args()
-    line = compare(flags, options.with_transformers)
+    text = compare(flags, options.with_transformers, options.layers)
     if dist.get_rank() == 0:
-        print(f"{HEAD}\n{line}", flush=True)
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ STD_EPSILON = 1e-4  # bounds the scale of groups whose rewards hardly differ
 def combine_rewards(rewards: Float32, weights: Sequence[float]) -> Float32:
     """Return the weighted sum over reward functions, R = sum over f of weights[f] * rewards[:, f].
 
-    The sum leaves out NaN, which means "not scored". R is NaN for a completion that no function scored. A sum is
-    rounded to 6 digits of its largest term: sums that differ by the rounding of float32 alone are equal.
+    The sum leaves out NaN, which means "not scored". R is NaN for a completion that no function scored. A sum of
+    several is rounded to 6 digits of its largest term: sums that differ by the rounding of float32 alone are equal.
 
     Args:
         rewards: [n, f], one column for each reward function.
@@ -77,7 +77,7 @@ def combine_rewards(rewards: Float32, weights: Sequence[float]) -> Float32:
     scored = ~np.isnan(rewards)
     parts = np.where(scored, rewards, 0.0) * np.asarray(weights, dtype=np.float64)
     total, largest = parts.sum(axis=1), np.abs(parts).max(axis=1, initial=0)
-    own = (largest > 0) & np.isfinite(largest)
+    own = (scored.sum(axis=1) > 1) & (largest > 0) & np.isfinite(largest)
     units = 10 ** (DIGITS - np.ceil(np.log10(largest[own])))
     total[own] = np.round(total[own] * units) / units  # 0.1 + 0.6 and 0.7, each rounded to float32, are equal
     return np.where(scored.any(axis=1), total, np.nan).astype(np.float32)

@@ -164,8 +164,21 @@ def check_loss(args: Namespace) -> None:
     _check_micro_batch_flags(args, loss)
     _check_level(args, loss)
     _check_distillation(args, loss)
+    if loss.reads_reference:
+        for dest in CHANGE_TOKENS:
+            if was_given(args, dest):
+                raise GrpoError(
+                    f"{flag(dest)} and --loss-type {loss.name} cannot both be given: the loss compares the sums over "
+                    "whole completions of a group, and the flag changes the weights of tokens, or rewards that are "
+                    "equal: leave it out"
+                )
     if loss.check is not None:
         call(loss.check, {}, replaced(args, importance_sampling_level=_level(args, loss)))
+
+
+# With a loss of sums over whole completions.
+CHANGE_TOKENS = """rollout_importance_sampling_mode top_entropy_quantile clip_cov_ratio kl_cov_ratio m2po_threshold
+    off_policy_sequence_mask_delta kl_in_reward""".split()
 
 
 def _check_distillation(args: Namespace, loss: Loss) -> None:

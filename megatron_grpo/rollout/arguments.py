@@ -701,12 +701,13 @@ def check_partial_rollouts(args: Namespace) -> None:
             "--partial-rollouts needs an engine in the training processes: give --vllm-mode colocate or "
             "--rollout-engine megatron"
         )
-    required(
-        args,
-        "rollout_importance_sampling_mode",
-        "--partial-rollouts trains on tokens of older weights, whose importance weights must be bounded: give "
-        "token_truncate",
-    )
+    if not LOSSES.get(args.loss_type).reads_reference:
+        required(
+            args,
+            "rollout_importance_sampling_mode",
+            "--partial-rollouts trains on tokens of older weights, whose importance weights must be bounded: give "
+            "token_truncate",
+        )
     counted = "a continued completion is a new request, which counts tokens from its own start only"
     for dest, given, reason in (
         ("dynamic_sample", args.dynamic_sample, "it replaces groups within a rollout"),
@@ -738,6 +739,8 @@ def check_ledger(args: Namespace) -> None:
         excludes(args, "ledger", dest, "it generates nothing to write")
         excludes(args, "rollout_only", dest, "one needs an engine, the other has none")
         excludes(args, dest, "rollout_ranks", "there are no engines: give the training ranks alone")
+    excludes(args, "train_only", "dynamic_sample", "no groups are sampled: leave groups out of the recorded data")
+    excludes(args, "train_only", "reward_clip", "the rewards are recorded: clip them there")
     excludes(args, "rollout_only", "rollout_ranks", "no trainer needs ranks of its own: leave the second out")
     excludes(args, "rollout_only", "partial_rollouts", "the weights do not change, and nothing becomes stale")
     for dest in ("save_interval", "eval_interval", "async_save", "save_adapter"):
@@ -800,12 +803,13 @@ def check_placed(args: Namespace) -> None:
         raise GrpoError("--rollout-balancing dynamic and --rollout-ranks cannot both be given: they always balance")
     if not args.max_staleness:
         return
-    required(
-        args,
-        "rollout_importance_sampling_mode",
-        f"--max-staleness {args.max_staleness} trains on tokens of older weights, whose importance weights must be "
-        "bounded: give token_truncate",
-    )
+    if not LOSSES.get(args.loss_type).reads_reference:  # it compares with the reference, whatever sampled
+        required(
+            args,
+            "rollout_importance_sampling_mode",
+            f"--max-staleness {args.max_staleness} trains on tokens of older weights, whose importance weights must be "
+            "bounded: give token_truncate",
+        )
     counted = "a continued completion is a new request, which counts tokens from its own start only; give drain or keep"
     for dest in ("presence_penalty", "frequency_penalty"):
         if getattr(args, dest) and args.weight_update == "interrupt":

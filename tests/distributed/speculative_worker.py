@@ -26,7 +26,8 @@ from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.speculation import draft_directory, method_of
 from megatron_grpo.rollout.vllm import draft
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
-from megatron_grpo.rollout.vllm.compare import compare_model, loading_shapes
+from megatron_grpo.rollout.vllm.compare import compare_model
+from megatron_grpo.rollout.vllm.loading_shapes import loading_shapes
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.device import device
 from megatron_grpo.weights import hf

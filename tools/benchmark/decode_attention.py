@@ -128,7 +128,10 @@ def microseconds(call: Callable[[], None], times: int = 20) -> float:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        parser.error("FlashAttention 3 needs a Hopper GPU (H100, H200), and there is none here")
     print("| us (TB/s) | FlashAttention 3 | ours | difference | FlashAttention 3, FP8 | ours, FP8 | difference |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     for case in CASES:

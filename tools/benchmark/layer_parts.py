@@ -58,26 +58,31 @@ class _Mark(torch.autograd.Function):
     """The identity; marks the time in the forward pass and in the backward pass."""
 
     @staticmethod
-    def forward(ctx, x, times, forward, backward):
-        ctx.times, ctx.backward_name = times, backward
-        times.mark(forward)
+    def forward(ctx, x, times, name, name_in_backward):
+        ctx.times, ctx.name = times, name_in_backward
+        times.mark(name)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.times.mark(ctx.backward_name)
+        ctx.times.mark(ctx.name)
         return gradient, None, None, None
 
 
 def watch(module: torch.nn.Module) -> Times:
     """Mark begin and end of the passes of a module whose first argument and first result are hidden states."""
-    times, original = Times(), module.forward
+    times = Times()
 
-    def forward(hidden_states, *args, **more):
-        out, bias = original(_Mark.apply(hidden_states, times, "begin", "end"), *args, **more)
-        return _Mark.apply(out, times, "end", "begin"), bias
+    def before(_, args, more):
+        if args:
+            return (_Mark.apply(args[0], times, "begin", "end"), *args[1:]), more
+        return args, more | {"hidden_states": _Mark.apply(more["hidden_states"], times, "begin", "end")}
 
-    module.forward = forward
+    def after(_, args, result):
+        return _Mark.apply(result[0], times, "end", "begin"), result[1]
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
     return times
 
 

@@ -4,20 +4,15 @@ The stream goes through the model's own ``load_weights`` again, with every copy 
 comparison: vLLM's loaders thus map each tensor to its part of a fused parameter. No parameter is written.
 """
 
-import contextlib
-import inspect
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.rollout.vllm.adapter import base_model
-from megatron_grpo.rollout.vllm.load_weights import IN_PLACE_EXPERTS, Weights, by_expert, name_loaders
-
-# Kernels that use experts as loaded, or with an arrangement that this module can undo (the last).
-READABLE_EXPERTS = (*IN_PLACE_EXPERTS, "CPU")
-_SCALAR = "layer_scalar"  # a buffer that is loaded (Gemma 4)
+from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert, name_loaders
+from megatron_grpo.rollout.vllm.loading_shapes import loading_shapes, plain_convolution, storage_of, unpacked_weight
 
 
 def can_compare(worker) -> bool:
@@ -66,7 +61,7 @@ class _Compare(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Compare for copies into the parameters; run every other operation."""
-        if func is torch.ops.aten.fill_.Scalar and _storage(args[0]) in self.parameters:
+        if func is torch.ops.aten.fill_.Scalar and storage_of(args[0]) in self.parameters:
             if args[0].numel() > 1:
                 return args[0]  # rows that pad the vocabulary
             target, source = args[0], args[0].new_full(args[0].shape, args[1])  # vLLM's copy of a single element
@@ -76,96 +71,12 @@ class _Compare(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if target.is_meta:  # an unknown arrangement, see `_loadable_parameter`
             return target
-        name = self.parameters.get(_storage(target))
+        name = self.parameters.get(storage_of(target))
         if name is None:
             return func(*args, **(kwargs or {}))
         self.reached.add(name)
         self.differing.setdefault(self.current, []).append((target != source.to(target)).sum())
         return target
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-@contextlib.contextmanager
-def loading_shapes(model: torch.nn.Module, contents: bool = True) -> Iterator[dict[int, str]]:
-    """Context in which parameters have the shapes that ``load_weights`` expects; yields ``{storage: name}``.
-
-    Their ``contents`` are the kernels'; without, they are meta tensors. For its own reloads, vLLM keeps the shapes and
-    loaders that the parameters had before the kernels rearranged them.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
-    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-
-    kept: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    loaders: list[tuple[Any, Callable]] = []  # parameters, to which vLLM adds weight_loader
-    views: dict[int, torch.Tensor] = {}  # tied parameters share one view
-    names: dict[int, str] = {}
-    try:
-        for prefix, layer in model.named_modules():
-            recorded = get_layerwise_info(layer).restore_metadata[0]
-            if layer._buffers.get(_SCALAR) is not None:
-                names[_storage(layer._buffers[_SCALAR])] = f"{prefix}.{_SCALAR}"
-            for name, parameter in list(layer._parameters.items()):
-                if parameter is None or name not in recorded:
-                    if parameter is not None:  # a bias, which still has its loader
-                        names[_storage(parameter)] = f"{prefix}.{name}"
-                        if hasattr(parameter, "weight_loader"):  # that of a reload which left its layer out
-                            loaders.append((parameter, parameter.weight_loader))
-                            parameter.weight_loader = _of_results(_get_original_loader(parameter))
-                    continue
-                kept.append((layer, name, parameter))
-                if id(parameter) not in views:
-                    like = restore_layer_refs(recorded[name], layer)
-                    view: Any = (_loadable_parameter(layer, name, parameter, like) if contents else like).detach()
-                    view.__class__, view.__dict__ = like.__class__, dict(like.__dict__)
-                    view.weight_loader = _of_results(_get_original_loader(like))  # a reload has wrapped it
-                    views[id(parameter)] = view
-                    if not view.is_meta:
-                        names[_storage(view)] = f"{prefix}.{name}"
-                layer._parameters[name] = views[id(parameter)]
-        yield names
-    finally:
-        for layer, name, parameter in kept:
-            layer._parameters[name] = parameter
-        for parameter, loader in loaders:
-            parameter.weight_loader = loader
-
-
-def _of_results(loader: Callable) -> Callable:
-    """Return a loader that copies once what vLLM's composed loader computes from a copy in place (A of Mamba: -exp).
-
-    The second copy would compare the function of the parameter with the parameter.
-    """
-    if getattr(loader, "__qualname__", "") != "composed_weight_loader.<locals>.composed_loader":
-        return loader
-    parts = inspect.getclosurevars(loader).nonlocals
-    return lambda parameter, tensor: parts["loader"](parameter, parts["fn"](tensor))
-
-
-def _loadable_parameter(layer, name: str, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a parameter in the arrangement in which it is loaded; a meta tensor if this cannot be restored."""
-    experts = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
-    if experts is not None and experts.name not in READABLE_EXPERTS:
-        return torch.empty_like(like)
-    if experts is not None and experts.name == "CPU" and parameter.ndim == 3:
-        parameter = _unpacked_experts(layer, parameter, like)
-    elif name == "weight" and (plain := _plain_convolution(layer)) is not None:
-        parameter = plain.view(like.shape)
-    elif name == "weight" and parameter.shape != like.shape and hasattr(layer, "cpu_linear"):
-        parameter = _unpacked_weight(layer, like)
-    return parameter if parameter.shape == like.shape else torch.empty_like(like)
-
-
-def _unpacked_weight(layer, like: torch.Tensor) -> torch.Tensor:
-    """Return the weight that a linear layer's CPU kernel has packed: its output for the identity, which is exact."""
-    return layer.cpu_linear(torch.eye(like.shape[1], dtype=like.dtype), layer.weight, None).t()
-
-
-def _plain_convolution(layer) -> torch.Tensor | None:
-    """Return the weight of a convolution as it was before the CPU kernel packed it, which vLLM keeps; else None."""
-    return getattr(layer, "_cpu_unpacked_conv_weight", None)
 
 
 def _stale_copies(model: torch.nn.Module) -> list[str]:
@@ -176,31 +87,9 @@ def _stale_copies(model: torch.nn.Module) -> list[str]:
     for prefix, layer in model.named_modules():
         weight = layer._parameters.get("weight")
         if hasattr(layer, "cpu_linear") and weight is not None and weight.numel():
-            count = int((_unpacked_weight(layer, weight) != weight).sum())
+            count = int((unpacked_weight(layer, weight) != weight).sum())
             lines += [f"{prefix}.weight (vLLM's name): {count:,} elements differ in its kernel"] * (count > 0)
-        elif (plain := _plain_convolution(layer)) is not None:
+        elif (plain := plain_convolution(layer)) is not None:
             count = int((_custom_ops.causal_conv1d_weight_pack(plain) != weight).sum())
             lines += [f"{prefix}.weight (vLLM's name): {count:,} elements differ in its kernel"] * (count > 0)
     return lines
-
-
-def _unpacked_experts(layer, packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return experts ``[experts, rows, columns]`` as they were before the CPU kernel padded and packed them.
-
-    Packing permutes the elements. Packing the elements' indices gives the permutation; this is done byte by byte,
-    because bfloat16 represents integers exactly only up to 256.
-    """
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
-    isa = layer.quant_method.moe_kernel.fused_experts.isa
-    number = torch.arange(packed[0].numel()).view_as(packed[:1])
-    origin = torch.zeros_like(number)
-    for byte in range(4):
-        digits = (number >> 8 * byte & 255).to(packed.dtype)
-        origin += cpu_prepack_moe_weight(digits, isa).long() << 8 * byte
-    plain = torch.empty_like(packed)
-    plain.view(len(packed), -1)[:, origin.flatten()] = packed.view(len(packed), -1)
-    if like.shape[1] != plain.shape[1]:  # gate and up, each with padding at its end
-        gate, up = plain.chunk(2, dim=1)
-        plain = torch.cat([gate[:, : like.shape[1] // 2], up[:, : like.shape[1] // 2]], dim=1)
-    return plain[:, :, : like.shape[2]].contiguous()

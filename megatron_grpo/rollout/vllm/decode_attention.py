@@ -9,8 +9,12 @@ import torch
 import triton
 import triton.language as tl
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 LEAST_PROGRAMS = 256  # fewer do not fill a GPU
@@ -26,8 +30,19 @@ def register() -> None:
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{DecodeAttentionBackend.__name__}")
 
 
+class DecodeMetadataBuilder(FlashAttentionMetadataBuilder):
+    """What FlashAttention plans; a CUDA graph of this kernel serves no batch with a prompt, as one of theirs may."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
 class DecodeAttentionBackend(FlashAttentionBackend):
     """FlashAttention with this kernel for decode steps."""
+
+    @staticmethod
+    def get_builder_cls() -> type["DecodeMetadataBuilder"]:
+        """Return the class that plans a batch."""
+        return DecodeMetadataBuilder
 
     @staticmethod
     def get_impl_cls() -> type["DecodeAttention"]:

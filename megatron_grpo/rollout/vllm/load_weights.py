@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from megatron_grpo.rollout.vllm.adapter import base_model
+from megatron_grpo.rollout.vllm.loading_shapes import IN_PLACE_EXPERTS, loading_shapes
 from megatron_grpo.utils.errors import GrpoError
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-IN_PLACE_EXPERTS = ("TRITON", "BATCHED_TRITON")  # kernels that use experts as loaded
 
 
 def load_weights(worker, weights: Weights) -> None:
@@ -32,8 +32,6 @@ def load_model(model: Any, reload: Callable[[Weights], None], weights: Weights) 
             _check_plain_experts(model)
             model.load_weights(weights)  # in place: a reload would lose the sinks (`_without_sinks`)
         elif can_load_in_place(model):
-            from megatron_grpo.rollout.vllm.compare import loading_shapes  # which imports this module
-
             with loading_shapes(model):  # kernels have replaced parameters that have loaders
                 model.load_weights(weights)  # a reload would hold each layer twice
         else:

@@ -16,9 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.rollout.vllm.adapter import base_model
-from megatron_grpo.rollout.vllm.compare import can_compare, loading_shapes
+from megatron_grpo.rollout.vllm.compare import can_compare
 from megatron_grpo.rollout.vllm.draft import draft_model, drafts_with
 from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert, can_load_in_place, name_loaders
+from megatron_grpo.rollout.vllm.loading_shapes import loading_shapes
 from megatron_grpo.weights.transfer_plan import Box, HfTensor, Reads
 
 

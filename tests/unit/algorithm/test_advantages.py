@@ -333,6 +333,11 @@ def test_equal_sums_of_tenths_are_equal(weights, unit):
     np.testing.assert_allclose(total, [float(value) * unit for value in exact], rtol=1e-6, atol=1e-6 * unit)
 
 
+def test_rewards_of_one_function_keep_their_bits():
+    rewards = np.array([[1234567, NAN], [1234568, NAN], [NAN, 1 / 3]], np.float32)
+    np.testing.assert_array_equal(combine_rewards(rewards, [1.0, 1.0]), np.nan_to_num(rewards).sum(1))
+
+
 def test_combine_rewards_refuses_another_number_of_weights():
     with pytest.raises(ValueError, match="1 reward weights"):
         combine_rewards(np.zeros((3, 2), np.float32), [1.0])

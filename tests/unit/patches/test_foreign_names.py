@@ -23,7 +23,7 @@ ALLOWED = {
     ("megatron_grpo/rewards/sandbox/sandbox_driver.py", "sys.stdin"): "files of a process that runs a program",
     ("megatron_grpo/rewards/sandbox/sandbox_driver.py", "sys.stdout"): "the same",
     ("megatron_grpo/rewards/sandbox/sandbox_driver.py", "sys.stderr"): "the same",
-    ("megatron_grpo/rollout/vllm/compare.py", "view.__class__"): "of a view that is made there",
+    ("megatron_grpo/rollout/vllm/loading_shapes.py", "view.__class__"): "of a view that is made there",
     ("tools/others_verl.py", "config.get"): "of a namespace that is made there",
 }
 # Instruments: they count or imitate what is called, in a process of their own.

@@ -266,6 +266,19 @@ REFUSED = {
     "--importance-sampling-level sequence --epsilon 0.2": "leave it out (3e-4, and 4e-4 as --epsilon-high)",
     "--loss-type gmpo --importance-sampling-level sequence": "has no effect with --loss-type gmpo",
     "--loss-type sapo --epsilon-high 0.3": "--epsilon-high has no effect with --loss-type sapo",
+    **{
+        f"--loss-type dpo --beta 0.1 {words}": f"{words.split()[0]} and --loss-type dpo cannot both be given"
+        for words in (
+            "--rollout-importance-sampling-mode token_truncate",
+            "--top-entropy-quantile 0.2",
+            "--clip-cov-ratio 1e-3",
+            "--kl-cov-ratio 1e-3",
+            "--off-policy-sequence-mask-delta 0.1",
+            "--kl-in-reward",
+        )
+    },
+    "--train-only l --dynamic-sample": "--train-only and --dynamic-sample cannot both be given",
+    "--train-only l --reward-clip 1": "--train-only and --reward-clip cannot both be given",
     "--loss-type reinforce --dual-clip 4": "--dual-clip has no effect with --loss-type reinforce",
     "--tau-pos 2": "--tau-pos has no effect with --loss-type grpo",
     "--dual-clip 1.2": "--dual-clip (1.2) must be greater than 1 + --epsilon-high (1.2)",
