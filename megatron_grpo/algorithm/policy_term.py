@@ -222,7 +222,7 @@ def _with_update_advantages(
     return batch, loss_metrics_of_update(args, loss, inputs)
 
 
-def loss_metrics_of_update(args, loss: Loss, inputs: Mapping[str, np.ndarray]) -> dict[str, float]:
+def loss_metrics_of_update(args, loss: Loss, inputs: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a loss (``update_metrics``) from UPDATE_INPUTS; GrpoError for a wrong form or name."""
     found = call(loss.update_metrics, inputs, args) if loss.update_metrics else {}
     if not isinstance(found, Mapping):
