@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -220,8 +221,26 @@ def _with_update_advantages(
     inputs["scores"] = inputs["scores"] / np.maximum(lengths, 1)
     advantages = batch.advantages.copy()
     advantages[completions] = call(loss.update_advantages, inputs, args)
-    metrics = call(loss.update_metrics, inputs, args) if loss.update_metrics else {}
-    return replace(batch, advantages=advantages, token_advantages=None), metrics
+    batch = replace(batch, advantages=advantages, token_advantages=None)
+    return batch, loss_metrics_of_update(args, loss, inputs)
+
+
+def loss_metrics_of_update(args, loss: Loss, inputs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a loss (``update_metrics``) from UPDATE_INPUTS; GrpoError for a wrong form or name."""
+    found = call(loss.update_metrics, inputs, args) if loss.update_metrics else {}
+    if not isinstance(found, Mapping):
+        raise GrpoError(
+            f"--loss-type {loss.name}: update_metrics returned {found!r:.80}: return a dict of numbers by name "
+            f'("{loss.name}/NAME")'
+        )
+    for name, value in found.items():
+        if not isinstance(value, Real):
+            raise GrpoError(f"--loss-type {loss.name}: update_metrics returned {name!r}: {value!r:.80}, not a number")
+        if not str(name).startswith(f"{loss.name}/"):
+            raise GrpoError(
+                f'--loss-type {loss.name}: update_metrics returned a metric {name!r}: name it "{loss.name}/NAME"'
+            )
+    return {name: float(value) for name, value in found.items()}
 
 
 def _random_numbers(args, batch: RolloutBatch, completions: np.ndarray, iteration: int) -> np.ndarray:

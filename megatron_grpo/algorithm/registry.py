@@ -87,7 +87,7 @@ class Loss(Entry):
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of flags whose general default is None
     # Replaces the advantages of an update, from statistics of all its completions (UPDATE_INPUTS): [n].
     update_advantages: Function | None = None
-    # Returns metrics of an update from the same statistics, by name: "foo/strength".
+    # Returns metrics of an update from the same statistics, by name: "foo/strength". Needs update_advantages.
     update_metrics: Function | None = None
     one_advantage: bool = False  # needs the same advantage at all tokens of a completion
     demonstrations: bool = False  # --sft-loss-type: of demonstrations beside a rollout, not of --loss-type
@@ -207,6 +207,11 @@ def register_loss(
     def register(function: Function) -> Function:
         if aggregation not in AGGREGATIONS:
             raise GrpoError(f"loss {name}: aggregation must be one of {', '.join(AGGREGATIONS)}, not {aggregation!r}")
+        if properties.get("update_metrics") and not properties.get("update_advantages"):
+            raise GrpoError(
+                f"loss {name}: update_metrics needs update_advantages, with whose statistics it is called: give both "
+                "(lambda advantages: advantages changes nothing), or return metrics of the tokens in a PolicyLoss"
+            )
         LOSSES.add(Loss(name, function, aggregation=aggregation, **properties), flags)
         return function
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.losses import LOSSES
-from megatron_grpo.algorithm.policy_term import policy_loss
+from megatron_grpo.algorithm.policy_term import loss_metrics_of_update, policy_loss
 from megatron_grpo.algorithm.registry import Entry, Function, call
 from megatron_grpo.algorithm.rollout_advantages import of_shape
 from megatron_grpo.utils.arguments import replaced
@@ -105,10 +105,13 @@ def _try_loss(args: Namespace) -> None:
             f"--loss-type {args.loss_type} returned a loss that does not depend on log_probs or log_ratio: nothing "
             "would be trained (leave out detach, item and numpy)"
         )
-    if update_advantages := LOSSES.get(args.loss_type).update_advantages:
+    chosen = LOSSES.get(args.loss_type)
+    if chosen.update_advantages:
         zeros, signs = np.zeros(len(lengths)), np.resize(np.array([1.0, -1.0], np.float32), len(lengths))
         inputs = {"scores": zeros, "advantages": signs, "group_ids": _group_ids(args), "lengths": lengths}
-        call(update_advantages, inputs | {"over_reference": zeros}, args)
+        inputs["over_reference"] = zeros
+        call(chosen.update_advantages, inputs, args)
+        loss_metrics_of_update(args, chosen, inputs)
 
 
 def _try_estimator(args: Namespace) -> None:

@@ -62,6 +62,7 @@ class Double(ThreadingHTTPServer):
         self.generated, self.fail_after = 0, None  # number of requests; the server dies after ``fail_after``
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.asleep: set[str] = set()
+        self.instead = lambda path: None  # an answer of 200 that is not the server's own; it may wait, too
         self.stall, self.stalled = None, threading.Event()  # of streams
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -165,6 +166,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return
+        if (answer := double.instead(path)) is not None:
+            return self.reply(200, answer)
         if double.fault == "500 generating" and generating:
             return self.reply(500, {"error": {"message": "out of memory", "code": 500}})
         if double.key and self.guarded(path) and self.headers.get("Authorization") != f"Bearer {double.key}":

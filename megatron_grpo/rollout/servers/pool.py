@@ -36,6 +36,10 @@ class Job:
     seed: int
     failures: int = 0
     aborted: set[int] = field(default_factory=set)  # ids of aborted requests
+    dispatched: float = 0.0  # time of the newest dispatch
+
+    def restart(self) -> None:
+        """Drop what has arrived since the newest dispatch."""
 
 
 class ServerPool:
@@ -46,8 +50,9 @@ class ServerPool:
     on: pools of several processes know only their own requests, and start at different servers. A failed server is
     probed a few times. A server is excluded if it makes no progress for ``timeout`` seconds while it has work, or if it
     has restarted and so lost its weights. Requests of an excluded server go to the others. `refresh` readmits servers
-    that answer; with ``joins`` they receive the newest weights in the background, while the others generate. The
-    methods raise EngineLost if no server is left.
+    that answer; with ``joins`` they receive the newest weights in the background, while the others generate. After a
+    time without polls, and so without probes, requests wait for the next probes. The methods raise EngineLost if no
+    server is left; with ``joins`` if none has joined ``timeout`` seconds later.
     """
 
     joins = False  # the newest weights can be loaded again at any time
@@ -70,6 +75,7 @@ class ServerPool:
         self._joining: dict[asyncio.Task, Server] = {}
         self._newest: tuple[int, Load] | None = None  # version of the newest weights, and how a server loads them
         self._last_poll_end = time.monotonic()  # when the last poll ended
+        self._watched_since = 0.0  # older probes say nothing of a server: it may have restarted since
         self.drafts: DraftCounts | None = None  # of all servers; None without drafts
 
     # ---- at the start and between rollouts
@@ -114,6 +120,7 @@ class ServerPool:
                 await server.check()
             return status
 
+        began = time.monotonic()
         outcomes = list(zip(self.servers, self._call_servers(probe, self.servers), strict=True))
         # Servers that answer come first, because the run ends as soon as no server is left.
         for server, outcome in sorted(outcomes, key=lambda pair: isinstance(pair[1], Fault)):
@@ -126,6 +133,7 @@ class ServerPool:
                 server.version, server.exclusion_reason, server.process = None, None, outcome.process
             self._count_drafts(server, outcome)
             server.last_progress, server.failures, server.next_probe = time.monotonic(), 0, 0.0
+            server.confirmed = began
         versions = {server.version for server in self.serving()}
         return len(versions) == 1 and None not in versions
 
@@ -138,6 +146,7 @@ class ServerPool:
         for server, state in zip(self.servers, states, strict=True):
             vars(server).update(state)
             server.last_progress, server.failures, server.next_probe = time.monotonic(), 0, 0.0
+            server.confirmed = time.monotonic()
 
     @staticmethod
     async def _status_with_retries(server: Server) -> Status:
@@ -178,6 +187,7 @@ class ServerPool:
         if load:
             await load(server)
         await server.finish_update(version)
+        server.confirmed = time.monotonic()
         status = await server.status(PROBE_TIMEOUT)
         server.process, server.drafts = status.process, status.drafts
         server.version = version
@@ -255,9 +265,12 @@ class ServerPool:
 
     def poll(self, timeout: float = 0.1) -> list[Completion]:
         """Dispatch queued requests to servers with room; return completions after at most ``timeout`` seconds."""
-        away = time.monotonic() - self._last_poll_end  # time between polls does not count towards a server's time-out
+        now = time.monotonic()
+        away = now - self._last_poll_end  # time between polls does not count towards a server's time-out
         for server in self.servers:
             server.last_progress += away
+        if away > WATCH_INTERVAL:
+            self._watched_since = now - WATCH_INTERVAL
         try:
             return self._loop.run_until_complete(self._step(timeout))
         finally:
@@ -304,6 +317,7 @@ class ServerPool:
                     raise fault
             elif not task.cancelled():
                 task.exception()  # retrieved so that asyncio does not report it
+        self._dispatch()  # here too: the next poll may come so late that it waits for other probes
         return finished
 
     def _dispatch(self) -> None:
@@ -312,6 +326,8 @@ class ServerPool:
             room = self.max_in_flight - size if size < self.max_in_flight else 0
             ready = [server for server in self._from_first if server.exclusion_reason is None]
             ready = [server for server in ready if server.version is not None and not server.failures]
+            if any(server.confirmed < self._watched_since for server in ready):  # all wait, else one would get all
+                break
             ready = [server for server in ready if server.in_flight <= room]
             if not ready:
                 break
@@ -319,8 +335,10 @@ class ServerPool:
             if not server.in_flight:
                 server.last_progress = time.monotonic()  # it was idle
             server.in_flight += size
+            job.dispatched = time.monotonic()
             self._running[self._loop.create_task(self._answers(job, server))] = (job, server)
-        if self._queue and not any(server.version is not None for server in self.serving()):
+        lost = self._newest is None and not any(server.version is not None for server in self.serving())
+        if self._queue and lost:
             raise EngineLost("no server holds the weights: sync the weights first")
 
     async def _answers(self, job: Job, server: Server) -> list[Completion]:
@@ -333,12 +351,12 @@ class ServerPool:
         self._queue.appendleft(job)
         if server.exclusion_reason is not None:
             return
-        if not fault.retryable:
-            self._exclude(server, str(fault))
-            return
         job.failures += 1
         if job.failures > RETRIES * len(self.servers):
             raise EngineLost(f"a request failed {job.failures} times, the last time at {server.url}: {fault}")
+        if not fault.retryable:
+            self._exclude(server, str(fault))
+            return
         if not server.failures:  # otherwise another request has reported the failure
             server.failures = 1
             server.next_probe = time.monotonic() + _pause(0)
@@ -347,6 +365,8 @@ class ServerPool:
         """Start the probes that are due; exclude servers without progress, and let excluded ones join."""
         now = time.monotonic()
         newest = self._newest
+        if self._queue and not self.serving() and now - max(s.last_progress for s in self.servers) > self.timeout:
+            raise self._lost()
         for server in self.servers:
             is_due = server.exclusion_reason is not None and now >= server.next_probe
             if newest is not None and is_due and server not in self._joining.values():
@@ -356,7 +376,7 @@ class ServerPool:
             if (server.in_flight or server.failures) and now - server.last_progress > self.timeout:
                 self._exclude(server, f"no progress for {self.timeout:g} s")
             elif now >= server.next_probe and server not in self._probes.values():
-                server.next_probe = now + WATCH_INTERVAL
+                server.probed, server.next_probe = now, now + WATCH_INTERVAL
                 self._probes[self._loop.create_task(server.status(PROBE_TIMEOUT))] = server
 
     def _handle_probe(self, server: Server, task: asyncio.Task) -> None:
@@ -378,8 +398,12 @@ class ServerPool:
             raise fault
         status = task.result()
         if server.version is not None and status.process != server.process:
+            for job, owner in self._running.values():
+                if owner is server and job.dispatched > server.confirmed:  # perhaps the new process samples it
+                    job.restart()
             self._exclude(server, "it has restarted and lost its weights")
             return
+        server.confirmed = server.probed
         if not server.in_flight or status.progress is None or status.progress != server.progress:
             server.last_progress = time.monotonic()
             if server.in_flight:
@@ -396,8 +420,8 @@ class ServerPool:
         if fault is not None:
             server.version = None
             if not fault.retryable and server.exclusion_reason != str(fault):
-                server.exclusion_reason = str(fault)
                 log(f"server {server.url} cannot join: {fault}")
+            server.exclusion_reason = str(fault)
 
     def read_drafts(self) -> None:
         """Add to ``drafts`` what the servers have drafted since the last look at them."""
@@ -417,19 +441,26 @@ class ServerPool:
         server.drafts = status.drafts
 
     def _exclude(self, server: Server, reason: str) -> None:
-        """Exclude a server until the next sync; put its requests at the front of the queue."""
+        """Exclude a server until the next sync, or until it joins; put its requests at the front of the queue."""
         if server.exclusion_reason is None:
             until = "it can join again" if self._newest is not None else "the next weight sync"
             log(f"server {server.url} is excluded until {until}: {reason}")
         server.exclusion_reason, server.version, server.failures = reason, None, 0
-        server.next_probe = time.monotonic() + WATCH_INTERVAL
+        server.last_progress = time.monotonic()
+        server.next_probe = server.last_progress + WATCH_INTERVAL
         for task, (job, owner) in list(self._running.items()):
             if owner is server:
                 self._cancel(task, server)
                 self._queue.appendleft(job)
         if not self.serving():
-            reasons = "; ".join(f"{server.url}: {server.exclusion_reason}" for server in self.servers)
-            raise EngineLost(f"no server is left to generate ({reasons}): start the servers again")
+            if self._newest is None:
+                raise self._lost()
+            progress.advance()
+            log(f"no server is left to generate: waiting up to {self.timeout:g} s for one that joins")
+
+    def _lost(self) -> EngineLost:
+        reasons = "; ".join(f"{server.url}: {server.exclusion_reason}" for server in self.servers)
+        return EngineLost(f"no server is left to generate ({reasons}): start the servers again")
 
     def _cancel(self, task: asyncio.Task, server: Server) -> None:
         job, _ = self._running.pop(task)

@@ -2,9 +2,11 @@
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.draft_counts import DraftCounts
@@ -12,6 +14,28 @@ from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.utils.http_client import Client, Fault
 
 _RUN_ID = uuid.uuid4().hex[:12]
+NEWEST: ContextVar[tuple[str, Any]] = ContextVar("NEWEST", default=("", None))  # (path, answer) in this task
+
+
+def reads_answers[S: "Server", **P, R](
+    method: Callable[Concatenate[S, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
+    """Return a method of a server that raises a retryable Fault for an answer of another form than it expects.
+
+    While a server restarts, a gateway or another program can answer at its address.
+    """
+
+    @wraps(method)
+    async def read(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return await method(self, *args, **kwargs)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            path, answer = NEWEST.get()
+            text = " ".join(str(answer).split())[:300]
+            reason = f"not as an inference server does ({type(error).__name__}: {error})"
+            raise Fault(f"{path} answered {text}, {reason}", retryable=True) from error
+
+    return read
 
 
 class Status(NamedTuple):
@@ -58,6 +82,13 @@ class Server(Client, ABC):
     last_progress: float = 0.0  # time of the last answer with progress
     progress: float | None = None
     drafts: DraftCounts | None = None  # of the newest status
+    probed: float = 0.0  # time at which the newest probe began
+    confirmed: float = 0.0  # time at which the newest probe that found ``process`` began
+
+    async def call(self, method: str, path: str, body: dict | None = None, timeout: float | None = None) -> Any:
+        answer = await super().call(method, path, body, timeout)
+        NEWEST.set((path, answer))
+        return answer
 
     @abstractmethod
     async def check(self) -> None:

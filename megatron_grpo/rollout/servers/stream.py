@@ -1,7 +1,8 @@
 """Servers as the engine of a rank of their own (``--rollout-ranks`` with ``--vllm-mode server``).
 
-Every request is a stream of tokens, so that what has arrived is never lost: a request that new weights interrupt, or
-whose server dies, goes on from its tokens, on whatever server has room.
+Every request is a stream of tokens, so that what has arrived is not lost: a request that new weights interrupt, or
+whose server dies, goes on from its tokens, on whatever server has room. Tokens that a restarted server may have sampled
+with its initial weights are dropped.
 """
 
 import contextlib
@@ -26,6 +27,10 @@ class StreamedJob(Job):
     """One request, and what has arrived of its completion."""
 
     streamed: Streamed | None = None
+
+    def restart(self) -> None:
+        if self.streamed is not None:
+            self.streamed = Streamed(self.streamed.request)
 
 
 class StreamPool(ServerPool):
@@ -59,6 +64,11 @@ class StreamPool(ServerPool):
         streams = [job.streamed for job in jobs if isinstance(job, StreamedJob) and job.streamed is not None]
         return sorted((stream.completion() for stream in streams), key=lambda completion: completion.id)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are no requests."""
+        return not self._running and not self._queue
+
     def drop_all(self) -> None:
         """Drop all requests and close their connections, so that the servers abort them."""
         self._queue.clear()
@@ -90,6 +100,11 @@ class ServerStream:
     def poll(self) -> list[Completion]:
         """Return the completions that have finished since the last call."""
         return self._pool.poll(POLL)
+
+    def watch(self) -> None:
+        """Probe the servers, and let excluded ones join, while there are no requests to `poll` for."""
+        if self._pool.is_idle:
+            self._pool.poll(0.0)
 
     def abort(self, ids: Iterable[int]) -> None:
         """See `Submits.abort`."""

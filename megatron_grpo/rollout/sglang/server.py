@@ -12,7 +12,14 @@ from typing import Any
 
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.engine import ServerEngine, WeightTransfer, receiving_ranks
-from megatron_grpo.rollout.servers.server import Server, Status, refuse_quantized, sampling_parameters, weight_tag
+from megatron_grpo.rollout.servers.server import (
+    Server,
+    Status,
+    reads_answers,
+    refuse_quantized,
+    sampling_parameters,
+    weight_tag,
+)
 from megatron_grpo.rollout.sglang.ipc import SglangIpcTransfer
 from megatron_grpo.rollout.sglang.nccl import SglangNcclTransfer
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
@@ -53,6 +60,7 @@ class SglangServer(Server):
         self._args = args
         self._released: list[str] = []
 
+    @reads_answers
     async def check(self) -> None:
         info = await self.call("GET", "/get_server_info", timeout=PROBE_TIMEOUT)
         if self._args.sleep_level and not info["enable_memory_saver"]:
@@ -77,6 +85,7 @@ class SglangServer(Server):
                 "/get_model_info has no weight_version, so that restarts cannot be detected: use a newer SGLang"
             )
 
+    @reads_answers
     async def status(self, timeout: float) -> Status:
         model = await self.call("GET", "/get_model_info", timeout=timeout)
         if self.in_flight:  # an idle server generates one token
@@ -85,6 +94,7 @@ class SglangServer(Server):
         self._released = released.split()
         return Status(name, None)
 
+    @reads_answers
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         sampling, prompt = requests[0].sampling, list(requests[0].prompt_ids)
         version, weights = self.version, self.process  # every sender knows the name of rank 0's weights
@@ -136,6 +146,7 @@ class SglangServer(Server):
         }
         await self.call("POST", "/update_weights_from_disk", body, timeout=timeout)
 
+    @reads_answers
     async def checksums(self) -> dict[str, str] | None:
         timeout = self._args.sglang_server_timeout
         answer = await self.call_if_able("POST", "/weights_checker", {"action": "checksum"}, timeout)

@@ -31,6 +31,7 @@ from megatron_grpo.rollout.engine import AdapterEngine, Completion, Interruptibl
 from megatron_grpo.rollout.episodes import print_failures
 from megatron_grpo.rollout.ledger.ledger import Ledger
 from megatron_grpo.rollout.plan import rollout_seed, training_sampling
+from megatron_grpo.rollout.servers.stream import ServerStream
 from megatron_grpo.rollout.stream import messages
 from megatron_grpo.rollout.stream.messages import Message
 from megatron_grpo.rollout.unfinished import Group, prompts_of, read_groups, with_completion, write_groups
@@ -86,7 +87,7 @@ class Producer:
         self._is_lead = joint.role.rank == 0
         self._inbox = messages.Receiver(joint.store, messages.commands(self._replica))
         self._outbox = messages.Sender(joint.store, messages.reports(self._replica))
-        servers = len(urls_of_replica(args, self._replica))
+        servers = self._servers = len(urls_of_replica(args, self._replica))
         self._capacity = args.vllm_max_num_seqs * max(1, servers)  # requests at a time
         self._at_once = AT_ONCE * max(1, servers)  # else many servers would wait for their requests
         self._size = args.num_generations
@@ -118,6 +119,8 @@ class Producer:
             while not self._ended:
                 self._obey()
                 self._fill()
+                if self._servers:
+                    cast(ServerStream, self._engine).watch()
                 if self._running:
                     self._step()
                 else:

@@ -29,9 +29,11 @@ from megatron_grpo.rollout.arguments import probability_changes, replays_top_k, 
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.engine import ServerEngine, receiving_ranks
 from megatron_grpo.rollout.servers.server import (
+    NEWEST,
     Server,
     Status,
     Streamed,
+    reads_answers,
     refuse_quantized,
     sampling_parameters,
     weight_tag,
@@ -83,6 +85,7 @@ class VllmServer(Server):
         self.load = ""  # name of the newest load of weights
         self._video_flags: dict[str, Any] = {}  # of its --media-io-kwargs
 
+    @reads_answers
     async def check(self) -> None:
         args = self._args
         card = (await self.call("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
@@ -208,6 +211,7 @@ class VllmServer(Server):
                     f"its model has {theirs[what]} {what}, the trainer's has {mine}: start it with the same model"
                 )
 
+    @reads_answers
     async def status(self, timeout: float) -> Status:
         text = await self.call("GET", "/metrics", timeout=timeout)
         tokens = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\{.*\} (\S+)$", text, re.M)
@@ -218,6 +222,7 @@ class VllmServer(Server):
         drafts = np.array([sum(map(float, of_engines)) for of_engines in found], np.int64) if all(found) else None
         return Status(process, sum(map(float, tokens)) if tokens else None, drafts)
 
+    @reads_answers
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         prompt, version = list(requests[0].prompt_ids), self.version
         assert version is not None
@@ -230,6 +235,7 @@ class VllmServer(Server):
             raise Fault(f"it returned the completions {[c['index'] for c in choices]} for {len(requests)} requests")
         return [self._completion(requests[choice["index"]], choice, prompt, version) for choice in choices]
 
+    @reads_answers
     async def stream(self, streamed: Streamed, seed: int) -> Completion:
         assert self.version is not None
         streamed.version, request = self.version, streamed.request.with_begun_in_prompt()
@@ -238,6 +244,7 @@ class VllmServer(Server):
         path = _GENERATE if with_images else "/v1/completions"
         body = self._body_with_images([request], seed) if with_images else self._body([request], seed)
         async for event in self.events(path, body | {"stream": True, "cache_salt": weight_tag(self.version)}):
+            NEWEST.set((path, event))
             if "choices" not in event:
                 raise Fault(f"{path}: {str(event)[:300]}", retryable=True)
             for choice in event["choices"]:
@@ -328,6 +335,7 @@ class VllmServer(Server):
                 kept = _kept(ids, log_probs, choice["logprobs"]["top_logprobs"], sampling.top_k)
         return Completion(request.id, ids, log_probs, reason, [version] * len(ids), kept_token_ids=kept)
 
+    @reads_answers
     async def checksums(self) -> dict[str, str] | None:
         timeout = self._args.vllm_server_timeout
         answer = await self.call_if_able("POST", "/weight_checker", {"action": "checksum"}, timeout)
@@ -345,6 +353,7 @@ class VllmServer(Server):
         if last:  # unknown to a server that has restarted
             await self.call_if_able("POST", "/v1/unload_lora_adapter", {"lora_name": last}, PROBE_TIMEOUT)
 
+    @reads_answers
     async def finish_update(self, version: int) -> None:
         # reset_external also clears caches that the server's own flags offload or transfer.
         path = "/reset_prefix_cache?reset_external=true"

@@ -147,3 +147,33 @@ def test_advantages_of_an_update(tmp_path):
     )
     with pytest.raises(GrpoError, match=r"^--loss-type mine raised NameError: name 'nonsense'"):
         tried(tmp_path, text, "--loss-type mine")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return {'mine/tokens': lengths.sum(), 'mine/rate': 0.5}", None),
+        ("return lengths.nonsense", r" raised AttributeError: .*nonsense.*mine\.py, line 6"),
+        ("pass", ": update_metrics returned None: return a dict of numbers by name"),
+        ("return {'mine/tokens': lengths}", r": update_metrics returned 'mine/tokens': array\(.*, not a number"),
+        ("return {'mine': 1}", ": update_metrics returned a metric 'mine': name it \"mine/NAME\""),
+        ("return {'tokens/mine': 1}", ": update_metrics returned a metric 'tokens/mine': name it \"mine/NAME\""),
+    ],
+)
+def test_metrics_of_an_update(tmp_path, body, message):
+    text = (
+        f"def metrics(lengths):\n    {body}\n\n"
+        "@register_loss('mine', aggregation='dapo', update_advantages=lambda advantages: advantages, "
+        "update_metrics=metrics)\ndef mine(log_ratio, advantages):\n    return -log_ratio * advantages\n"
+    )
+    if message is None:
+        tried(tmp_path, text, "--loss-type mine")
+        return
+    with pytest.raises(GrpoError, match=f"^--loss-type mine{message}"):
+        tried(tmp_path, text, "--loss-type mine")
+
+
+def test_metrics_of_an_update_need_its_advantages(tmp_path):
+    text = "@register_loss('mine', aggregation='dapo', update_metrics=len)\ndef mine(log_ratio):\n    pass\n"
+    with pytest.raises(GrpoError, match=r"loss mine: update_metrics needs update_advantages"):
+        tried(tmp_path, text)

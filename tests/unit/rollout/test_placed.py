@@ -156,6 +156,17 @@ class AdapterEngine(MadeUpEngine):
         return [] if self.adapter["q.lora_B"].any() else ["q"]
 
 
+class WatchedEngine(MadeUpEngine):
+    """An engine over servers."""
+
+    def __init__(self):
+        super().__init__()
+        self.watched = threading.Event()
+
+    def watch(self):
+        self.watched.set()
+
+
 class Scorer:
     """The reward of a completion: its place; equal for all completions of rows below ``without_signal``."""
 
@@ -324,6 +335,12 @@ def test_completions_live_through_new_weights_within_the_bound(launch, how):
     if how == "drain":
         assert mixed == 0
     check_seeds(run)
+
+
+def test_servers_are_watched_while_nothing_runs(launch, monkeypatch):
+    monkeypatch.setattr(producer, "urls_of_replica", lambda args, replica: ["http://a:8000"])
+    run = launch(engine=WatchedEngine)
+    assert all(engine.watched.wait(60) and not engine.seeds for engine in run.engines)
 
 
 @pytest.mark.parametrize(("staleness", "most"), [(0, 8), (1, 3)])

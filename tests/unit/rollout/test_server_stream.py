@@ -1,6 +1,7 @@
 """Servers as the engine of a rank of --rollout-ranks: what has arrived of a completion is never lost."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -12,10 +13,12 @@ from test_servers import PROMPTS, arguments
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.servers import pool as pools
+from megatron_grpo.rollout.servers.server import Streamed
 from megatron_grpo.rollout.servers.stream import ServerStream
 from megatron_grpo.rollout.vllm.server import VllmServer
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
-from megatron_grpo.utils.errors import EngineLost
+from megatron_grpo.utils.errors import EngineLost, GrpoError
+from megatron_grpo.utils.http_client import Fault
 
 LONGEST = 8
 SAMPLING = Sampling(LONGEST, temperature=1.0, stop_token_ids=(EOS,), log_probs=True)
@@ -254,10 +257,156 @@ def test_a_server_that_cannot_serve_does_not_join(engine, doubles, capsys):
     assert engine._pool.servers[0].version is None and len(engine._pool.serving()) == 1
 
 
-@pytest.mark.slow
 def test_without_a_server_the_run_ends(engine, doubles):
+    engine._pool.timeout = 0.5
     for double in doubles:
         double.fault = "die"
     engine.submit(requests())
     with pytest.raises(EngineLost, match="no server is left to generate"):
         finish(engine, 6)
+
+
+def until(engine, holds):
+    """Poll until a condition holds; return what finished meanwhile."""
+    finished, deadline = [], time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        finished += engine.poll()
+    return finished
+
+
+def check_first_version(completions):
+    for completion in completions:
+        wanted = log_probs_of(requests()[completion.id], completion.token_ids, 1)
+        assert torch.allclose(torch.tensor(completion.log_probs), wanted, atol=1e-5)
+        assert set(completion.weight_versions) == {1}
+
+
+def asked(double, path):
+    return sum(path == called for called, _ in double.calls)
+
+
+def test_a_server_that_restarted_unseen_samples_nothing(engine, doubles):
+    """Requests wait for a probe after a time without polls."""
+    answers = threading.Event()
+    doubles[0].restart()
+    doubles[0].instead = lambda path: answers.wait(60) and None if path == "/metrics" else None
+    engine._pool._last_poll_end -= 60  # a minute without polls
+    for server in engine._pool.servers:
+        server.confirmed = 0.0
+    probes = asked(doubles[0], "/metrics")
+    engine.submit(requests())
+    finished = until(engine, lambda: asked(doubles[0], "/metrics") > probes)
+    for _ in range(5):
+        finished += engine.poll()
+    assert not finished and asked(doubles[0], "/v1/completions") == 0
+    answers.set()
+    check_first_version(finish(engine, 6))
+
+
+def test_tokens_of_a_new_process_are_dropped(engine, doubles, monkeypatch):
+    """A probe finds a restart after streams have begun; those begin again."""
+    until(engine, lambda: not engine._pool._probes)
+    monkeypatch.setattr(pools, "WATCH_INTERVAL", 1000.0)
+    for server in engine._pool.servers:
+        server.next_probe = time.monotonic() + 1000
+    doubles[0].restart()
+    finished = stalled(engine, doubles, 3)
+    assert asked(doubles[0], "/v1/completions") and engine.unfinished()
+    engine._pool.servers[0].next_probe = 0.0
+    finished += until(engine, lambda: engine._pool.servers[0].exclusion_reason)
+    for double in doubles:
+        double.stall = None
+    check_first_version(finished + finish(engine, 6 - len(finished)))
+
+
+def test_servers_join_while_nothing_runs(engine, doubles):
+    doubles[0].fault = "die"
+    engine.submit(requests())
+    until(engine, lambda: engine._pool.servers[0].exclusion_reason and engine._pool.is_idle)
+    doubles[0].restart()
+    doubles[0].fault = ""
+    deadline = time.monotonic() + 60
+    while len(engine._pool.serving()) < 2:
+        assert time.monotonic() < deadline
+        engine.watch()
+
+
+ODD = {
+    "/v1/models": {"object": "list", "data": []},
+    "/server_info": {"vllm_config": "none"},
+    "/metrics": {},
+    "/weight_info": ["none"],
+    "/reset_prefix_cache": {},
+}
+
+
+@pytest.mark.parametrize("path", ODD)
+def test_others_that_answer_at_a_servers_address_do_not_end_the_run(path, engine, doubles):
+    """While a server restarts, a gateway without a backend answers, or another program."""
+    odd = {path: ODD[path]}
+    if path in ("/metrics", "/weight_info"):  # of a server that serves
+        doubles[0].instead = odd.get
+        engine.submit(requests())
+        check_first_version(finish(engine, 6))
+        doubles[0].instead = lambda path: None
+    doubles[0].restart()
+    until(engine, lambda: engine._pool.servers[0].exclusion_reason)
+    doubles[0].instead, before = odd.get, asked(doubles[0], "/metrics")
+    until(engine, lambda: asked(doubles[0], "/metrics") >= before + 2)
+    engine.submit(requests())
+    check_first_version(finish(engine, 6))
+    assert len(engine._pool.serving()) == 1 and path in engine._pool.servers[0].exclusion_reason
+    doubles[0].instead = lambda path: None
+    until(engine, lambda: len(engine._pool.serving()) == 2)
+
+
+def test_an_odd_stream_is_a_fault(doubles):
+    doubles[0].instead = {"/v1/completions": {"choices": [{}]}}.get
+
+    async def stream():
+        server = VllmServer(doubles[0].url, arguments())
+        server.version = 1
+        try:
+            await server.stream(Streamed(requests()[0]), 1)
+        finally:
+            await server.close()
+
+    with pytest.raises(Fault, match=r"^/v1/completions answered .*choices.*, not as an inference server does") as found:
+        asyncio.run(stream())
+    assert found.value.retryable
+
+
+def test_an_odd_answer_at_the_start_is_named(doubles):
+    doubles[0].instead = {"/v1/models": {"data": []}}.get
+    pool = pools.ServerPool([VllmServer(doubles[0].url, arguments())], 0.1, 8)
+    with pytest.raises(GrpoError, match=r"/v1/models answered \{'data': \[\]\}, not as an inference server does"):
+        pool.check()
+    pool.close()
+
+
+def test_servers_that_restart_one_after_the_other(engine, doubles):
+    """The second restarts while the first loads the weights: requests wait for one of them."""
+    loads = threading.Event()
+    engine.submit(requests())
+    finished = finish(engine, 6)
+    doubles[0].instead = lambda path: loads.wait(60) and None if path == "/reset_prefix_cache" else None
+    doubles[0].restart()
+    until(engine, lambda: asked(doubles[0], "/reset_prefix_cache") == 2)
+    doubles[1].restart()
+    until(engine, lambda: not engine._pool.serving())
+    engine.submit(requests())
+    for _ in range(5):
+        assert not engine.poll()
+    loads.set()
+    check_first_version(finished + finish(engine, 6))
+    until(engine, lambda: len(engine._pool.serving()) == 2)
+
+
+def test_a_request_that_no_server_takes_ends_the_run(engine, doubles):
+    """Servers join again after each failure: a request has a number of attempts."""
+    for double in doubles:
+        double.fault = "other token"
+    engine.submit(requests())
+    with pytest.raises(EngineLost, match=r"a request failed 9 times"):
+        until(engine, lambda: False)
