@@ -47,7 +47,18 @@ OF_AN_UPDATE = (
         name
         for name in METRICS
         if name.startswith(
-            ("memory/", "sampling/", "lora/", "staleness/", "stream/", "drafts/", "environment/", "turns/", "sft/")
+            (
+                "memory/",
+                "sampling/",
+                "lora/",
+                "staleness/",
+                "stream/",
+                "drafts/",
+                "environment/",
+                "turns/",
+                "sft/",
+                "dpo/",
+            )
         )
     }
     - {name for name in METRICS if name.startswith("perf/") and name != "perf/tokens_per_second"}

@@ -18,7 +18,7 @@ from test_stream import SIZES
 from toy_checkpoints import HYBRID, make, tensors_of, toy_args
 
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.rollout.vllm import compare
+from megatron_grpo.rollout.vllm import loading_shapes
 from megatron_grpo.rollout.vllm.loader_trace import trace
 from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.rollout.weight_sync.planned import Links, Transfer
@@ -130,7 +130,9 @@ def test_parts_go_straight_into_the_parameters(
     args = toy_args(directory(family), tensor_model_parallel_size=layout[0])
     weights, whole = model_weights.table(args), tensors_of(directory(family))
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
-    monkeypatch.setattr(compare, "_unpacked_experts", lambda layer, parameter, like: parameter)  # it is not packed
+    monkeypatch.setattr(
+        loading_shapes, "_unpacked_experts", lambda layer, parameter, like: parameter
+    )  # it is not packed
     monkeypatch.setattr(planned, "Plan", functools.partial(Plan, limit=100_000))  # replicas are in different rounds
     options = {**options, "dtype": "float32"}  # the trainer's
     holders, expected = world(args, layout, weights), engines(family, size, options)[1]

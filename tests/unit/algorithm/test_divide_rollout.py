@@ -17,8 +17,8 @@ SEEDS = st.integers(0, 2**31)
 
 
 def test_which_losses_need_whole_groups():
-    """real compares the completions of a prompt, bnpo averages over blocks; all others are sums over completions."""
-    assert WHOLE == ["bnpo", "real"]
+    """real and dpo compare completions of a prompt, bnpo averages over blocks; all others are sums over completions."""
+    assert WHOLE == ["bnpo", "real", "dpo"]
     assert not {"grpo", "dapo", "dr_grpo", "gspo", "cispo"} & set(WHOLE)
 
 
