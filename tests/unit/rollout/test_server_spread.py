@@ -25,6 +25,7 @@ class BusyServer:
 
     version, process, exclusion_reason, failures, next_probe, last_progress, progress = 1, "", None, 0, 0.0, 0.0, None
     drafts, in_flight = None, 0
+    probed, confirmed = 0.0, float("inf")  # no request waits for a probe
     shared = ()
 
     async def check(self):
