@@ -12,6 +12,8 @@ Everywhere d = log_probs - old_log_probs is the log of the ratio rho = exp(d) be
 old policy, the weights before the first update on the rollout. With a single update per rollout rho is 1.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -227,18 +229,23 @@ def real_advantages(
     return (result * (len(scores) / max(len(groups), 1))).astype(np.float32)
 
 
-def _check_real(num_generations: int) -> None:
-    if num_generations == 1:
-        raise GrpoError(
-            "--loss-type real compares the completions of a prompt: --num-generations (1) must be at least 2"
-        )
+def _needs_a_group(loss: str) -> Callable[[int], None]:
+    """Return the check of a loss that compares the completions of a prompt."""
+
+    def check(num_generations: int) -> None:
+        if num_generations == 1:
+            raise GrpoError(
+                f"--loss-type {loss} compares the completions of a prompt: --num-generations (1) must be at least 2"
+            )
+
+    return check
 
 
 @register_loss(
     "real",
     aggregation="grpo",
     level="token",
-    check=_check_real,
+    check=_needs_a_group("real"),
     update_advantages=real_advantages,
     one_advantage=True,
 )
@@ -395,10 +402,17 @@ def dpo_advantages(
     result = np.zeros(len(advantages))
     pairs = dpo_pairs(advantages, lengths, group_ids)
     if len(pairs):
-        margins = dpo_beta * (over_reference[pairs[:, 0]] - over_reference[pairs[:, 1]])
+        margins = _dpo_margins(over_reference, pairs, dpo_beta)
         pulls = dpo_beta * np.exp(-np.logaddexp(0, margins)) * lengths.sum() / len(pairs)
         result[pairs] = np.stack([pulls, -pulls], 1)
     return result.astype(np.float32)
+
+
+def _dpo_margins(
+    over_reference: npt.NDArray[np.float64], pairs: npt.NDArray[np.int64], dpo_beta: float
+) -> npt.NDArray[np.float64]:
+    """Return m of `dpo_advantages` [pairs]."""
+    return dpo_beta * (over_reference[pairs[:, 0]] - over_reference[pairs[:, 1]])
 
 
 def dpo_metrics(
@@ -412,7 +426,7 @@ def dpo_metrics(
     pairs = dpo_pairs(advantages, lengths, group_ids)
     if not len(pairs):
         return {"dpo/pairs": 0}
-    margins = dpo_beta * (over_reference[pairs[:, 0]] - over_reference[pairs[:, 1]])
+    margins = _dpo_margins(over_reference, pairs, dpo_beta)
     return {
         "dpo/pairs": len(pairs),
         "dpo/loss": float(np.logaddexp(0, -margins).mean()),
@@ -421,18 +435,11 @@ def dpo_metrics(
     }
 
 
-def _check_dpo(num_generations: int) -> None:
-    if num_generations == 1:
-        raise GrpoError(
-            "--loss-type dpo compares the completions of a prompt: --num-generations (1) must be at least 2"
-        )
-
-
 @register_loss(
     "dpo",
     aggregation="dapo",
     level="token",
-    check=_check_dpo,
+    check=_needs_a_group("dpo"),
     defaults={"dpo_beta": 0.1},
     update_advantages=dpo_advantages,
     update_metrics=dpo_metrics,

@@ -475,10 +475,7 @@ class Plan:
         args, size = self.args, params_dtype(self.args).itemsize
         if args.gkd_beta is not None:
             return self._divergence()
-        rows = args.padded_vocab_size // args.tensor_model_parallel_size
-        tokens = self.tokens() / args.context_parallel_size
-        output = EMBEDDING if not args.untie_embeddings_and_output_weights else OUTPUT
-        trained = not args.lora_rank or f"{output}.weight" in self.saved
+        rows, tokens, trained = self._output_layer()
         early = not args.entropy_coef
         kept = min(KEPT * CHUNK, tokens) * rows * size * (trained and early)
         again = not early or (trained and tokens > KEPT * CHUNK)
@@ -487,6 +484,13 @@ class Plan:
         gradient = size if args.gradient_accumulation_fusion else 4 + size
         backward = kept + chunk * (4 + size) * again + rows * args.hidden_size * gradient * trained
         return max(forward, backward) + 3 * tokens * args.hidden_size * size
+
+    def _output_layer(self) -> tuple[int, float, bool]:
+        """Return a rank's rows of the output layer, the tokens of a micro-batch on it, and whether the layer trains."""
+        args = self.args
+        output = EMBEDDING if not args.untie_embeddings_and_output_weights else OUTPUT
+        rows = args.padded_vocab_size // args.tensor_model_parallel_size
+        return rows, self.tokens() / args.context_parallel_size, not args.lora_rank or f"{output}.weight" in self.saved
 
     def _divergence(self) -> float:
         """Return the bytes of models/divergence.py at its peak, as `_head`; the head has no gradient next to it.
@@ -498,10 +502,7 @@ class Plan:
         adds what the head keeps.
         """
         args, size = self.args, params_dtype(self.args).itemsize
-        rows = args.padded_vocab_size // args.tensor_model_parallel_size
-        tokens = self.tokens() / args.context_parallel_size
-        output = EMBEDDING if not args.untie_embeddings_and_output_weights else OUTPUT
-        trained = not args.lora_rank or f"{output}.weight" in self.saved
+        rows, tokens, trained = self._output_layer()
         longest = divergence.KEPT * divergence.CHUNK
         kept = min(longest, tokens) * rows * size * trained
         chunk = min(divergence.CHUNK, tokens) * rows

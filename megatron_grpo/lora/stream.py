@@ -12,7 +12,7 @@ from megatron_grpo.lora.layers import Adapter
 from megatron_grpo.lora.table import adapter_table
 from megatron_grpo.lora.targets import saved_weights
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.weights.stream import WeightStream, local_shards, stream_weights, streamed
+from megatron_grpo.weights.stream import WeightStream, local_shards, stream_shards, stream_weights
 
 MERGED_BYTES = 128 * 2**20  # of float32: experts that are merged together
 
@@ -35,9 +35,7 @@ def stream_saved(model_chunks: Sequence[nn.Module], args: Namespace) -> Iterator
 
 def stream_merged(model_chunks: Sequence[nn.Module], args: Namespace, *, only_trained: bool = False) -> WeightStream:
     """Return `weights.stream.stream_hf` with W + s B A in place of W, without a change of W."""
-    shards = merged_shards(model_chunks, args)
-    only_trained &= bool(args.vision_config)
-    return WeightStream(streamed(args, only_trained), shards, params_dtype(args), only_trained=only_trained)
+    return stream_shards(args, merged_shards(model_chunks, args), only_trained)
 
 
 def merged_shards(model_chunks: Sequence[nn.Module], args: Namespace) -> Mapping[str, Tensor]:

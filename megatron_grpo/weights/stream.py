@@ -63,6 +63,13 @@ def stream_hf(
     Raises GrpoError when the model differs from its family's table.
     """
     shards = local_shards(model_chunks, args)
+    return stream_shards(args, shards, only_trained, bucket_bytes)
+
+
+def stream_shards(
+    args: Namespace, shards: Mapping[str, Tensor], only_trained: bool, bucket_bytes: int = 2**28
+) -> WeightStream:
+    """Return the stream of a model with these ``shards`` on this rank, as `stream_hf`."""
     only_trained &= bool(args.vision_config)
     return WeightStream(streamed(args, only_trained), shards, params_dtype(args), bucket_bytes, only_trained)
 
