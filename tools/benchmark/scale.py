@@ -53,6 +53,7 @@ from megatron_grpo.checkpointing import background_writer, checkpoint, checkpoin
 from megatron_grpo.checkpointing.checksums import CHECKSUMS
 from megatron_grpo.data.batch import FIELDS, FinishReason, RolloutBatch
 from megatron_grpo.data.prefix_tree import HASHED_LENGTHS
+from megatron_grpo.data.prompts import PromptDataset
 from megatron_grpo.data.row_files import Blocks
 from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.estimate import host_memory
@@ -410,7 +411,7 @@ def start_reads(args: Namespace, ranks: int, folder: Path) -> list[Reads]:
             reads() as counted,
         ):
             assert setup._read_origin(own)[1] == args.updates_per_rollout
-            assert len(setup._read_data([str(data)], Bytes(), own)) == START_ROWS
+            assert len(setup._read_data(PromptDataset, [str(data)], Bytes(), own)) == START_ROWS
         found.append(counted)
     assert not group.sent, "other ranks have received less than rank 0 has sent"
     return found
