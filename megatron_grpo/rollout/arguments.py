@@ -314,8 +314,6 @@ def _check_servers(args: Namespace) -> None:
             raise GrpoError(
                 f"{flag(dest)} is for an engine in the training processes: set it when you start the server"
             )
-    if args.router_replay_mode == "R3":
-        raise GrpoError("--router-replay-mode R3 needs --rollout-engine vllm --vllm-mode colocate: give that, or R2")
     _check_weight_sync(args, kind)
 
 

@@ -9,20 +9,25 @@ import base64
 import contextlib
 import copy
 import datetime
+import io
 import json
 import pickle
 import re
+import struct
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCABULARY, LAYERS, HIDDEN, EOS = 16, 2, 32, 1
+EXPERTS, TOPK = 4, 2  # of `tiny_mixture`
+TOKENS_IN = "/inference/v1/generate"
 LOCK = threading.Lock()  # one forward pass at a time
 
 
@@ -40,6 +45,47 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
         initializer_range=0.5,
     )
     return LlamaForCausalLM(config).float().eval()
+
+
+def tiny_mixture(seed: int = 0) -> Qwen3MoeForCausalLM:
+    """A mixture of experts whose first layer is dense."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=LAYERS,
+        mlp_only_layers=[0],
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOPK,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        eos_token_id=EOS,
+        initializer_range=0.5,
+    )
+    return Qwen3MoeForCausalLM(config).float().eval()
+
+
+@torch.no_grad()
+def routed_experts(model, ids: list[int]) -> np.ndarray:
+    """Return the experts of all tokens but the last, [tokens - 1, layers, topk], 0 in dense layers, as servers do."""
+    layers = model.model.layers
+    found = np.zeros((len(ids) - 1, len(layers), model.config.num_experts_per_tok), np.int64)
+    hooks = []
+    for number, layer in enumerate(layers):
+        if hasattr(layer.mlp, "gate"):
+
+            def note(module, inputs, output, number=number):
+                found[:, number] = output[2]
+
+            hooks.append(layer.mlp.gate.register_forward_hook(note))
+    model(torch.tensor([ids[:-1]]))
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 class Double(ThreadingHTTPServer):
@@ -153,7 +199,7 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         double = self.server
         double.calls.append((path, body))
-        generating = path in ("/v1/completions", "/generate")
+        generating = path in ("/v1/completions", TOKENS_IN, "/generate")
         if generating:
             double.generated += 1
             if double.fail_after is not None and double.generated > double.fail_after:
@@ -206,16 +252,33 @@ class Handler(BaseHTTPRequestHandler):
             part = {"index": 0, "token_ids": [token], "finish_reason": reason, "logprobs": None}
             if log_probs is not None:
                 one = slice(place, place + 1)
-                part["logprobs"] = {name: log_probs[name][one] for name in ("tokens", "token_logprobs")}
-            if place == 0:
+                part["logprobs"] = {name: log_probs[name][one] for name in log_probs if name != "top_logprobs"}
+            event = {"choices": [part]}
+            if self.path == TOKENS_IN:
+                part["routed_experts"] = choice["routed_experts"] if reason else None
+            elif place == 0:
                 part["prompt_token_ids"] = choice["prompt_token_ids"]
-            self.chunk(f"data: {json.dumps({'choices': [part]})}\n\n")
+            self.chunk(f"data: {json.dumps(event)}\n\n")
         self.chunk("data: [DONE]\n\n")
         self.chunk("")
 
     def chunk(self, text: str) -> None:
         self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
         self.wfile.flush()
+
+    def experts(self, model, ids: list[int]) -> np.ndarray:
+        """Return what the server reports of these tokens' experts; a fault changes it."""
+        found = routed_experts(model, ids)
+        match self.server.fault:
+            case "a layer less":
+                return found[:, 1:]
+            case "a token less":
+                return found[1:]
+            case "redundant experts":
+                found[-1, -1, -1] = EXPERTS
+            case "kernels do not tell":
+                found[:] = 0
+        return found
 
     def reply(self, code: int, answer) -> None:
         text = answer if isinstance(answer, str) else json.dumps(answer)
@@ -255,9 +318,13 @@ class VllmHandler(Handler):
                 model = {"dtype": config.get("dtype", "torch.float32")}
                 model["logprobs_mode"] = config.get("logprobs_mode", "processed_logprobs")
                 model |= {"max_logprobs": 20, "quantization": config.get("quantization")}
+                experts = {"enable_return_routed_experts": config.get("routed_experts", False)}
+                model |= experts if config.get("old") else {}
                 return 200, {
                     "vllm_config": {
                         "model_config": model,
+                        **({} if config.get("old") else {"aux_output_config": experts}),
+                        "speculative_config": {"method": method} if (method := config.get("drafts")) else None,
                         "device_config": {"device": config.get("device", "cpu")},
                         "cache_config": {"mamba_ssm_cache_dtype": "auto"},
                         "scheduler_config": {"enable_chunked_prefill": config.get("chunked", False)},
@@ -301,9 +368,32 @@ class VllmHandler(Handler):
             case "/collective_rpc" if body["method"] == "reload_weights":
                 double.load(body["kwargs"]["weights_path"])
                 return 200, {"results": [None]}
+            case "/openapi.json":
+                there = config.get("old") or config.get("scale_out")  # 0.32: --enable-scale-out
+                return 200, {"paths": {"/v1/completions": {}} | ({TOKENS_IN: {}} if there else {})}
             case "/v1/completions":
                 return 200, self.completions(body)
+            case "/inference/v1/generate" if config.get("old") or config.get("scale_out"):
+                return 200, self.tokens_in(body)
         return missing
+
+    def tokens_in(self, body: dict) -> dict:
+        """Answer as /inference/v1/generate: its body has other names, and its log-probabilities another form."""
+        flags = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": None}
+        asked = flags | body["sampling_params"] | {"model": body["model"], "prompt": body["token_ids"]}
+        answer = self.completions(asked)
+        for choice in answer["choices"]:
+            del choice["prompt_token_ids"], choice["text"]
+            if choice["logprobs"] is not None:
+                pairs = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
+                named = "token" if self.server.config.get("old") else "token_id"
+                choice["logprobs"] = {
+                    "content": [
+                        {named: f"token_id:{token}" if named == "token" else token, "logprob": p, "top_logprobs": []}
+                        for token, p in pairs
+                    ]
+                }
+        return answer if self.server.config.get("old") else answer | {"prompt_token_ids": body["token_ids"]}
 
     def printed(self) -> str:
         shape = self.server.model.config
@@ -328,6 +418,11 @@ class VllmHandler(Handler):
             names = [f"token_id:{token}" for token in ids]
             choice = {"index": index, "token_ids": ids, "finish_reason": reason, "logprobs": None, "text": ""}
             choice["prompt_token_ids"] = body["prompt"]
+            choice["routed_experts"] = None
+            if double.config.get("routed_experts"):
+                file = io.BytesIO()
+                np.save(file, self.experts(model, body["prompt"] + ids).astype(np.uint8))
+                choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
             if body["logprobs"] is not None:
                 choice["logprobs"] = {"tokens": names, "token_logprobs": log_probs}
             if body["logprobs"]:
@@ -415,6 +510,7 @@ class SglangHandler(Handler):
             case "/get_server_info":
                 info = {"tp_size": 1, "context_length": None, "max_total_num_tokens": 4096, "quantization": None}
                 info |= {"enable_memory_saver": False, "enable_weights_cpu_backup": False}
+                info |= {"enable_return_routed_experts": False, "speculative_algorithm": None}
                 return 200, info | config
             case "/health_generate":
                 return 200, "ok"
@@ -508,6 +604,9 @@ class SglangHandler(Handler):
             meta["finish_reason"] = {"type": reason} | matched
             if body["return_logprob"]:
                 meta["output_token_logprobs"] = [[p, token, None] for p, token in zip(log_probs, ids, strict=True)]
+            if body["return_routed_experts"] and double.config.get("enable_return_routed_experts"):
+                numbers = self.experts(double.model, prompt + ids).ravel().tolist()
+                meta["routed_experts"] = base64.b64encode(struct.pack(f"<{len(numbers)}i", *numbers)).decode()
             answers.append({"text": "", "output_ids": ids, "meta_info": meta})
         if double.fault == "duplicate":
             answers.append(answers[0])
