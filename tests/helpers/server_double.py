@@ -16,6 +16,7 @@ import re
 import struct
 import threading
 import time
+from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -67,6 +68,23 @@ def tiny_mixture(seed: int = 0) -> Qwen3MoeForCausalLM:
         initializer_range=0.5,
     )
     return Qwen3MoeForCausalLM(config).float().eval()
+
+
+def fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint with each layer's experts in one tensor, as transformers' models have them."""
+    found, experts = {}, defaultdict(list)  # by (layer, part)
+    for name, tensor in weights.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
+            experts[match[1], match[3]].append((int(match[2]), tensor))
+        else:
+            found[name] = tensor
+    stacked = {
+        key: torch.stack([tensor for _, tensor in sorted(of, key=lambda one: one[0])]) for key, of in experts.items()
+    }
+    for layer in {layer for layer, _ in stacked}:
+        found[f"{layer}.gate_up_proj"] = torch.cat([stacked[layer, "gate"], stacked[layer, "up"]], 1)
+        found[f"{layer}.down_proj"] = stacked[layer, "down"]
+    return found
 
 
 @torch.no_grad()
@@ -131,7 +149,7 @@ class Double(ThreadingHTTPServer):
         files = sorted(Path(directory).glob("*.safetensors"))
         assert files, f"no weights in {directory}"
         weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        missing, unexpected = self.model.load_state_dict(fused(weights), strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}, f"{missing} {unexpected}"
         self.model.tie_weights()
         self.reloads.append(directory)
@@ -604,7 +622,7 @@ class SglangHandler(Handler):
             meta["finish_reason"] = {"type": reason} | matched
             if body["return_logprob"]:
                 meta["output_token_logprobs"] = [[p, token, None] for p, token in zip(log_probs, ids, strict=True)]
-            if body["return_routed_experts"] and double.config.get("enable_return_routed_experts"):
+            if body.get("return_routed_experts") and double.config.get("enable_return_routed_experts"):
                 numbers = self.experts(double.model, prompt + ids).ravel().tolist()
                 meta["routed_experts"] = base64.b64encode(struct.pack(f"<{len(numbers)}i", *numbers)).decode()
             answers.append({"text": "", "output_ids": ids, "meta_info": meta})

@@ -115,8 +115,7 @@ class SglangServer(Server):
             # With "n", all samples would have the same seed and be equal.
             "sampling_params": [one | {"sampling_seed": seed + place} for place in range(len(requests))],
             "return_logprob": sampling.log_probs,
-            "return_routed_experts": self._args.router_replay_mode == "R3",
-        }
+        } | ({"return_routed_experts": True} if self._args.router_replay_mode == "R3" else {})
         answers = await self.call("POST", "/generate", body)
         if len(answers) != len(requests):
             raise Fault(f"it returned {len(answers)} completions for {len(requests)} requests")
