@@ -831,7 +831,6 @@ def _check_placed_servers(args: Namespace) -> None:
         )
     alone = "a continued completion is a new request to a server"
     for dest, given, reason in (
-        ("weight_update", args.weight_update == "keep", "servers receive weights while nothing runs"),
         ("stop_words", args.stop_words, f"{alone}, which sees no stop word across its begin"),
         ("top_k", replays_top_k(args), "their streams have no kept tokens; add --no-top-k-replay"),
     ):

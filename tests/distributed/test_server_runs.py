@@ -121,7 +121,7 @@ def test_servers_generate_while_the_trainer_updates(flags, double, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize("how", ["interrupt", "drain"])
+@pytest.mark.parametrize("how", ["interrupt", "drain", "keep"])
 def test_a_real_server_generates_while_the_trainer_updates(flags, tmp_path, how):
     """After each publication its log-probabilities must be the trainer's, or the run ends (the probe)."""
     model, save = flags[flags.index("--load-hf") + 1], tmp_path / "save"

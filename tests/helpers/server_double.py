@@ -128,6 +128,7 @@ class Double(ThreadingHTTPServer):
         self.asleep: set[str] = set()
         self.instead = lambda path: None  # an answer of 200 that is not the server's own; it may wait, too
         self.stall, self.stalled = None, threading.Event()  # of streams
+        self.paused = False
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def restart(self) -> None:
@@ -135,6 +136,7 @@ class Double(ThreadingHTTPServer):
         self.started += 1.0
         self.groups.clear()
         self.asleep.clear()
+        self.paused = False
         self.adapters.clear()
         self.model, self.weight_version = self.make_model(), "default"
         self.drafts = self.drafts and [0, 0, 0]
@@ -247,21 +249,34 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             double.running -= generating
         if body and body.get("stream") and code == 200:
-            self.stream(answer["choices"][0])
+            self.stream(answer["choices"][0], body)
         else:
             self.reply(code, answer)
 
-    def stream(self, choice: dict) -> None:
-        """Send a completion token by token; after ``stall`` tokens a stream waits for a fault."""
-        double, ids, log_probs = self.server, choice["token_ids"], choice["logprobs"]
+    def stream(self, choice: dict, body: dict) -> None:
+        """Send a completion token by token; after ``stall`` tokens a stream waits for a fault.
+
+        A paused server sends nothing, and samples the rest again if it has other weights then.
+        """
+        double, ids, log_probs, loads = self.server, choice["token_ids"], choice["logprobs"], len(self.server.reloads)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for place, token in enumerate(ids):
-            while double.stall is not None and place >= double.stall and not double.fault:
+        place = -1
+        while (place := place + 1) < len(ids):
+            while (double.paused or (double.stall is not None and place >= double.stall)) and not double.fault:
                 double.stalled.set()
                 time.sleep(0.01)
+            if len(double.reloads) > loads:
+                loads, begun = len(double.reloads), ids[:place]
+                rest = body | {"max_tokens": body["max_tokens"] - place}
+                with LOCK:
+                    new = sample(double.model, body["prompt"] + begun, rest, body["seed"], body["stop_token_ids"])
+                ids, choice["finish_reason"] = begun + new[0], new[2]
+                log_probs["tokens"] = [f"token_id:{token}" for token in ids]
+                log_probs["token_logprobs"] = log_probs["token_logprobs"][:place] + new[1]
+            token = ids[place]
             if double.fault == "die":
                 self.close_connection = True
                 self.connection.close()
@@ -381,6 +396,15 @@ class VllmHandler(Handler):
                 return 200, {"message": "done"}
             case "/reset_prefix_cache":
                 return 200, {"success": True}
+            case "/pause":
+                assert query == "mode=keep&clear_cache=false"  # else it drops what the requests hold
+                double.paused = True
+                return 200, {"status": "paused"}
+            case "/resume":
+                double.paused = False
+                return 200, {"status": "resumed"}
+            case "/is_paused":
+                return 200, {"is_paused": double.paused}
             case "/collective_rpc" if body["method"] == "get_model_inspection":
                 return 200, {"results": [self.printed()]}
             case "/collective_rpc" if body["method"] == "reload_weights":

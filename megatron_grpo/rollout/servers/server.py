@@ -58,16 +58,16 @@ class Streamed:
     """A request whose tokens arrive one by one, and what has arrived of them."""
 
     request: Request
-    version: int = -1  # of the weights that sample
+    version: int = -1  # of the weights that sample the next token
     ids: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
     log_probs: list[float] = field(default_factory=list)
     routed_experts: npt.NDArray[np.int16] | None = None  # they arrive with the last token
 
     def completion(self, reason: str = "abort") -> Completion:
         """Return the tokens of ``request.begun`` and those that have arrived."""
         log_probs = list(self.log_probs) if self.request.sampling.log_probs else None
-        versions = [self.version] * len(self.ids)
-        new = Completion(self.request.id, list(self.ids), log_probs, reason, versions, self.routed_experts)
+        new = Completion(self.request.id, list(self.ids), log_probs, reason, list(self.versions), self.routed_experts)
         return new.after(self.request.begun)
 
     def continued(self) -> Request:
@@ -122,6 +122,14 @@ class Server(Client, ABC):
     @abstractmethod
     async def finish_update(self, version: int) -> None:
         """Finish a weight update: drop caches of the old weights and set the version."""
+
+    async def pause(self) -> None:
+        """Let running requests wait until `resume`, with their keys and values."""
+        raise NotImplementedError
+
+    async def resume(self) -> None:
+        """Let the requests go on that `pause` has stopped."""
+        raise NotImplementedError
 
     async def call_if_able(self, method: str, path: str, body: dict | None, timeout: float) -> Any:
         """Return the answer of ``call``; None if the server does not support the request."""

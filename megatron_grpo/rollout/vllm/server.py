@@ -72,7 +72,8 @@ def build_vllm_stream(args, role: Role) -> ServerStream:
     assert role.replica is not None
     servers = [VllmServer(url, args) for url in urls_of_replica(args, role.replica)]
     transfer = build_transfer(args, joint())
-    return ServerStream(servers, transfer, args.vllm_server_timeout, args.vllm_max_num_seqs, role.replica)
+    keeps = args.weight_update == "keep"
+    return ServerStream(servers, transfer, args.vllm_server_timeout, args.vllm_max_num_seqs, role.replica, keeps)
 
 
 class VllmServer(Server):
@@ -116,6 +117,9 @@ class VllmServer(Server):
             if _GENERATE not in paths:
                 lacks = "it takes no images beside token ids" if args.vision_config else "its streams have no experts"
                 raise Fault(f"{lacks}: start it (vLLM 0.32) with --enable-scale-out")
+        paused = await self.call_if_able("GET", "/is_paused", None, PROBE_TIMEOUT)
+        if paused and paused["is_paused"]:  # by a run that was killed
+            await self.resume()
         if not (await self.status(PROBE_TIMEOUT)).process:
             raise Fault(
                 "/metrics lacks the start time (process_start_time_seconds) and there is no /weight_info, so that "
@@ -271,6 +275,7 @@ class VllmServer(Server):
                         raise Fault("its log-probabilities do not belong to the sampled tokens")
                     streamed.log_probs += choice["logprobs"]["token_logprobs"]
                 streamed.ids += ids
+                streamed.versions += [streamed.version] * len(ids)
                 if reason := choice.get("finish_reason"):
                     self.check_end(request, streamed.ids, reason, self._args.vocab_size)
                     return streamed.completion(reason)
@@ -376,13 +381,21 @@ class VllmServer(Server):
 
     @reads_answers
     async def finish_update(self, version: int) -> None:
-        # reset_external also clears caches that the server's own flags offload or transfer.
-        path = "/reset_prefix_cache?reset_external=true"
-        if not (await self.call("POST", path, timeout=PROBE_TIMEOUT))["success"]:
-            raise Fault("it could not drop its prefix cache: stop all other clients of this server")
+        if self._args.weight_update != "keep":  # else running requests hold it, and `stream` names the version
+            # reset_external also clears caches that the server's own flags offload or transfer.
+            path = "/reset_prefix_cache?reset_external=true"
+            if not (await self.call("POST", path, timeout=PROBE_TIMEOUT))["success"]:
+                raise Fault("it could not drop its prefix cache: stop all other clients of this server")
         self.load = uuid.uuid4().hex
         body = {"new_version": weight_tag(version)}
         await self.call_if_able("POST", "/update_weight_version", body, PROBE_TIMEOUT)  # absent in vLLM 0.26
+
+    async def pause(self) -> None:
+        # vLLM would drop the cache at the pause, although its documentation says that it ignores clear_cache then.
+        await self.call("POST", "/pause?mode=keep&clear_cache=false", timeout=self._args.vllm_server_timeout)
+
+    async def resume(self) -> None:
+        await self.call("POST", "/resume", timeout=PROBE_TIMEOUT)
 
 
 @cachetools.cached(cachetools.LRUCache(CACHED_BYTES, len), key=lambda source, decoded: source, lock=threading.Lock())
