@@ -95,8 +95,8 @@ class StreamPool(ServerPool):
 class ServerStream:
     """Engine of one rank over its servers, whose requests can be continued later, under other weights.
 
-    It has no collectives. Weights arrive while nothing runs, or with ``keeps`` while requests wait. Servers that have failed or restarted receive the newest
-    ones again when they answer, while the others generate.
+    It has no collectives. Weights arrive while nothing runs, or with ``keeps`` while requests wait at the servers.
+    Servers that have failed or restarted receive the newest ones again when they answer, while the others generate.
     """
 
     num_replicas, is_lead = 1, True
