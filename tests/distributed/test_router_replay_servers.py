@@ -57,10 +57,10 @@ def run(tiny_models, tmp_path, kind, mode, more="", ranks=1):
     return metrics_of(tmp_path / "save")
 
 
-@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
-def test_an_update_replays_the_servers_experts(tiny_models, tmp_path, kind):
-    """Only with exactly these experts are the log-probabilities the server's."""
-    found = run(tiny_models, tmp_path, kind, "R3")
+@pytest.mark.parametrize(("kind", "ranks"), [("vllm", 1), pytest.param("sglang", 2, marks=pytest.mark.slow)])
+def test_an_update_replays_the_servers_experts(tiny_models, tmp_path, kind, ranks):
+    """Only with exactly these experts are the log-probabilities the server's. Two ranks: both receive completions."""
+    found = run(tiny_models, tmp_path, kind, "R3", ranks=ranks)
     assert [row["iteration"] for row in found] == [1, 2]
     assert all(row["mismatch/max_abs"] < 1e-4 and row["grad_norm"] > 0 for row in found)
 

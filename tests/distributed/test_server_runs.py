@@ -135,7 +135,7 @@ def test_a_real_server_generates_while_the_trainer_updates(flags, tmp_path, how)
     assert [row["iteration"] for row in found] == list(range(1, 7))
     assert max(row["staleness/max"] for row in found) in (1, 2)
     interrupted = max(row["staleness/interrupted"] for row in found)
-    assert interrupted > 0 if how == "interrupt" else interrupted == 0
+    assert (interrupted > 0) == (how != "drain")  # completions of several versions
 
 
 @pytest.mark.slow
