@@ -69,7 +69,7 @@ def estimated(args: Namespace) -> Sides:
     def sides(engines: int, trainers: int) -> tuple[float, float]:
         sequences = concurrent(args, engines)
         waves = args.generation_batch_size * args.vllm_tensor_parallel_size / (engines * sequences)
-        # Below 1, if the next batches are generated at the same time; with --max-staleness 0 the last wave is waited for.
+        # Below 1 if the next batches are generated at the same time. Without staleness a step waits for the last wave.
         steps = args.max_completion_length * (waves if args.max_staleness else ceil(waves))
         return prompts / engines + steps * decode_seconds(plan, sequences), train / trainers
 

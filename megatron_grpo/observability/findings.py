@@ -336,7 +336,7 @@ class Split(NamedTuple):
         ranks = self.engines + self.trainers
         best = fastest(possible, ranks, self.sides(), max_staleness, self.engines)
         text = (
-            f"a step takes {self.step:.3g} s; the trainers wait {self.trainer_wait:.3g} s of it for the engines, and an "
+            f"a step takes {self.step:.3g} s; the trainers wait {self.trainer_wait:.3g} s of it for the engines, an "
             f"engine is idle for {self.engine_idle:.3g} s: "
         )
         if best == self.engines:
@@ -366,7 +366,8 @@ def _batches(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     for row in rows:
         if steps and not any(row.get(name) is not None for name in WAITS):  # a further update of the same batch
-            steps[-1]["time/step"] += row.get("time/step") or 0
+            for name in ("time/step", "time/eval", "time/save"):
+                steps[-1][name] = (steps[-1].get(name) or 0) + (row.get(name) or 0)
         elif row.get("time/step"):
             steps.append(dict(row))
     for row in steps:  # the first row has the engines' wait for the trainer's start, which is longer than the step

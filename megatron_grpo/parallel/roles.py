@@ -73,8 +73,8 @@ def check_same_split(rollout_ranks: int, store: dist.Store, rank: int) -> None:
         store.set("rollout_ranks", str(rollout_ranks))
     elif (of_rank_0 := int(store.get("rollout_ranks"))) != rollout_ranks:
         raise GrpoError(
-            f"--rollout-ranks is {rollout_ranks} on rank {rank} and {of_rank_0} on rank 0: give all hosts the same flags, "
-            "and a number in place of auto"
+            f"--rollout-ranks is {rollout_ranks} on rank {rank} and {of_rank_0} on rank 0: give all hosts the same "
+            "flags, and a number in place of auto"
         )
 
 

@@ -193,17 +193,15 @@ class Producer:
     def _hold(self, groups: Sequence[Mapping[str, int]], directory: str | None, files: Sequence[int]) -> None:
         """Continue with these groups and no others; what they have so far is in the checkpoint ``directory``, or here.
 
-        ``files``: numbers of the replicas that had the groups at the checkpoint.
-        A resume does this at the checkpoint, and then after each batch that the ledger has.
+        ``files``: the replicas that had them at the checkpoint, which may be others than now. A resume does this at the
+        checkpoint, and then after each batch that the ledger has.
         """
         if self._running:
             self._pause()
         self._waiting.clear()
-        begun = self._groups
-        if directory:
-            begun = {
-                n: group for file in files for n, group in read_groups(Path(directory), file, self._prompts).items()
-            }
+        begun = {} if directory else self._groups
+        for file in files:
+            begun |= read_groups(Path(directory or ""), file, self._prompts)
         self._groups = {}
         self._add({group["number"]: begun.get(group["number"]) or self._new(group) for group in groups})
 
