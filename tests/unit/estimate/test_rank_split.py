@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.estimate.sides import BYTES, FLOPS, concurrent, decode_seconds, estimated, train_flops
 from megatron_grpo.estimate.split import fastest, measured, step_seconds
@@ -120,3 +121,20 @@ def test_sides_by_hand():
     few = good_args.validated(f"{LENGTHS} --rollout-ranks 1 --vllm-max-num-seqs 16", world_size=1)
     assert estimated(few)(1, 1)[0] == pytest.approx(prompts + 4 * 300 * decode_seconds(Plan(few), 16))
     assert estimated(few)(3, 1)[0] == pytest.approx(prompts / 3 + 2 * 300 * decode_seconds(Plan(few), 16))
+
+
+def test_the_dry_run_prints_the_estimate_and_its_numbers():
+    """Three splits of four ranks; the marks are at the shortest step and at the flags' split."""
+    args = good_args.validated(f"{LENGTHS} {STALE} --max-tokens-per-microbatch 4096 --share-prompts", world_size=3)
+    report = dry_run_report(args, 3).split("split of 4 ranks")[1].split("\n\n")[0].splitlines()
+    assert f"{1000 * decode_seconds(Plan(args), 128):.2f} ms" in report[1]
+    table = {int(line.split()[0]): line.split() for line in report[3:]}
+    sides = estimated(args)
+    for engines in (1, 2, 3):
+        generate, train = sides(engines, 4 - engines)
+        assert [float(cell) for cell in table[engines][2:5]] == pytest.approx(
+            [generate, train, max(generate, train)], rel=5e-3
+        )
+    (best,) = (engines for engines, row in table.items() if "fastest" in row)
+    assert float(table[best][4]) == min(float(row[4]) for row in table.values())
+    assert table[1][-2:] == ["this", "run"]
