@@ -18,6 +18,7 @@ from megatron_grpo.rollout.speculation import check_draft, check_speculation, me
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.device import needs_gpu
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flag_values import integer_or_auto
 from megatron_grpo.utils.flags import (
     COUNT,
     COUNT_OR_0,
@@ -185,9 +186,10 @@ WEIGHT_UPDATE = ("interrupt", "drain", "keep")
 PLACED: tuple[FlagRow, ...] = (
     (
         "--rollout-ranks",
-        COUNT_OR_0,
+        Number(integer_or_auto, 0, MOST),
         0,
-        "the last so many processes are vLLM engines, or drive vLLM servers; they generate while the others train",
+        "number of ranks, counted from the last, that run vLLM engines, or drive vLLM servers, while the others train; "
+        "auto: the fastest split, by the times of the run that is resumed, else by an estimate",
     ),
     (
         "--weight-update",
