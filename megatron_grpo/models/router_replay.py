@@ -80,7 +80,6 @@ def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.T
     before demonstrations) the routers choose by themselves.
     """
     config = unwrap_model(chunk).config
-    unknown = torch.full((1, config.moe_router_topk), -1, device=device())  # one row for all tokens
     for layer, replay in _router_records(chunk):
         if routed_experts is not None:
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
@@ -88,7 +87,8 @@ def next_micro_batch(chunk: torch.nn.Module, pack: Pack, routed_experts: torch.T
         elif replay.router_replay_action is RouterReplayAction.RECORD:
             replay.rows, replay.source = _own_computed(config, pack)
         elif replay.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-            replay.set_target_indices(unknown)
+            # One row for all tokens.
+            replay.set_target_indices(torch.full((1, config.moe_router_topk), -1, device=device()))
 
 
 def _own_computed(config: TransformerConfig, pack: Pack) -> tuple[Int64, Int64]:
