@@ -316,8 +316,6 @@ def _check_servers(args: Namespace) -> None:
             raise GrpoError(
                 f"{flag(dest)} is for an engine in the training processes: set it when you start the server"
             )
-    if args.router_replay_mode == "R3":
-        raise GrpoError("--router-replay-mode R3 needs --rollout-engine vllm --vllm-mode colocate: give that, or R2")
     _check_weight_sync(args, kind)
 
 
@@ -835,7 +833,6 @@ def _check_placed_servers(args: Namespace) -> None:
         )
     alone = "a continued completion is a new request to a server"
     for dest, given, reason in (
-        ("weight_update", args.weight_update == "keep", "servers receive weights while nothing runs"),
         ("stop_words", args.stop_words, f"{alone}, which sees no stop word across its begin"),
         ("top_k", replays_top_k(args), "their streams have no kept tokens; add --no-top-k-replay"),
     ):
