@@ -244,21 +244,20 @@ def _split_lines(args: Namespace, world_size: int) -> list[str]:
     """Return the estimated seconds of a batch for this and other --rollout-ranks (`estimate.sides`)."""
     if not args.rollout_ranks or has_servers(args):
         return []
-    launched, sides, staleness = world_size + args.rollout_ranks, estimated(args), args.max_staleness
+    launched, sides, sequences = world_size + args.rollout_ranks, estimated(args), concurrent(args, args.rollout_ranks)
     possible = possible_rollout_ranks(args, launched)
-    best = fastest(possible, launched, sides, staleness)
-    middle = possible.index(best)
-    shown = {args.rollout_ranks, *possible[max(0, middle - MOST_SPLITS // 2) : middle + MOST_SPLITS // 2]}
-    lines = ["", f"split of {launched} ranks, estimated seconds of a batch of the longest completions on H200s"]
-    lines += [
-        f"update: {train_flops(args) / 1e12:,.0f} TFLOP at {FLOPS / 1e12:.0f} a second and rank; decode step of "
-        f"{count} sequences: {1000 * decode_seconds(Plan(args), count):.2f} ms"
-        for count in [concurrent(args, args.rollout_ranks)]
+    best = fastest(possible, launched, sides, args.max_staleness)
+    first = max(0, possible.index(best) - MOST_SPLITS // 2)
+    lines = [
+        "",
+        f"split of {launched} ranks, estimated seconds of a batch of the longest completions on H200s",
+        f"update: {train_flops(args) / 1e12:,.0f} TFLOP, {FLOPS / 1e12:.0f} a second and rank; decode step of "
+        f"{sequences} sequences: {1000 * decode_seconds(Plan(args), sequences):.2f} ms",
+        f"{'engines':>8} {'trainers':>8} {'generate':>9} {'train':>9} {'step':>9}",
     ]
-    lines.append(f"{'engines':>8} {'trainers':>8} {'generate':>9} {'train':>9} {'step':>9}")
-    for engines in sorted(shown):
+    for engines in sorted({args.rollout_ranks, *possible[first : first + MOST_SPLITS]}):
         trainers = launched - engines
-        seconds = *sides(engines, trainers), step_seconds(sides, engines, trainers, staleness)
+        seconds = *sides(engines, trainers), step_seconds(sides, engines, trainers, args.max_staleness)
         note = "  fastest" * (engines == best) + "  this run" * (engines == args.rollout_ranks)
         lines.append(f"{engines:>8} {trainers:>8} " + " ".join(f"{one:>9.3g}" for one in seconds) + note)
     return lines

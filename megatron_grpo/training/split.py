@@ -77,7 +77,10 @@ def _of_resumed_run(args: Namespace, engines: int, launched: int) -> tuple[int |
     files = [directory / name for name in ("args.json", "environment.json", "metrics.jsonl")]
     if not all(file.exists() for file in files):
         return None, None
-    was, start, rows = read_object(files[0]), read_object(files[1])["start_iteration"], read_lines(files[2])
+    try:
+        was, start, rows = read_object(files[0]), read_object(files[1])["start_iteration"], read_lines(files[2])
+    except GrpoError:  # a damaged line does not refuse a resume
+        return None, None
     if not was.get("rollout_ranks") or was["vllm_mode"] == "server":
         return None, None
     placed = was["rollout_ranks"], was["world_size"]

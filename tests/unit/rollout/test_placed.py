@@ -470,7 +470,7 @@ def test_a_signal_after_a_batch_was_taken_leaves_the_probe_in_peace(launch):
             run.trainer.begin(evaluation, everything, data="valid", scored=True)()
 
 
-@pytest.mark.parametrize("replicas", [2, 1, 3])
+@pytest.mark.parametrize("replicas", slow_except([2, 3], [2, 3, 1]))
 def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp_path, replicas):
     """Also with another number of replicas than before: no completion begins anew."""
     run = launch("--max-staleness 3")

@@ -71,6 +71,10 @@ def test_an_estimate_for_a_new_run_and_for_another_batch(tmp_path, capsys, monke
     folder_of_run(tmp_path, 4, 4, rows=6, max_completion_length=17)
     assert resolve_split(args_of(f"--load {tmp_path}"), 8) == {"rollout_ranks": new}
     assert "estimated" in capsys.readouterr().out
+    folder_of_run(tmp_path, 4, 4, rows=6)
+    assert resolve_split(args_of(f"--load {tmp_path} --finetune"), 8) == {"rollout_ranks": new}  # no resume
+    (tmp_path / "metrics.jsonl").write_text("{\n")
+    assert resolve_split(args_of(f"--load {tmp_path}"), 8) == {"rollout_ranks": new}
 
 
 def test_trainers_without_room_for_the_optimizer_are_left_out(monkeypatch):
