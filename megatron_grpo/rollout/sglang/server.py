@@ -8,10 +8,10 @@ the unit tests use a fake server.
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.engine import ServerEngine, WeightTransfer, receiving_ranks
@@ -145,7 +145,7 @@ class SglangServer(Server):
         experts = None
         if self._args.router_replay_mode == "R3":
             routed, encoded = prompt_length + len(ids) - 1, meta.get("routed_experts")
-            experts = routed_experts(self._args, encoded, routed, partial(np.frombuffer, dtype="<i4"))
+            experts = routed_experts(self._args, encoded, routed, _int32)
         return Completion(request.id, ids, log_probs, reason, [version] * len(ids), experts)
 
     async def load_weights(self, directory: str, timeout: float) -> None:
@@ -193,3 +193,7 @@ class SglangServer(Server):
     async def _flush_cache(self) -> None:
         """Drop the KV cache of the old weights as soon as the aborted requests have ended."""
         await self.call("POST", f"/flush_cache?timeout={PROBE_TIMEOUT:g}", timeout=2 * PROBE_TIMEOUT)
+
+
+def _int32(encoded: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(encoded, np.dtype("<i4"))

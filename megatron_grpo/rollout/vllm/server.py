@@ -144,7 +144,7 @@ class VllmServer(Server):
             )
         returned = model.get("enable_return_routed_experts")  # vLLM 0.26; later versions have the other
         returned = returned or (config.get("aux_output_config") or {}).get("enable_return_routed_experts")
-        check_experts(args, returned, (config.get("speculative_config") or {}).get("method"))
+        check_experts(args, bool(returned), (config.get("speculative_config") or {}).get("method"))
         mode, right, replayed = model["logprobs_mode"], [], replays_top_k(args)
         right += ["raw_logprobs"] if args.temperature == 1 and not replayed else []
         right += ["processed_logprobs"] if replayed or not probability_changes(args) else []
