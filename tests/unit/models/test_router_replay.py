@@ -201,9 +201,8 @@ def test_the_engines_experts_reach_the_batch(vllm_double):
     last = batch.cu_seqlens[1:] - 1
     assert (batch.routed_experts[last] == -1).all()
     routed = np.setdiff1d(np.arange(len(batch.tokens)), last)
-    want = [
-        [[t % EXPERTS, (t + number + 1) % EXPERTS] for number in (0, 2, 3)] for t in batch.tokens[routed].tolist()
-    ]  # layer 1 is dense
+    layers = (0, 2, 3)  # layer 1 is dense
+    want = [[[t % EXPERTS, (t + n + 1) % EXPERTS] for n in layers] for t in batch.tokens[routed].tolist()]
     assert batch.routed_experts[routed].tolist() == want
 
 
