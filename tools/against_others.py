@@ -15,13 +15,17 @@ a known difference. The exit code is 1 for an unexpected difference, or if a kno
 """
 
 import argparse
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
-from others import Case, made_up
-from others_trl import Trl, of_trl
-from others_verl import Verl, of_verl
 from torch import Tensor
+
+from tools.others import Case, made_up
+from tools.others_trl import Trl, of_trl
+from tools.others_verl import Verl, of_verl
 
 SAME = 1e-6  # this project computes advantages, token weights and rollout importance weights in float32
 
@@ -41,9 +45,10 @@ def main() -> int:
     args = parser.parse_args()
     torch.manual_seed(0)
     data, wrong = made_up(), 0
-    for library, cases in ((Trl(args.trl), of_trl), (Verl(args.verl), of_verl)):
-        print(f"\n| {library.version} | our flags | theirs | value | gradient | |\n|---|---|---|---|---|---|")
-        for case in cases(library, data):
+    trl, verl = Trl(args.trl), Verl(args.verl)
+    for version, cases in (trl.version, of_trl(trl, data)), (verl.version, of_verl(verl, data)):
+        print(f"\n| {version} | our flags | theirs | value | gradient | |\n|---|---|---|---|---|---|")
+        for case in cases:
             numbers = differences(case)
             unexpected = (max(numbers) > SAME) != bool(case.difference)
             wrong += unexpected

@@ -14,10 +14,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import made_up
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
-import tensor_differences
 import torch
 import torch.distributed as dist
 
@@ -36,6 +34,7 @@ from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.device import device
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
+from tools import made_up, tensor_differences
 
 PROMPTS, PROMPT_LENGTH = 16, 24
 HEAD = "| model | engine against trainer: mean | max | engine against transformers: mean | max |\n|---|--:|--:|--:|--:|"
@@ -84,7 +83,8 @@ def of_layers(args, engine, model, batch: RolloutBatch) -> str:
 
 def sample(args, engine) -> RolloutBatch:
     """Return completions of random prompts; each replica of the engine generates a share."""
-    ids = np.random.default_rng(0).integers(3, args.vocab_size, (PROMPTS, PROMPT_LENGTH)).tolist()
+    shape = PROMPTS, min(PROMPT_LENGTH, args.max_prompt_length)
+    ids = np.random.default_rng(0).integers(3, args.vocab_size, shape).tolist()
     prompts = [Prompt(id=i, ids=prompt, row={}, source="made up") for i, prompt in enumerate(ids)]
     sampling = Sampling(args.max_completion_length, args.temperature, log_probs=True)
     batch, _ = collect_rollout(engine, RolloutPlan(prompts, 1, sampling, args.seed), None, None, Timers())

@@ -164,16 +164,17 @@ def check(args: argparse.Namespace) -> bool:
         else:
             prompts.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
-    answers = [next(iter(find_answers(row).values()), None) for row in rows]
+    found = [next(iter(find_answers(row).values()), None) for row in rows]
+    answers = [answer.strip() for answer in found if isinstance(answer, str)]
     config = read_json_object(args.hf / "config.json")
     rounded = not torch.cuda.is_available() and "linear_attention" in (config.get("layer_types") or [])
     model, what = load(args.hf, args.adapter), (prompts, args.max_completion_length, tokenizer.eos_token_id)
     completions = {"transformers": transformers_completions(model, *what)}
     completions["vLLM"] = vllm_completions(args.hf, args.adapter, "bfloat16" if rounded else "float32", *what)
     for name in completions:
-        if all(isinstance(answer, str) for answer in answers):
+        if len(answers) == len(rows):
             texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in completions[name]]
-            right = sum(text == answer.strip() for text, answer in zip(texts, answers, strict=True))
+            right = sum(text == answer for text, answer in zip(texts, answers, strict=True))
             print(f"{name}: greedy accuracy {right / len(rows):.3f} ({right} of {len(rows)})")
     one, other = completions.values()
     different = [i for i in range(len(rows)) if one[i] != other[i]]

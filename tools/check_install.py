@@ -245,9 +245,8 @@ def run_apart(name: str, cure: str) -> str:
         for file in (out, err):
             file.seek(0)
             # torch writes "[rank0]: " before the lines of an exception
-            lines = (re.sub(r"^\[rank\d+\]:", "", line).strip() for line in file.read().splitlines())
-            texts.append(list(filter(None, lines)))
-    lines, errors = texts
+            texts.append([re.sub(r"^\[rank\d+\]:", "", line).strip() for line in file.read().splitlines()])
+    lines, errors = (list(filter(None, lines)) for lines in texts)
     if status:
         raised = [line for line in errors if re.match(r"[\w.]*(Error|Exception)\b", line)]
         cause = (raised or errors or ["no message"])[-1][:500]

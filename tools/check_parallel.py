@@ -31,16 +31,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-import made_up  # first: it sets sys.path, and installs the CPU layer on machines without a GPU
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
 import torch
 import torch.distributed as dist
-from made_up import parse
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import pretrain_grpo
+import pretrain_grpo  # first of ours: it prepares for machines without a GPU
 from megatron_grpo.algorithm.advantages import ADVANTAGES
 from megatron_grpo.algorithm.losses import LOSSES
 from megatron_grpo.algorithm.policy_term import drop_overlong
@@ -53,10 +54,12 @@ from megatron_grpo.training import train_step
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
+from tools import made_up
+from tools.made_up import parse
 
 PROGRESS = "  done with "
 FLIPS = 1e-4  # share of the choices of experts that rounding may change
-COMPARED = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "clip/masked")
+COMPARED: tuple[str, ...] = ("loss", "grad_norm", "kl", "entropy", "clip/low", "clip/high", "clip/masked")
 COMPARED += ("ratio/mean", "ratio/max", "ratio/min")
 COMPARED += ("mismatch/mean_abs", "mismatch/kl", "mismatch/perplexity_ratio", "mismatch/effective_sample_size")
 SIZES = {
@@ -203,7 +206,7 @@ def objective_updates(flags: list[str], trainer, batch) -> dict[str, dict]:
 
 def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     """Run the two updates in one layout; rank 0 compares the weights with the reference, or writes the reference."""
-    result = {"layout": layout, "world_size": int(os.environ["WORLD_SIZE"])}
+    result: dict[str, Any] = {"layout": layout, "world_size": int(os.environ["WORLD_SIZE"])}
     try:
         args = parse([*flags, *flags_of(layout)], result["world_size"])
         if sizes_of(layout)["DP"] not in (0, args.data_parallel_size):
@@ -222,24 +225,24 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
     if args.moe_router_enable_expert_bias:
         result["counts"] = tokens_of_experts(model)
     weights, gaps = {}, {}
-    writes, compares = dist.get_rank() == 0 and not reference.exists(), dist.get_rank() == 0 and reference.exists()
+    writes = dist.get_rank() == 0 and not reference.exists()
+    stored = safe_open(reference, "pt") if dist.get_rank() == 0 and reference.exists() else None
     with forward.parameters_complete(model):
         rows[-1]["params_norm"] = train_step.params_norm(model)
-        stored = safe_open(reference, "pt") if compares else None
         streams = (stream_adapter, stream_saved) if args.lora_rank else (stream_hf,)
         for name, tensor in itertools.chain.from_iterable(stream(model, args) for stream in streams):
             if writes:
                 weights[name] = (
                     tensor.cpu().clone().contiguous()
                 )  # safetensors needs a copy of each name of a tied weight
-            elif compares:
+            elif stored is not None:
                 expected = stored.get_tensor(name).to(tensor).double()
                 gaps[name] = (torch.linalg.norm(tensor.double() - expected) / torch.linalg.norm(expected)).item()
     if writes:
         save_file(weights, reference)
-    elif compares:
+    elif stored is not None:
         missing = set(stored.keys()) - gaps.keys()
-        worst = max(gaps, key=gaps.get)
+        worst = max(gaps, key=gaps.__getitem__)
         lacking = {"error": f"the tensors {sorted(missing)} are missing"} if missing else {}
         result |= {"worst_tensor": worst, "gap": gaps[worst]} | lacking
     if "LOSSES" in layout.partition(":")[0].split():
@@ -404,6 +407,7 @@ def launch(world_size: int, layouts: list[str], flags: list[str], out: Path) -> 
     command += [__file__, *flags, "--worker", "--out", str(out), "--layouts", *layouts]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     log = []
+    assert process.stderr is not None
     for line in process.stderr:
         log.append(line)
         if line.startswith(PROGRESS):

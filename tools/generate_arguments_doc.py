@@ -102,6 +102,7 @@ def _row(action: argparse.Action) -> str:
             else " " + action.metavar.replace("|", "\\|") + (" ..." if action.nargs == "+" else "")
         )
     flags = ", ".join(f"`{option}`" for option in action.option_strings[1:])
+    assert action.help is not None
     meaning = action.help.replace("%%", "%").replace("|", "\\|")
     return f"| `{action.option_strings[0]}{value}`{', ' * bool(flags)}{flags} | {meaning} |\n"
 

@@ -50,12 +50,15 @@ SECTIONS = [
 SHAPES = {"byte": "bytes", "offset": "n + 1", "token": "total", "completion": "n"}
 
 
+Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+
+
 class Module:
     """The source of a module, and its definitions by name."""
 
     def __init__(self, path: Path) -> None:
         self.lines = path.read_text().splitlines()
-        self.definitions: dict[str, ast.stmt] = {}
+        self.definitions: dict[str, Definition] = {}
         self.moved: dict[str, str] = {}  # names that this module imports and passes on -> the module that defines them
         for node in ast.parse("\n".join(self.lines)).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -74,10 +77,12 @@ class Module:
 
     def comment(self, node: ast.stmt) -> str:
         """The comment at the end of a definition, and that on the lines above it."""
-        above, number = [], node.lineno - 2
+        above: list[str] = []
+        number = node.lineno - 2
         while number >= 0 and self.lines[number].lstrip().startswith("#"):
             above.insert(0, self.lines[number].lstrip()[1:].strip())
             number -= 1
+        assert node.end_lineno is not None
         behind = self.lines[node.end_lineno - 1][node.end_col_offset :].partition("#")[2].strip()
         return " ".join(filter(None, [*above, behind]))
 
@@ -101,7 +106,12 @@ def _definition(module: Module, name: str) -> str:
     if isinstance(node, ast.ClassDef):
         return f"\n### `{name}`\n\n{_docstring(node)}{_fields(module, node)}{_methods(node)}"
     comment = module.comment(node)
-    return f"\n### `{name}`\n\n" + (f"{comment}\n\n" if comment else "") + f"    {ast.unparse(node.value)}\n"
+    return f"\n### `{name}`\n\n" + (f"{comment}\n\n" if comment else "") + f"    {ast.unparse(_value(node))}\n"
+
+
+def _value(node: Definition) -> ast.expr:
+    assert isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
+    return node.value
 
 
 def _signature(node: ast.FunctionDef) -> str:
@@ -135,9 +145,11 @@ def _type(module: Module, annotation: ast.expr) -> str:
     """A type; of ``Annotated[Int32, PER_TOKEN]`` with the shape that the annotation gives."""
     if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated"):
         return ast.unparse(annotation)
+    assert isinstance(annotation.slice, ast.Tuple)
     kind, array = annotation.slice.elts
     if isinstance(array, ast.Name):
-        array = module.definitions[array.id].value
+        array = _value(module.definitions[array.id])
+    assert isinstance(array, ast.Call)
     columns = next((ast.literal_eval(word.value) for word in array.keywords if word.arg == "columns"), 0)
     axes = [SHAPES[ast.literal_eval(array.args[0])], *([], ["f"], ["..."])[columns]]
     return f"{ast.unparse(kind)} [{', '.join(axes)}]"

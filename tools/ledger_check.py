@@ -27,6 +27,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,7 +37,7 @@ from megatron_grpo.rollout.ledger import content
 from megatron_grpo.rollout.ledger.content import Content, GroupKey
 from megatron_grpo.rollout.ledger.ledger import load, recorded_prompt
 from megatron_grpo.utils.errors import GrpoError
-from tools.resume_check import Run, count_rows, differences, last_row, make_inputs
+from tools.resume_check import Run, at_row, count_rows, differences, make_inputs
 
 UPDATES_PER_KILL, SAVE_INTERVAL, START_SECONDS = 3, 3, 20.0
 FLAGS = """--transformer-impl local --num-generations 4 --global-batch-size 32 --micro-batch-size 16 --loss-type dapo
@@ -68,12 +69,8 @@ class History:
         groups = load(found, found.groups, recorded_prompt)
         now = {key: [c.token_ids for c in group.completions if c is not None] for key, group in groups.items()}
         batches = {number: record.groups for number, record in found.batches.items()}
-        for what, before, after in (("group", self.finished, now), ("batch", self.batches, batches)):
-            for name, value in before.items():
-                if after.get(name) != value:
-                    raise GrpoError(
-                        f"{what} {name} is {'lost' if name not in after else 'another one'} after a restart"
-                    )
+        check_unchanged("group", self.finished, now)
+        check_unchanged("batch", self.batches, batches)
         self.finished, self.batches = now, batches
         self._equal = {
             key for key, group in groups.items() if group.rewards is not None and not group.rewards.std(0).any()
@@ -106,6 +103,13 @@ class History:
         return f"{len(self.finished)} finished groups, {len(trained)} of them trained on once, the others {others}"
 
 
+def check_unchanged[K](what: str, before: Mapping[K, object], after: Mapping[K, object]) -> None:
+    """Raise GrpoError if a value of ``before`` is missing in ``after``, or another one."""
+    for name, value in before.items():
+        if after.get(name) != value:
+            raise GrpoError(f"{what} {name} is {'lost' if name not in after else 'another one'} after a restart")
+
+
 def kill(run: Run, name: str) -> None:
     """Send SIGKILL to all processes of the run, or SIGTERM to torchrun, and wait for the end."""
     if name == "SIGKILL":
@@ -134,10 +138,10 @@ def check(args: argparse.Namespace) -> None:
         name = ("SIGKILL", "SIGTERM")[number % 2]
         run = Run(save, [*flags, *alone, "--exit-signal-handler"], nproc)
         if rng.random() < 0.25:
-            text, reached, delay = "start", lambda run: True, rng.uniform(0, START_SECONDS)
+            text, reached, delay = "start", at_row(0), rng.uniform(0, START_SECONDS)
         else:
             row, delay = count_rows(run) + rng.randint(1, 3), rng.uniform(0, 1)
-            text, reached = f"row {row}", lambda run, row=row: last_row(run) >= row
+            text, reached = f"row {row}", at_row(row)
         if not run.wait_until(reached):
             print(f"the run has ended before kill {number}", flush=True)
             break
@@ -152,8 +156,8 @@ def check(args: argparse.Namespace) -> None:
     Run(save, [*flags, *alone, "--exit-signal-handler"], nproc).finish()
     print(history.check_end(updates), flush=True)
     Run(again, [*flags, "--replay-rollouts", str(save)], args.nproc_per_node).finish()
-    if found := differences(again, save):
-        raise GrpoError("the replay differs: " + "; ".join(found))
+    if changed := differences(again, save):
+        raise GrpoError("the replay differs: " + "; ".join(changed))
     print(f"the replay of {updates} updates has the same metrics and weights, bit for bit", flush=True)
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,7 +40,7 @@ from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.training.offload import gradient_tensors, optimizer_tensors, weight_tensors
 from megatron_grpo.training.resolve import resolve_args
-from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.training.trainer import computed_completions
 from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.device import device
@@ -114,7 +115,7 @@ def rollout(args, length: int | Sequence[int] | None = None, prompt: int = 1) ->
         weight_version=0,
         group_ids=np.arange(n) // args.num_generations,
         row_ids=np.arange(n) // args.num_generations,
-        sample_ids=np.arange(n),
+        sample_ids=range(n),
         finish_reasons=reasons,
         response_masks=masks,
         sample_starts=starts,
@@ -146,7 +147,7 @@ def _repeat_the_past(prompts: list[list[int]], completions: list[list[int]], sta
     rng = np.random.default_rng(5)
     for prompt, own, places in zip(prompts, completions, starts, strict=True):
         for place, end in itertools.pairwise([*places, len(own)]):
-            past = [*prompt, *own][: max(end - place - rng.integers(0, 3), 0)]
+            past = [*prompt, *own][: max(end - place - int(rng.integers(0, 3)), 0)]
             own[place : place + len(past)] = past
 
 
@@ -216,7 +217,7 @@ def fill(model, args, value: Callable[[str, tuple[int, ...]], torch.Tensor] | No
         own.fill(tensor, *model_weights.tensor_parallel(own), read)
 
 
-def trainer(args) -> SimpleNamespace:
+def trainer(args) -> Any:
     """Return the attributes of a Trainer that an update needs, with the weights of --load-hf or made-up weights."""
     set_random_seed(args.seed)
     model = forward.build_model(args, model_provider)
@@ -250,9 +251,8 @@ def release(trainer) -> None:
 
 def share(args, batch: RolloutBatch, updates: list[np.ndarray], teacher=None) -> RolloutBatch:
     """Return the batch as a rank of a run has it: with the tokens that it computes in updates or for teachers."""
-    parts = SimpleNamespace(args=args, reference=None, teacher=teacher)
     batch = with_prefixes(batch) if args.share_prompts else batch
-    return with_tokens_of(batch, Trainer.computes(parts, batch, lambda _: updates))
+    return with_tokens_of(batch, computed_completions(args, batch, updates, (None, teacher)))
 
 
 def size_flags(completions: int, tokens: int, prompt: int = 1) -> list[str]:

@@ -18,15 +18,15 @@ template; its rows are of tools/data/pictures.py.
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
-from byte_tokenizer import byte_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -35,6 +35,7 @@ from transformers.utils import logging as transformers_logging
 from megatron_grpo.data.pack import IGNORED_LABEL
 from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.utils.errors import GrpoError
+from tools.byte_tokenizer import byte_tokenizer
 
 EOS, PAD = "<eos>", "<pad>"
 SHAPES = ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2"]
@@ -141,7 +142,7 @@ def family_sizes(args: argparse.Namespace) -> dict:
     return {"head_dim": args.kv_channels}
 
 
-def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
+def make_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Build a float32 model of the given architecture with random weights from `args.seed`."""
     for flag in POSITIVE:
         if getattr(args, flag) < 1:
@@ -220,9 +221,10 @@ def encode(paths: list[Path], tokenizer: PreTrainedTokenizerFast) -> tuple[torch
     """
     sequences = []
     for where, row in (item for path in paths for item in read_rows(path)):
-        texts = (
-            conversation(row["messages"], tokenizer) if "messages" in row else [row.get("prompt"), row.get("answer")]
-        )
+        if "messages" in row:
+            texts = conversation(row["messages"], tokenizer)
+        else:
+            texts = [row.get("prompt", ""), row.get("answer", "")]
         if not all(isinstance(text, str) and text for text in texts):
             raise GrpoError(f"{where}: `prompt` and `answer` must be non-empty strings, found {texts}")
         parts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
@@ -230,9 +232,10 @@ def encode(paths: list[Path], tokenizer: PreTrainedTokenizerFast) -> tuple[torch
             raise GrpoError(f"{where}: {texts} has characters that the tokenizer lacks; give --tokenizer bytes")
         if "messages" not in row:
             parts[-1].append(tokenizer.eos_token_id)
-        ids = [token for part in parts for token in part]
+        sequence = [token for part in parts for token in part]
         spoken = [number % 2 == 1 for number, part in enumerate(parts) for _ in part]
-        sequences.append((ids, [token if said else IGNORED_LABEL for token, said in zip(ids, spoken, strict=True)]))
+        learnt = [token if said else IGNORED_LABEL for token, said in zip(sequence, spoken, strict=True)]
+        sequences.append((sequence, learnt))
     if not sequences:
         raise GrpoError(f"{', '.join(map(str, paths))}: no rows")
     longest = max(len(sequence) for sequence, _ in sequences) - 1
@@ -348,8 +351,9 @@ def make(args: argparse.Namespace) -> None:
     """Build, warm up and save the model that the arguments describe."""
     if args.save.exists() and not args.save.is_dir():
         raise GrpoError(f"--save {args.save} is a file: give a directory")
+    rows_of: Callable[[list[Path]], Rows]
     if args.shape in VISION_SHAPES:
-        import tiny_vision_model as vision  # its processors of images take seconds to import
+        from tools import tiny_vision_model as vision  # its processors of images take seconds to import
 
         processor = vision.make_processor(vision.make_tokenizer(args.shape), args.max_tokens, args.shape)
         tokenizer, saved = processor.tokenizer, processor

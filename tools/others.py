@@ -139,11 +139,11 @@ def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
     batch, _ = update_statistics(args, batch, everyone, 0, lambda *_: flat)
     tokens = batch.response_positions(everyone)
     owner = np.repeat(np.arange(batch.num_completions), batch.lengths)[tokens]
-    tensors = {"advantages": batch.advantages_of(tokens, owner), "completion": owner}
+    arrays = {"advantages": batch.advantages_of(tokens, owner), "completion": owner}
     for name in ("policy_mask", "kl_cov", "rollout_log_probs", "ref_log_probs", "old_log_probs"):
         if getattr(batch, name) is not None:
-            tensors[name] = getattr(batch, name)[tokens]
-    tensors = {k: torch.from_numpy(v if v.dtype == np.int64 else v.astype(np.float64)) for k, v in tensors.items()}
+            arrays[name] = getattr(batch, name)[tokens]
+    tensors = {k: torch.from_numpy(v if v.dtype == np.int64 else v.astype(np.float64)) for k, v in arrays.items()}
     log_probs = torch.from_numpy(flat[0][tokens]).requires_grad_()
     old = tensors["old_log_probs"]
     loss = policy_term(args, log_probs, old, tensors).loss
@@ -152,11 +152,11 @@ def our_loss(data: Data, flags: str) -> tuple[Tensor, Tensor]:
     if args.entropy_coef:
         loss = loss - args.entropy_coef * torch.from_numpy(flat[1][tokens])
     loss = (torch.from_numpy(weights)[owner] * loss).sum()
-    loss.backward()
+    of_tokens = torch.autograd.grad(loss, log_probs)[0]
     gradient = torch.zeros_like(data.mask)
     places = batch.response_mask[batch.response_mask >= 0] == 1
     inside = np.concatenate([places[a + 1 : b] for a, b in _bounds(batch)])
-    gradient[tuple(index[inside] for index in (data.tokens == 1).nonzero(as_tuple=True))] = log_probs.grad
+    gradient[tuple(index[inside] for index in (data.tokens == 1).nonzero(as_tuple=True))] = of_tokens
     return loss.detach(), gradient
 
 
@@ -259,6 +259,6 @@ def load(directory: Path, *names: str) -> list[Any]:
         warnings.simplefilter("ignore")
         modules = [importlib.import_module(name) for name in names]
     for module in modules:
-        if not Path(module.__file__).resolve().is_relative_to(directory.resolve()):
+        if not Path(module.__file__ or "").resolve().is_relative_to(directory.resolve()):
             raise SystemExit(f"{module.__name__} is {module.__file__}, not in {directory}")
     return modules

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from others import END, GROUP, Case, Data, load, our_advantages, our_importance_weights, our_loss, our_mismatch
 from torch import Tensor
+
+from tools.others import END, GROUP, Case, Data, load, our_advantages, our_importance_weights, our_loss, our_mismatch
 
 
 class Trl:
@@ -25,7 +26,7 @@ class Trl:
         ids = [[2] * (n - 1) + [2 if cut else END] for n, cut in zip(lengths, data.cut, strict=True)]
         engine = [row[:n].tolist() for row, n in zip(data.rollout, lengths, strict=True)]
         tools = [row[:n].long().tolist() for row, n in zip(data.mask, lengths, strict=True)]
-        generated = {
+        generated: dict[str, tuple[Any, ...]] = {
             "grpo": ([[0]] * len(ids), ids, tools, ids, engine, {}, None, None),
             "rloo": ([[0]] * len(ids), ids, ids),
         }
@@ -34,8 +35,9 @@ class Trl:
             "_generate": lambda self, prompts: generated[kind],
             "_calculate_rewards": lambda self, *_: data.rewards,
         }
-        stub = object.__new__(type("Stub", (self.trainers[kind],), methods))
+        stub: Any = object.__new__(type("Stub", (self.trainers[kind],), methods))
         same = lambda x, *_, **__: x  # noqa: E731
+        logs: dict[str, Any] = defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list))
         vars(stub).update(
             accelerator=SimpleNamespace(
                 device=torch.device("cpu"), num_processes=1, process_index=0, sync_gradients=True, gather=same,
@@ -49,7 +51,7 @@ class Trl:
             ),
             model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
             _metrics={"train": defaultdict(list)}, _pending_extra_logs={}, _pending_metrics={},
-            _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+            _logs=logs,
             _tokenizer=SimpleNamespace(pad_token_id=0), eos_token_ids=[END], pad_to_multiple_of=None,
             reward_funcs=["a", "b"], reward_func_names=["a", "b"], reward_weights=torch.ones(2).double(),
             num_generations=GROUP, num_iterations=1, aux_loss_enabled=False, tools=None, environments=None,
@@ -93,8 +95,7 @@ class Trl:
                 current_gradient_accumulation_steps=micro_batches,
             )  # fmt: skip
             total = total + stub._compute_loss(stub.model, part)
-        total.backward()
-        return total.detach(), log_probs.grad
+        return total.detach(), torch.autograd.grad(total, log_probs)[0]
 
     def rloo_gradient(self, data: Data) -> Tensor:
         """Return the gradient of RLOOTrainer's `_compute_loss` before the first update on a rollout."""
@@ -102,8 +103,7 @@ class Trl:
         inputs = self.rollout(data, "rloo") | {"advantages": data.advantages}
         inputs["old_logps"] = (data.log_probs * data.tokens).sum(1)
         stub = self.stub("rloo", data, (log_probs, data.entropies))
-        stub._compute_loss(stub.model, inputs).backward()
-        return log_probs.grad
+        return torch.autograd.grad(stub._compute_loss(stub.model, inputs), log_probs)[0]
 
 
 def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
@@ -135,7 +135,7 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
     yield loss("Dr. GRPO", f"{plain} dr_grpo --max-completion-length 512", loss_type="dr_grpo")
     yield loss("CISPO", f"{plain} cispo --epsilon-high 2", loss_type="cispo", epsilon_high=2.0)
     yield loss("SAPO", f"{plain} sapo", loss_type="sapo")
-    level = {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.06}
+    level: dict[str, Any] = {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.06}
     yield loss("GSPO", f"{plain} gspo --epsilon 0.05 --epsilon-high 0.06", **level)
     yield loss("unbiased KL", "--beta 0.1 --kl-estimator unbiased", beta=0.1, use_bias_correction_kl=True)
     yield loss(
@@ -157,7 +157,7 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
         top_entropy_quantile=0.2,
         micro_batches=6,
     )
-    entropy = {"_entropy_bonus_enabled": True, "entropy_coef": 0.01}
+    entropy: dict[str, Any] = {"_entropy_bonus_enabled": True, "entropy_coef": 0.01}
     said = "entropy_coef=0.01, loss_type="
     yield loss(
         "entropy bonus, DAPO", f"{plain} dapo --entropy-coef 0.01", said=f"{said}dapo", loss_type="dapo", **entropy
@@ -178,7 +178,7 @@ def of_trl(trl: Trl, data: Data) -> Iterator[Case]:
         said="off_policy_mask_threshold=0.02",
         off_policy_mask_threshold=0.02,
     )
-    engine = {"use_vllm": True}
+    engine: dict[str, Any] = {"use_vllm": True}
     yield loss(
         "rollout importance weights in the loss",
         "--beta 0.1 --rollout-importance-sampling-mode token_truncate",

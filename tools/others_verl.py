@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from others import GROUP, Case, Data, load, our_advantages, our_importance_weights, our_loss, our_mismatch, summed
 from torch import Tensor
+
+from tools.others import GROUP, Case, Data, load, our_advantages, our_importance_weights, our_loss, our_mismatch, summed
 
 
 class Verl:
@@ -32,15 +33,13 @@ class Verl:
             old_log_prob=data.old, log_prob=log_probs, advantages=advantages, response_mask=data.mask,
             loss_agg_mode=mode, config=config, rollout_is_weights=weights,
         )  # fmt: skip
-        loss.backward()
-        return loss.detach(), log_probs.grad
+        return loss.detach(), torch.autograd.grad(loss, log_probs)[0]
 
     def kl(self, data: Data, kind: str) -> tuple[Tensor, Tensor]:
         """Return verl's KL term, averaged over all tokens, and its gradient."""
         log_probs = data.log_probs.clone().requires_grad_()
         loss = self.core.agg_loss(self.core.kl_penalty(log_probs, data.ref, kind), data.mask, "token-mean")
-        loss.backward()
-        return loss.detach(), log_probs.grad
+        return loss.detach(), torch.autograd.grad(loss, log_probs)[0]
 
     def advantages(self, data: Data, estimator: str, beta: float = 0.0, **settings: Any) -> Tensor:
         """Return the advantages of an estimator of verl's registry, [n, s].
@@ -84,10 +83,10 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "verl always bounds the loss of A < 0 at clip_ratio_c = 3. Neither GRPO's nor DAPO's formula has this bound; "
         "here it is an option (previous line).",
     )
-    higher = {"clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
+    higher: dict[str, Any] = {"clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
     yield loss("DAPO, dual clip", f"{plain} dapo --epsilon-high 0.28 --dual-clip 3", "vanilla", by_token, **higher)
     dr_grpo = f"{plain} dr_grpo --max-completion-length 512 --dual-clip 3"
-    norm = {"loss_scale_factor": 512, "global_batch_size": len(data.mask)}
+    norm: dict[str, Any] = {"loss_scale_factor": 512, "global_batch_size": len(data.mask)}
     said = ", loss_scale_factor=512"
     yield loss("Dr. GRPO", dr_grpo, "vanilla", "seq-mean-token-sum-norm", said=said, global_batch_info=norm)
     yield loss(
@@ -112,12 +111,12 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         "with global_batch_size (next line).",
         data=nothing,
     )
-    with_batch_size = {"global_batch_size": len(data.mask)}
+    with_batch_size: dict[str, Any] = {"global_batch_size": len(data.mask)}
     said = ", global_batch_size=N"
     yield loss(
         "the same", filtered, "vanilla", by_completion, said=said, data=nothing, global_batch_info=with_batch_size
     )
-    narrow = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.06}
+    narrow: dict[str, Any] = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.06}
     gspo = "--epsilon 0.05 --epsilon-high 0.06"
     yield loss("GSPO", f"{plain} gspo {gspo}", "gspo", by_completion, **narrow)
     token = f"{plain} grpo --importance-sampling-level sequence_token {gspo}"
@@ -155,7 +154,7 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         weights=factors,
     )
     clip_cov = f"{plain} dapo --clip-cov-ratio 0.9 --clip-cov-lb 0.1 --clip-cov-ub 5"
-    cov = {"clip_cov_ratio": 0.9, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0}
+    cov: dict[str, Any] = {"clip_cov_ratio": 0.9, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0}
     yield loss(
         "Clip-Cov (all between the bounds)",
         clip_cov,
@@ -166,7 +165,7 @@ def of_verl(verl: Verl, data: Data) -> Iterator[Case]:
         **cov,
     )
     kl_cov = "--kl-cov-ratio 0.1 --kl-cov-coef 1"
-    kl = {"kl_cov_ratio": 0.1, "ppo_kl_coef": 1.0}
+    kl: dict[str, Any] = {"kl_cov_ratio": 0.1, "ppo_kl_coef": 1.0}
     open_ = f"{plain} dapo --epsilon 0.99999 --epsilon-high 1e6 {kl_cov}"
     yield loss("KL-Cov, without a clip", open_, "kl_cov", by_token, **kl)
     yield loss(

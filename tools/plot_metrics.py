@@ -18,6 +18,7 @@ matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron_grpo.observability.run_folder import Run, labels, read_run
@@ -110,8 +111,8 @@ def draw_phases(axes: Axes, run: Run) -> bool:
 def draw(runs: list[Run], window: int = 1) -> Figure:
     """Draw the six panels."""
     with plt.rc_context(STYLE):
-        figure, grid = plt.subplots(2, 3, figsize=(12, 6.6), layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches
+        margins = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
+        figure, grid = plt.subplots(2, 3, figsize=(12, 6.6), layout=margins)
         panels = list(grid.flat)
         contents = [("Reward and held-out accuracy", draw_reward(panels[0], runs, window))]
         if any(any(run.series("kl")[1]) for run in runs):

@@ -39,6 +39,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -232,9 +233,19 @@ def draw_moment(kind: str, rng: random.Random, reference: Reference) -> Moment:
         return Moment(f"row {number} + {1000 * delay:.0f} ms", lambda run: count_rows(run) >= number, delay)
     seconds = rng.uniform(0, reference.start_seconds)
     if kind == "resuming":
-        return Moment(f"start + {seconds:.1f} s", lambda run: run.seconds >= seconds, 0.0)
+        return Moment(f"start + {seconds:.1f} s", after(seconds), 0.0)
     # At the first row at the latest, even after a fast start: there is no checkpoint yet.
     return Moment(f"start + {seconds:.1f} s", lambda run: run.seconds >= seconds or count_rows(run) > 0, 0.0)
+
+
+def after(seconds: float) -> Callable[[Run], bool]:
+    """Return the function that tells whether a run has lasted for so many seconds."""
+    return lambda run: run.seconds >= seconds
+
+
+def at_row(iteration: int) -> Callable[[Run], bool]:
+    """Return the function that tells whether this process of a run has written the row of an iteration."""
+    return lambda run: last_row(run) >= iteration
 
 
 def saving(iteration: int, delay: float) -> Moment:
@@ -284,12 +295,12 @@ def kill_one_run(kills: int, rng: random.Random, reference: Reference, save: Pat
         done = latest_iteration(save) or 0 if save.exists() else 0
         if kind == "starting":
             seconds = rng.uniform(0, reference.start_seconds)
-            moment = Moment(f"start + {seconds:.1f} s", lambda run, seconds=seconds: run.seconds >= seconds, 0.0)
+            moment = Moment(f"start + {seconds:.1f} s", after(seconds), 0.0)
         elif kind in ("saving", "background"):
             moment = saving(min(done + interval, last), rng.uniform(0, 0.3 if kind == "saving" else 1.0))
         else:
             row, delay = done + rng.randint(1, 2), rng.uniform(0, 0.3)
-            moment = Moment(f"row {row} + {1000 * delay:.0f} ms", lambda run, row=row: last_row(run) >= row, delay)
+            moment = Moment(f"row {row} + {1000 * delay:.0f} ms", at_row(row), delay)
         flags = [*reference.flags, *(["--async-save"] if kind == "background" else [])]
         run = Run(save, flags, reference.nproc)
         if run.wait_until(moment.reached):
@@ -319,7 +330,8 @@ def differences(save: Path, reference: Path) -> list[str]:
     for name in ("metrics.jsonl", "completions.jsonl", "eval_completions.jsonl"):
         if not (reference / name).exists():  # of a run without evaluations
             continue
-        pairs = zip_longest(read_rows(save / name), read_rows(reference / name), fillvalue={})
+        missing: dict[str, Any] = {}
+        pairs = zip_longest(read_rows(save / name), read_rows(reference / name), fillvalue=missing)
         for number, (row, expected) in enumerate(pairs, start=1):
             keys = [key for key in {**expected, **row} if row.get(key) != expected.get(key) and not _is_timing(key)]
             if keys:

@@ -25,6 +25,7 @@ import contextlib
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +142,7 @@ def watch(args: argparse.Namespace, flags: list[str], server: int | None) -> boo
     series: dict[int, Series] = {}
     print(f"{'update':>7}  {'process':16} {'live MiB':>9} {'MiB':>8} {'descriptors':>12} {'threads':>8}", flush=True)
     for update in range(args.every, args.updates + 1, args.every):
-        if not run.wait_until(lambda run, update=update: rows_done(run) >= update, args.patience):
+        if not run.wait_until(partial(has_rows, count=update), args.patience):
             break
         for pid, (name, process) in family(run, server).items():
             try:
@@ -165,9 +166,9 @@ def watch(args: argparse.Namespace, flags: list[str], server: int | None) -> boo
     return flat
 
 
-def rows_done(run: resume_check.Run) -> int:
-    """Return the number of updates with a row in metrics.jsonl."""
-    return resume_check.count_rows(run)
+def has_rows(run: resume_check.Run, count: int) -> bool:
+    """Return whether metrics.jsonl has the rows of so many updates."""
+    return resume_check.count_rows(run) >= count
 
 
 def main() -> int:

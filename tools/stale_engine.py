@@ -11,8 +11,11 @@ small models.
 import argparse
 import sys
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
 
 import pretrain_grpo  # first: it prepares for machines without a GPU
 from megatron_grpo.models import forward
@@ -30,28 +33,33 @@ def main() -> None:
     )
     parser.add_argument("updates", metavar="UPDATES", type=int, help="age of the engine's weights")
     options, sys.argv[1:] = parser.parse_known_args()
-    lag, history = options.updates, {}
-    evaluate = pretrain_grpo.evaluate
+    lag, evaluate, sync_newest = options.updates, pretrain_grpo.evaluate, EngineLifecycle.sync
+    history: dict[int, list[tuple[str, torch.Tensor]]] = {}  # weights by version
 
     def sync(lifecycle: EngineLifecycle, version: int) -> None:
-        args, model = lifecycle.args, lifecycle.model
+        args, model, engine = lifecycle.args, lifecycle.model, lifecycle.engine
+        assert engine is not None
         with lifecycle.timers("sync"), forward.parameters_complete(model):
             history[version] = [(name, weight.cpu().clone()) for name, weight in stream_hf(model, args)]
         rollouts = sorted(history)[-lag - 1 :]
-        lifecycle.engine.update_weights(iter(history[rollouts[0]]), version)
+        engine.update_weights(iter(history[rollouts[0]]), version)
         lifecycle.synced = Synced(version)
         for iteration in history.keys() - rollouts:
             del history[iteration]
 
     def evaluate_newest(args, trainer: Trainer) -> dict[str, float]:
-        trainer.lifecycle.synced, EngineLifecycle.sync = Synced(-1), sync_newest
-        metrics = evaluate(args, trainer)
-        trainer.lifecycle.synced, EngineLifecycle.sync = Synced(-1), sync
+        trainer.lifecycle.synced = Synced(-1)
+        with mock.patch.object(EngineLifecycle, "sync", sync_newest):
+            metrics = evaluate(args, trainer)
+        trainer.lifecycle.synced = Synced(-1)
         return metrics
 
-    sync_newest, EngineLifecycle.sync, pretrain_grpo.evaluate = EngineLifecycle.sync, sync, evaluate_newest
-    EngineLifecycle.check = lambda self, batch, row: None
-    pretrain_grpo.main()
+    with (
+        mock.patch.object(EngineLifecycle, "sync", sync),
+        mock.patch.object(EngineLifecycle, "check"),
+        mock.patch.object(pretrain_grpo, "evaluate", evaluate_newest),
+    ):
+        pretrain_grpo.main()
 
 
 if __name__ == "__main__":

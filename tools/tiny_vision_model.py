@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from byte_tokenizer import byte_tokenizer
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -19,6 +18,7 @@ from transformers import (
     AutoModelForImageTextToText,
     InternVLProcessor,
     LlavaOnevisionProcessor,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
     Qwen3VLProcessor,
@@ -34,6 +34,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from megatron_grpo.data.pack import IGNORED_LABEL
 from megatron_grpo.data.row_files import read_rows
 from megatron_grpo.utils.errors import GrpoError
+from tools.byte_tokenizer import byte_tokenizer
 
 SPECIAL = """<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|>
     <|video_pad|>""".split()
@@ -232,7 +233,7 @@ def make_model(
     return AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
 
 
-def save_model(model: torch.nn.Module, directory: Path, **options: Any) -> None:
+def save_model(model: PreTrainedModel, directory: Path, **options: Any) -> None:
     """Save the model with the names and shapes of published files.
 
     transformers 5 writes the experts of Qwen3-VL as it computes with them, transposed against the published ones, each

@@ -3,7 +3,7 @@
 import argparse
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -147,12 +147,15 @@ class Demonstrations(PromptDataset):
         """
         ids_of = partial(render, self._tokenizer.apply_chat_template, tools=tools, variables=variables)
         whole = ids_of(messages, generation_prompt=False)
-        mask, end = [0] * len(whole), 0
+        mask, end = [0] * (len(whole) + 1), 0
         for number, message in enumerate(messages):
             if number < first or message["role"] != "assistant":
                 continue
             before = ids_of(messages[:number], generation_prompt=True)
             after = ids_of(messages[: number + 1], generation_prompt=False)
+            after = self._with_end(after, len(before), messages[: number + 1], ids_of)
+            if number + 1 == len(messages):
+                whole = after
             if whole[: len(before)] != before or whole[: len(after)] != after:
                 raise GrpoError(
                     f"the chat template renders the conversation up to message {number + 1}, the assistant's, in "
@@ -163,6 +166,25 @@ class Demonstrations(PromptDataset):
             self._check_turn(number, message, whole[len(before) : end - 1])
             mask[len(before) : end] = [1] * (end - len(before))
         return whole[:end], mask[:end]
+
+    def _with_end(
+        self, ids: list[int], begin: int, messages: list[dict[str, Any]], ids_of: Callable[..., list[int]]
+    ) -> list[int]:
+        """Return ``ids``, the rendering of messages whose last one is the assistant's, with the end of its turn.
+
+        GLM's templates have no end: the policy's turn ends with the first token of the next message, <|user|>, or
+        <|observation|> after calls of tools.
+        """
+        if not self._ends.isdisjoint(ids[begin:]):
+            return ids
+        *before, last = messages
+        calls = {"tool_calls": last["tool_calls"]} if last.get("tool_calls") else {}
+        # Without thoughts, which a template can leave out of earlier turns.
+        turn = [*before, {"role": "assistant", "content": "1"} | calls]
+        alone = ids_of(turn, generation_prompt=False)
+        more = ids_of([*turn, {"role": "tool" if calls else "user", "content": "1"}], generation_prompt=False)
+        following = more[len(alone) : len(alone) + 1] if more[: len(alone)] == alone else []
+        return [*ids, *self._ends.intersection(following)]
 
     def _end_tokens(self, number: int, ids: Sequence[int], begin: int) -> list[int]:
         """Return the places of the end tokens in ``ids`` from ``begin`` on, where message ``number`` is."""

@@ -7,6 +7,8 @@ Start the server with: vllm serve DIR --max-model-len N, with N at least --max-p
 import asyncio
 import math
 import os
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from megatron_grpo.data.share import first_holders, spread
 from megatron_grpo.parallel.initialize import all_finish, host_group, led_by_rank_0
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Client, Fault
+from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Client, Fault, reads_answers
 
 PAUSES = (1.0, 4.0, 16.0)  # seconds before each retry of a request
 
@@ -36,7 +38,7 @@ class TeacherServer(Client):
         self._k = args.gkd_logits_topk if args.gkd_beta is not None else 0
         with led_by_rank_0():
             if dist.get_rank() == 0:
-                self._run(self._check())
+                self._run(self._with_retries(self._check))
         names = [self._model]
         dist.broadcast_object_list(names, src=0, group=host_group())
         self._model = names[0]
@@ -75,9 +77,10 @@ class TeacherServer(Client):
                 "address; then resume a run with --save from its newest checkpoint with --load"
             ) from fault
 
+    @reads_answers
     async def _check(self) -> None:
         args = self._args
-        card = (await self._request_with_retries("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
+        card = (await self.call("GET", "/v1/models", timeout=PROBE_TIMEOUT))["data"][0]
         self._model, longest = card["id"], longest_sequence(args) + 1
         if (card.get("max_model_len") or longest) < longest:
             raise Fault(
@@ -91,30 +94,28 @@ class TeacherServer(Client):
 
         async def one(start: int, end: int) -> np.ndarray:
             async with semaphore:
-                return await self._of_sequence(batch.tokens[start:end].tolist())
+                return await self._with_retries(partial(self._of_sequence, batch.tokens[start:end].tolist()))
 
         spans = zip(batch.cu_seqlens[completions].tolist(), batch.cu_seqlens[completions + 1].tolist(), strict=True)
         return np.concatenate(await asyncio.gather(*(one(*span) for span in spans)), dtype=np.float32)
 
+    @reads_answers
     async def _of_sequence(self, tokens: list[int]) -> np.ndarray:
         """Return the values of the tokens of one sequence, ``[tokens, columns]``; those of the first are NaN."""
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._k}
-        timeout = self._args.teacher_server_timeout
-        answer = await self._request_with_retries("POST", "/v1/completions", body, timeout=timeout)
+        answer = await self.call("POST", "/v1/completions", body, self._args.teacher_server_timeout)
         return _parse_top_k(answer, tokens, self._k) if self._k else _parse_log_probs(answer, tokens)[:, None]
 
-    async def _request_with_retries(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
-    ) -> Any:
-        """Send a request and return the answer; retry after each retryable fault."""
+    async def _with_retries[R](self, ask: Callable[[], Awaitable[R]]) -> R:
+        """Return what ``ask`` returns; call it again after each retryable fault."""
         for pause in PAUSES:
             try:
-                return await self.call(method, path, body, timeout=timeout)
+                return await ask()
             except Fault as fault:
                 if not fault.retryable:
                     raise
             await asyncio.sleep(pause)
-        return await self.call(method, path, body, timeout=timeout)
+        return await ask()
 
 
 def _entries(answer: dict[str, Any], tokens: list[int]) -> tuple[list[dict[str, Any]], list[float]]:

@@ -58,6 +58,7 @@ from megatron_grpo.vision.images import ImageStore, RowImages
 WITHOUT_SIGNAL = 3  # rollouts without a difference of rewards after which a line says so
 
 Divide = Callable[[int], list[np.ndarray]]  # from their number to the completions of each update
+Reference = ReferenceModel | SwappedReference | BaseReference
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Trainer:
     model: forward.Model
     optimizer: Any
     scheduler: Any
-    reference: ReferenceModel | SwappedReference | BaseReference | None
+    reference: Reference | None
     source: RolloutSource
     lifecycle: EngineLifecycle
     tokenizer: Tokenizer
@@ -170,7 +171,12 @@ class Trainer:
 
         ``divide`` divides the completions into updates.
         """
-        needs = Needs(partial(self.computes, divide=divide), prefixes=self.args.share_prompts)
+        models = self.reference, self.teacher
+
+        def computed(batch: RolloutBatch) -> Bool:
+            return computed_completions(self.args, batch, divide(batch.num_completions), models)
+
+        needs = Needs(computed, prefixes=self.args.share_prompts)
         rollout = self.source.next(needs, self.lifecycle.synced)
         batch = rollout.batch
         if self.args.max_staleness:
@@ -196,27 +202,6 @@ class Trainer:
         if batch.image_bytes is None:
             return self.images.of(row)
         return self.images.of_shown(row, divided(batch.image_bytes[batch.image_slice(i)]))
-
-    def computes(self, batch: RolloutBatch, divide: Divide) -> Bool:
-        """Return [n] which completions this rank computes: in an update, or in a pass for log-probabilities before it.
-
-        A pass can divide the rollout in another way than the updates: it is of all completions, with another budget of
-        tokens, or of a model with another parallel configuration.
-        """
-        computes = np.zeros(batch.num_completions, bool)
-        args, updates = self.args, divide(batch.num_completions)
-        passes: list[tuple[Int64, int | None]] = [(completions, None) for completions in updates]
-        if may_need_scores(args):
-            passes += [(np.sort(completions), forward.budget_of_scores(args)) for completions in updates]
-        if needs_old_log_probs(args):
-            parts = forward.parts_of_old_policy(args, batch.num_completions, updates)
-            passes += [(completions, forward.budget_of_scores(args)) for completions in parts]
-        for completions, max_tokens in passes:
-            computes[forward.own_completions(args, batch, completions, max_tokens)] = True
-        for model in (self.reference, self.teacher):
-            if model is not None:
-                computes[model.own_completions(batch)] = True
-        return computes
 
     def teachers_heads(self) -> AbstractContextManager[None]:
         """Return the context of an update, in which the policy's last stage has the output layers that it distils."""
@@ -470,3 +455,26 @@ class Trainer:
         self.source.close()
         if self.watchdog is not None:
             self.watchdog.close()
+
+
+def computed_completions(
+    args: Arguments, batch: RolloutBatch, updates: Sequence[Int64], models: Sequence[Reference | Teachers | None]
+) -> Bool:
+    """Return [n] which completions this rank computes: in an update, or in a pass for log-probabilities before it.
+
+    A pass can divide the rollout in another way than the updates: it is of all completions, with another budget of
+    tokens, or of a model with another parallel configuration (``models``: reference and teachers, if any).
+    """
+    computes = np.zeros(batch.num_completions, bool)
+    passes: list[tuple[Int64, int | None]] = [(completions, None) for completions in updates]
+    if may_need_scores(args):
+        passes += [(np.sort(completions), forward.budget_of_scores(args)) for completions in updates]
+    if needs_old_log_probs(args):
+        parts = forward.parts_of_old_policy(args, batch.num_completions, updates)
+        passes += [(completions, forward.budget_of_scores(args)) for completions in parts]
+    for completions, max_tokens in passes:
+        computes[forward.own_completions(args, batch, completions, max_tokens)] = True
+    for model in models:
+        if model is not None:
+            computes[model.own_completions(batch)] = True
+    return computes

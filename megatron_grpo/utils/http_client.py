@@ -1,8 +1,10 @@
 """HTTP client for inference servers and reward models, and the exceptions of failed requests."""
 
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, Concatenate
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError  # of a line that is too long, since aiohttp 3.14
@@ -10,6 +12,9 @@ from aiohttp.http_exceptions import HttpProcessingError  # of a line that is too
 PROBE_TIMEOUT = 10.0  # seconds, for requests without work for the server
 # Bytes of an event, which is one line. vLLM's first event repeats the prompt: a million token ids are 8 MB.
 _LONGEST_LINE = 2**28
+
+
+NEWEST: ContextVar[tuple[str, Any]] = ContextVar("NEWEST", default=("", None))  # (path, answer) in this task
 
 
 class Fault(Exception):
@@ -52,9 +57,11 @@ class Client:
             raise Fault(f"{path}: {error or type(error).__name__}", retryable=True) from error
         self._check_status(path, status, text)
         try:
-            return json.loads(text) if kind == "application/json" else text
+            value = json.loads(text) if kind == "application/json" else text
         except ValueError as error:
             raise Fault(f"{path}: the answer is not valid JSON", retryable=True) from error
+        NEWEST.set((path, value))
+        return value
 
     async def events(self, path: str, body: dict) -> AsyncIterator[Any]:
         """Send a request and yield each JSON value of its server-sent events as it arrives; raises Fault as `call`."""
@@ -95,3 +102,24 @@ class Client:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def reads_answers[C: Client, **P, R](
+    function: Callable[Concatenate[C, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[C, P], Coroutine[Any, Any, R]]:
+    """Return a function of a client that raises a retryable Fault for an answer of another form than it expects.
+
+    While a server restarts, a gateway or another program can answer at its address.
+    """
+
+    @wraps(function)
+    async def read(client: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return await function(client, *args, **kwargs)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            path, answer = NEWEST.get()
+            text = " ".join(str(answer).split())[:300]
+            reason = f"not as an inference server does ({type(error).__name__}: {error})"
+            raise Fault(f"{path} answered {text}, {reason}", retryable=True) from error
+
+    return read

@@ -17,8 +17,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import made_up
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.log import print_rank_0
 from megatron_grpo.weights.stream import describe, stream_hf
+from tools import made_up
 
 STAGES = ("train", "sync", "rollout", "asleep", "offloaded")
 
@@ -131,9 +131,8 @@ def main() -> None:
     }
     for line in (columns.keys(), ["--:"] * len(columns), columns.values()):
         print_rank_0("| " + " | ".join(line) + " |")
-    transfer = getattr(trainer.lifecycle.engine, "_transfer", None)
     if args.weight_sync_method == "sparse" and dist.get_rank() == 0:
-        print(f"| {transfer.sent_elements:,} elements of {size // 2:,} sent last |")
+        print(f"| {trainer.lifecycle.engine._transfer.sent_elements:,} elements of {size // 2:,} sent last |")
     trainer.lifecycle.close()
 
 

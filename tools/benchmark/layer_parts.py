@@ -19,14 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import made_up
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import pretrain_grpo
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.log import print_rank_0
+from tools import made_up
 
 
 class Times:

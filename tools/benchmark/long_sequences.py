@@ -14,8 +14,10 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import made_up
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools import made_up  # first: it prepares for machines without a GPU
+
+# isort: split
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state

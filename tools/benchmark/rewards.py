@@ -20,8 +20,9 @@ from megatron_grpo.rewards.arguments import REWARDS
 from megatron_grpo.rewards.pool import RewardPool
 from megatron_grpo.rewards.registry import Sample
 from megatron_grpo.rewards.sandbox.sandbox import isolation_here
+from megatron_grpo.utils.flags import Flag
 
-FLAGS = {name[2:].replace("-", "_"): default for name, _, default, _ in REWARDS}
+FLAGS = {flag.dest: flag.default for flag in (Flag(*row) for row in REWARDS)}
 THOUGHT = "<think>" + "Let us see what follows from this, and try it with a smaller number first. " * 60 + "</think>\n"
 PROGRAM = "```python\nnumbers = [int(word) for word in input().split()]\nprint(sum(numbers) + {error})\n```"
 

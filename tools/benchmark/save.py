@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import made_up
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools import made_up  # first: it prepares for machines without a GPU
+
+# isort: split
 import psutil
 import torch
 import torch.distributed as dist

@@ -23,6 +23,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -62,8 +63,8 @@ def make_inputs(root: Path) -> list[str]:
             seen |= {row["prompt"] for row in rows}
             (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if not model.exists():
-        words = ["--save", model, "--train", data / "warmup.jsonl", "--valid", data / "valid.jsonl", *SHAPE.split()]
-        subprocess.run([sys.executable, ROOT / "tools" / "make_tiny_model.py", *words], check=True)
+        words: list[str | Path] = ["--save", model, "--train", data / "warmup.jsonl", "--valid", data / "valid.jsonl"]
+        subprocess.run([sys.executable, ROOT / "tools" / "make_tiny_model.py", *words, *SHAPE.split()], check=True)
     return f"--load-hf {model} --train-data-path {data}/train.jsonl --valid-data-path {data}/test.jsonl".split()
 
 
@@ -93,8 +94,8 @@ def train_uncorrected() -> None:
     def ones(mode, log_probs, *rest) -> ImportanceWeights:
         return ImportanceWeights(torch.ones_like(log_probs), torch.zeros_like(log_probs, dtype=torch.bool))
 
-    policy_term.importance_weights = ones
-    run(pretrain_grpo.main)
+    with mock.patch.object(policy_term, "importance_weights", ones):
+        run(pretrain_grpo.main)
 
 
 def finished_rows(save: Path, updates: int) -> list[dict[str, float]]:
@@ -139,7 +140,7 @@ def table(root: Path, updates: int) -> str:
         f"| after {updates} | mean reward of the last 20 updates | mean staleness | effective sample size | seconds |",
         "|--:|---|--:|--:|---|---|---|--:|--:|--:|",
     ]
-    kinds = {}
+    kinds: dict[tuple[int, bool], list[dict[str, float]]] = {}  # by staleness and whether there are importance weights
     for path in root.glob("staleness_*_seed_*"):
         words = path.name.split("_")
         found = result(path, updates)

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -25,33 +26,24 @@ import pretrain_grpo
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.rollout.engine import Request
+from megatron_grpo.rollout.episodes import Episodes
+from megatron_grpo.rollout.source import WholeRollouts
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import setup
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.log import print_rank_0
 
 KINDS = {"one turn": None, "instant tool": "quick_tool", "tool of 1 s": "slow_tool"}
 
 
-class EqualTurns:
-    """An engine that samples at most ``tokens`` for a request beyond those that it has begun with."""
-
-    def __init__(self, engine, tokens: int):
-        self._engine, self._tokens = engine, tokens
-
-    def __getattr__(self, name: str):
-        return getattr(self._engine, name)
-
-    def submit(self, requests: Iterable[Request]) -> None:
-        """Submit requests, each with its limit."""
-        self._engine.submit([self._limited(request) for request in requests])
-
-    def _limited(self, request: Request) -> Request:
-        if not request.row:
-            return request
-        begun = request.begun.num_sampled if request.begun is not None else 0
-        most = min(request.sampling.max_tokens, begun + self._tokens)
-        return replace(request, sampling=replace(request.sampling, max_tokens=most))
+def of_turn(request: Request, tokens: int) -> Request:
+    """Return the request of an episode for at most ``tokens`` beyond those that it has begun with."""
+    if not request.row:
+        return request
+    begun = request.begun.num_sampled if request.begun is not None else 0
+    most = min(request.sampling.max_tokens, begun + tokens)
+    return replace(request, sampling=replace(request.sampling, max_tokens=most))
 
 
 def of_kind(prompt: Prompt, environment: str | None) -> Prompt:
@@ -67,10 +59,20 @@ def main() -> None:
     trainer = setup(args, model_provider, pretrain_grpo.forward_step)
     if trainer is None:  # after --dry-run
         return
-    source, engine = trainer.source, trainer.lifecycle.engine
-    engine._engine = EqualTurns(engine._engine, args.max_completion_length // args.max_turns)
+    source = trainer.source
+    if type(source) is not WholeRollouts or not isinstance(source.engine, Episodes):
+        raise GrpoError(
+            "tools_cost.py measures whole rollouts of an engine on the trainer's ranks, with --environment: give it; "
+            "leave out --agent, --rollout-ranks, --partial-rollouts and --replay-rollouts"
+        )
+    engine, tokens = source.engine._engine, args.max_completion_length // args.max_turns
+    submit = engine.submit
+
+    def submit_turns(requests: Iterable[Request]) -> None:
+        submit([of_turn(request, tokens) for request in requests])
+
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    with trainer.engine_for_rollout():
+    with trainer.engine_for_rollout(), mock.patch.object(engine, "submit", submit_turns):
         for number in range(own.rounds + 1):
             source.taken += 1
             plan = source.plan()

@@ -28,8 +28,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import made_up
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 import pretrain_grpo
@@ -40,6 +39,7 @@ from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.log import print_rank_0
+from tools import made_up
 
 COMMON = """--transformer-impl local --model-family qwen3 --group-query-attention --qk-layernorm --normalization RMSNorm
     --norm-epsilon 1e-6 --swiglu --disable-bias-linear --rotary-base 1000000 --max-position-embeddings 40960

@@ -18,6 +18,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -86,9 +87,11 @@ def make_inputs(root: Path) -> list[str]:
         rng = random.Random(1)
         houses = iter(rng.sample(range(10**6), sum(ROWS.values())))
         for name, count in ROWS.items():
-            rows = [{"messages": [BEGIN], "seed": next(houses)} for _ in range(count)]
+            seeds = [next(houses) for _ in range(count)]
             if name == "warmup":
-                rows = [{"messages": game(rng, row["seed"])} for row in rows]
+                rows: list[dict[str, Any]] = [{"messages": game(rng, seed)} for seed in seeds]
+            else:
+                rows = [{"messages": [BEGIN], "seed": seed} for seed in seeds]
             (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (data / "valid.jsonl").write_text(json.dumps({"messages": WINS}) + "\n")
     if not model.exists():

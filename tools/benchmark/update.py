@@ -22,11 +22,9 @@ from collections import Counter
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import made_up
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
-from check_parallel import flags_of
 
 import pretrain_grpo
 from megatron_grpo.models import forward
@@ -34,6 +32,8 @@ from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.log import print_rank_0
+from tools import made_up
+from tools.check_parallel import flags_of
 
 
 def measured(flags: list[str], lengths: int | list[int], options: argparse.Namespace) -> str:

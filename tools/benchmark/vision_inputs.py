@@ -13,13 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
 from PIL import Image
-from tiny_vision_model import SPECIAL, make_processor, make_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
+
+from tools.tiny_vision_model import SPECIAL, make_processor, make_tokenizer
 
 SIDE = 1008  # pixels
 # config.json of Qwen/Qwen2.5-VL-3B-Instruct; the ids of special tokens are those of the tokenizer here.

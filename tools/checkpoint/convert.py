@@ -297,6 +297,7 @@ def hf_to_hf(options: argparse.Namespace) -> int:
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
     args = with_dtype(args, dtype)
     args, merge = adapter(options, args)
+    assert merge is not None  # --hf-to-hf is refused without --merge-lora
     hf.check_replaceable("--save", out_dir, (options.load, options.merge_lora))
 
     def parts(weight: Weight) -> Iterator[conversion.Part]:

@@ -77,7 +77,8 @@ def generate(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Generate --generate different rows with a solution, from --numbers, --largest and --seed."""
     if min(args.numbers) < 2 or max(args.numbers) > 5 or args.largest < 1 or args.generate < 1:
         raise GrpoError("--generate needs at least 1 row, --numbers 2 to 5, --largest at least 1")
-    rng, rows, tries = random.Random(args.seed), {}, 0
+    rng, tries = random.Random(args.seed), 0
+    rows: dict[tuple[int, ...], dict[str, Any]] = {}  # by the sorted numbers and the target
     while len(rows) < args.generate:
         tries += 1
         if tries > 100 * args.generate + 1000:

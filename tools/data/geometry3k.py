@@ -23,13 +23,15 @@ from tools.data.common import BOXED, chat, convert_files, text
 def convert(row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Convert a row; raise GrpoError without problem, answer, or for an image that is missing or damaged."""
     problem, answer = text(row, "problem"), text(row, "answer")
-    images = [as_source(value, f"image {number}") for number, value in enumerate(row.get("images") or [], 1)]
-    if not images or problem.count(PLACE) != len(images):
-        raise GrpoError(f"the problem has {problem.count(PLACE)} places {PLACE} for {len(images)} images")
-    for number, image in enumerate(images, 1):
+    sources = [as_source(value, f"image {number}") for number, value in enumerate(row.get("images") or [], 1)]
+    if not sources or problem.count(PLACE) != len(sources):
+        raise GrpoError(f"the problem has {problem.count(PLACE)} places {PLACE} for {len(sources)} images")
+    images: list[bytes] = []
+    for number, image in enumerate(sources, 1):
         if not isinstance(image, bytes):
             raise GrpoError(f"image {number} is the path {image}: expected the bytes of the image")
         decoded(image, number)
+        images.append(image)
     in_json = any(path.suffix == ".jsonl" for path in [*args.output, *(args.test_output or [])])
     written = [data_uri(image) if in_json else {"bytes": image} for image in images]
     return {"prompt": chat(problem, BOXED), "images": written, "answer": answer, "data_source": "geometry3k"}

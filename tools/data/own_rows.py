@@ -143,8 +143,14 @@ def _iconv_flags(path: Path) -> str:
 def _separated(path: Path, separator: str) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL  # text/tab-separated-values has no quotes
-        reader = csv.DictReader(file, delimiter=separator, quoting=quoting, strict=True)
+        reader = csv.DictReader(
+            file,
+            delimiter=separator,
+            quoting=csv.QUOTE_NONE
+            if separator == "\t"
+            else csv.QUOTE_MINIMAL,  # text/tab-separated-values has no quotes
+            strict=True,
+        )
         start = 1
         try:
             _check_header(reader.fieldnames or [], path, separator)

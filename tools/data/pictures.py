@@ -87,7 +87,8 @@ def main() -> int:
     try:
         if min(getattr(args, name) for name in SIZES) < 1:
             raise GrpoError("every file needs at least one row")
-        rng, seen = np.random.default_rng(args.seed), set()
+        rng = np.random.default_rng(args.seed)
+        seen: set[bytes] = set()
         splits = {name: rows(getattr(args, name), name, seen, rng) for name in SIZES}
         white = encoded(np.full((SIDE, SIDE, 3), 255))
         splits["blank"] = [{**one, "images": [{"bytes": white}], "data_source": "blank"} for one in splits["test"]]

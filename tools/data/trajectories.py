@@ -60,7 +60,8 @@ from megatron_grpo.training.resolve import resolve_origin
 from megatron_grpo.utils.arguments import resolved
 from megatron_grpo.utils.errors import GrpoError
 
-BATCH = 16  # groups of a record
+BATCH = 16  # groups of a batch
+TOKENS = 2**15  # of a record with several groups: a run reads the whole record of a group
 REPORTED = 10_000  # rows of a line of progress
 FIRST_ROW = 1 << 40  # of trajectories: no row of --train-data-path
 LARGEST = float(np.finfo(np.float32).max)  # of rewards and log-probabilities
@@ -135,6 +136,7 @@ class Trajectories(Demonstrations):
         one, two = (ids_of([*prompt, said | {"content": text}], generation_prompt=False) for text in ("1", "2"))
         places = (place for place, ids in enumerate(zip(one, two, strict=False)) if ids[0] != ids[1])
         place = next(places, len(one))  # of the text in its turn
+        one = self._with_end(one, place, [*prompt, said | {"content": "1"}], ids_of)
         end = one[self._end_tokens(first, one, place)[0]]
         ids = ids_of(prompt, generation_prompt=True)
         completion = [*self._tokenizer.encode_rest(said["content"]), end]
@@ -273,13 +275,28 @@ def read_groups(data: Trajectories, args: argparse.Namespace, counts: Counter[st
     counts["left over"] = sum(map(len, waiting.values()))
 
 
+def records(groups: Sequence[Group]) -> Iterator[dict[int, Group]]:
+    """Yield the groups of a batch by their numbers, one or several with at most TOKENS tokens in each record."""
+    record: dict[int, Group] = {}
+    tokens = 0
+    for number, group in enumerate(groups):
+        own = sum(len(completion.token_ids) for completion in group.completions if completion is not None)
+        if record and tokens + own > TOKENS:
+            yield record
+            record, tokens = {}, 0
+        record[number] = group
+        tokens += own
+    yield record
+
+
 def write(directory: Path, groups: Iterable[Group], counts: Counter[str], run: dict[str, Any]) -> None:
     """Write a new ledger of the groups of `read_groups`, with their longest sequence; leave no file at an error."""
     ledger = Ledger(directory, Content(), 0, run, producer=0, leads=True, stop=True)
     batches = []
     try:
         for number, part in enumerate(batched(groups, BATCH)):
-            ledger.append(number, dict(enumerate(part)))
+            for record in records(part):
+                ledger.append(number, record)
             ledger.flush()
             keys = tuple(GroupKey(number, n) for n in range(len(part)))
             batches.append(BatchRecord(number, keys, None, {}, 0, 0, None))

@@ -19,7 +19,7 @@ from megatron_grpo.rewards.registry import Sample, known_rewards
 from megatron_grpo.rewards.reward_models.arguments import RewardModelSpec
 from megatron_grpo.rewards.reward_models.judge import Judge, TemplateJudge, get_judge
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.utils.http_client import Client, Fault
+from megatron_grpo.utils.http_client import Client, Fault, reads_answers
 from megatron_grpo.utils.log import log
 
 _MAX_PAUSE = 5.0  # maximum seconds between two retries
@@ -76,8 +76,7 @@ class ServedModel(RewardModel, Client):
 
     async def check(self) -> None:
         try:
-            cards = (await self._request("GET", "/v1/models"))["data"]
-            names = [card["id"] for card in cards]
+            names = await self._names()
             if not self._model and len(names) != 1:
                 raise Fault(
                     f"the server has {len(names)} models ({', '.join(names)[:200]}): choose one with {self.url}#MODEL"
@@ -87,6 +86,11 @@ class ServedModel(RewardModel, Client):
         except Fault as fault:
             cure = ": start it, or correct the address" if fault.retryable else ""
             raise GrpoError(f"--reward-model {self.spec.name}={self.url}: {fault}{cure}") from fault
+
+    @reads_answers
+    async def _names(self) -> list[str]:
+        """Return the names of the server's models."""
+        return [str(card["id"]) for card in (await self._request("GET", "/v1/models"))["data"]]
 
     @abstractmethod
     async def check_kind(self) -> None:

@@ -4,11 +4,9 @@ import base64
 import math
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import Any, Concatenate, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,28 +19,6 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.http_client import Client, Fault
 
 _RUN_ID = uuid.uuid4().hex[:12]
-NEWEST: ContextVar[tuple[str, Any]] = ContextVar("NEWEST", default=("", None))  # (path, answer) in this task
-
-
-def reads_answers[S: "Server", **P, R](
-    method: Callable[Concatenate[S, P], Coroutine[Any, Any, R]],
-) -> Callable[Concatenate[S, P], Coroutine[Any, Any, R]]:
-    """Return a method of a server that raises a retryable Fault for an answer of another form than it expects.
-
-    While a server restarts, a gateway or another program can answer at its address.
-    """
-
-    @wraps(method)
-    async def read(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return await method(self, *args, **kwargs)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            path, answer = NEWEST.get()
-            text = " ".join(str(answer).split())[:300]
-            reason = f"not as an inference server does ({type(error).__name__}: {error})"
-            raise Fault(f"{path} answered {text}, {reason}", retryable=True) from error
-
-    return read
 
 
 class Status(NamedTuple):
@@ -93,11 +69,6 @@ class Server(Client, ABC):
     drafts: DraftCounts | None = None  # of the newest status
     probed: float = 0.0  # time at which the newest probe began
     confirmed: float = 0.0  # time at which the newest probe that found ``process`` began
-
-    async def call(self, method: str, path: str, body: dict | None = None, timeout: float | None = None) -> Any:
-        answer = await super().call(method, path, body, timeout)
-        NEWEST.set((path, answer))
-        return answer
 
     @abstractmethod
     async def check(self) -> None:

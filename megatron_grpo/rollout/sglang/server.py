@@ -19,7 +19,6 @@ from megatron_grpo.rollout.servers.server import (
     Server,
     Status,
     check_experts,
-    reads_answers,
     refuse_quantized,
     routed_experts,
     sampling_parameters,
@@ -29,7 +28,7 @@ from megatron_grpo.rollout.sglang.ipc import SglangIpcTransfer
 from megatron_grpo.rollout.sglang.nccl import SglangNcclTransfer
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
 from megatron_grpo.utils.batch_sizes import longest_sequence
-from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
+from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault, reads_answers
 
 _RELEASED_SEPARATOR = "/asleep "  # separates version and released parts of memory in the name of the weights
 

@@ -141,8 +141,15 @@ class PlacedEngines:
             message: Message = {"do": "generate", "data": data, "rows": [prompt.id for prompt in plan.prompts]}
             message |= {"num_generations": plan.num_generations, "sampling": asdict(plan.sampling)}
             self._tell(message | {"seed": plan.seed, "scored": scored})
-        self._plan = functools.cache(functools.partial(self._receive_plan, plan.sampling, needs, scored))
-        return self._plan
+        receive = self._plan = functools.cache(functools.partial(self._receive_plan, plan.sampling, needs, scored))
+
+        def finish() -> tuple[RolloutBatch, int]:
+            received = receive()
+            if self._plan is receive:
+                self._plan = None  # it holds the batch
+            return received
+
+        return finish
 
     def _finish_plan(self) -> None:
         """Wait for the completions of the plan that has begun, if there is one. Collective."""

@@ -31,12 +31,10 @@ from megatron_grpo.rollout.arguments import probability_changes, replays_top_k, 
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.engine import ServerEngine, receiving_ranks
 from megatron_grpo.rollout.servers.server import (
-    NEWEST,
     Server,
     Status,
     Streamed,
     check_experts,
-    reads_answers,
     refuse_quantized,
     routed_experts,
     sampling_parameters,
@@ -48,7 +46,7 @@ from megatron_grpo.rollout.vllm.adapter_servers import AdapterServers
 from megatron_grpo.rollout.vllm.kept_tokens import kept_token_ids
 from megatron_grpo.rollout.weight_sync.transfer import build_transfer
 from megatron_grpo.utils.batch_sizes import longest_sequence
-from megatron_grpo.utils.http_client import PROBE_TIMEOUT, Fault
+from megatron_grpo.utils.http_client import NEWEST, PROBE_TIMEOUT, Fault, reads_answers
 from megatron_grpo.vision.encoded import as_data_uri
 from megatron_grpo.vision.images import CACHED_BYTES, Source
 from megatron_grpo.vision.videos import Video

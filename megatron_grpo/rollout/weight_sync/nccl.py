@@ -21,7 +21,7 @@ from megatron_grpo.parallel.initialize import free_port
 from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
 from megatron_grpo.utils.errors import EngineLost, GrpoError
-from megatron_grpo.utils.http_client import Fault
+from megatron_grpo.utils.http_client import Fault, reads_answers
 from megatron_grpo.weights.stream import Described, describe
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -64,7 +64,7 @@ class NcclTransfer:
         sizes: dict[str, int] = {}
 
         async def ask_size(server: Server) -> None:
-            sizes[server.url] = (await server.call("GET", "/get_world_size", timeout=servers.timeout))["world_size"]
+            sizes[server.url] = await world_size(server, servers.timeout)
 
         servers.each(ask_size)
         members = servers.members()
@@ -88,6 +88,12 @@ class NcclTransfer:
 
     def close(self) -> None:
         self._group = None
+
+
+@reads_answers
+async def world_size(server: Server, timeout: float) -> int:
+    """Return the number of a server's workers."""
+    return int((await server.call("GET", "/get_world_size", timeout=timeout))["world_size"])
 
 
 class SparseTransfer(NcclTransfer):

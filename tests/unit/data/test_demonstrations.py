@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from instruct_models import build_tokenizer
 from transformers import AutoTokenizer
 
 from megatron_grpo.patches import cpu_backend
@@ -10,6 +11,7 @@ from megatron_grpo.patches import cpu_backend
 cpu_backend.install()
 
 from megatron_grpo.data.demonstrations import Demonstrations, batch_of
+from megatron_grpo.data.end_of_turn import turn_end_token_ids
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
@@ -103,6 +105,29 @@ def test_what_follows_the_end_of_a_turn_is_not_learnt(read, by_hand):
     texts = [(PIECES[0][0], 0), ("yo<eos>", 1), ("\n" + PIECES[2][0], 0), ("4<eos>", 1)]
     ids, mask = by_hand(texts)
     assert found.ids + found.completion == ids and [0] * len(found.ids) + found.mask == mask
+
+
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize("thought", ["", "<think></think>\n"])
+def test_a_turn_of_glm_ends_with_the_begin_of_the_next_message(thought, tmp_path):
+    """The pieces are what GLM-4 and GLM-4.5 sample and read; GLM-4's template shows no calls of tools."""
+    build_tokenizer("GLM-4.5-Air" if thought else "GLM-4-9B-0414", tmp_path / "model")
+    rows = [{"messages": TURNS}] + [{"messages": [*TURNS[:1], CALLED]}] * bool(thought)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = parse_args(["--tokenizer-model", str(tmp_path / "model"), "--max-completion-length", "400"])
+    tokenizer = HuggingFaceTokenizer(tmp_path / "model")
+    found, *others = Demonstrations([tmp_path / "rows.jsonl"], tokenizer, args, turn_end_token_ids(args, tokenizer))
+    pieces = [("[gMASK]<sop><|user|>\nhi<|assistant|>", 0), (f"\n{thought}yo<|user|>", 1)]
+    pieces += [("\n2?<|assistant|>", 0), (f"\n{thought}4<|user|>", 1)]
+    parts = [tokenizer.backend.encode(text, add_special_tokens=False) for text, _ in pieces]
+    assert found.ids + found.completion == [token for part in parts for token in part]
+    mask = [own for part, (_, own) in zip(parts, pieces, strict=True) for _ in part]
+    assert [0] * len(found.ids) + found.mask == mask and found.turns == 2
+    for calls in others:
+        assert tokenizer.decode(calls.completion[-1:], skip_special_tokens=False) == "<|observation|>"
+        assert calls.mask == [1] * len(calls.completion)
 
 
 LONG = {"messages": [{"role": "user", "content": "x" * 60}, *TURNS[1:]]}

@@ -1,5 +1,6 @@
 """A teacher's server, against its double: whose log-probabilities come back, and what faults do."""
 
+import re
 import threading
 
 import numpy as np
@@ -18,6 +19,8 @@ from megatron_grpo.reference.teacher_server import LEAST_TAIL, TeacherServer
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
+
+GATEWAY = {"/v1/completions": "<html>Bad gateway</html>"}.get
 
 
 @pytest.fixture(autouse=True)
@@ -110,10 +113,22 @@ def test_faults_end_the_run_with_cause_and_cure(double, ask, fault, message):
         ask(rollout())
 
 
-def test_a_fault_that_passes_is_waited_out(double, ask, monkeypatch):
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions"])
+@pytest.mark.parametrize("answer", ["<html>Bad gateway</html>", {"message": "starting"}, {"data": [], "choices": []}])
+def test_an_answer_of_another_program_is_shown(double, ask, path, answer):
+    double.instead = {path: answer}.get
+    shown = re.escape(str(answer))
+    with pytest.raises(GrpoError, match=f"^--teacher-server .*: {path} answered {shown}, not as an inference server"):
+        ask(rollout())
+
+
+@pytest.mark.parametrize(
+    "name, fault, cured", [("fault", "500 generating", ""), ("instead", GATEWAY, lambda path: None)]
+)
+def test_a_fault_that_passes_is_waited_out(double, ask, monkeypatch, name, fault, cured):
     monkeypatch.setattr(teacher_server, "PAUSES", (0.1,) * 100)
-    double.fault = "500 generating"
-    threading.Timer(0.5, setattr, (double, "fault", "")).start()
+    setattr(double, name, fault)
+    threading.Timer(0.5, setattr, (double, name, cured)).start()
     batch = rollout()
     assert np.isfinite(ask(batch)[batch.response_mask == 1]).all()
     assert called(double, "/v1/completions") > 8

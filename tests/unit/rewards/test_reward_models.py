@@ -286,6 +286,11 @@ def test_a_server_of_the_wrong_kind_is_refused(double, pool, template):
         pool(f"--reward-funcs cls --reward-model cls={one.url} --reward-model-template cls={template}")
     with pytest.raises(GrpoError, match=r"the classifier has 2 classes: serve one with a single score"):
         pool(f"--reward-funcs cls --reward-model cls={three.url}")
+    one.instead = {"/v1/models": "<html>Bad gateway</html>"}.get
+    with pytest.raises(
+        GrpoError, match=r"/v1/models answered <html>.*, not as an inference server .*: start it, or co"
+    ):
+        pool(f"--reward-funcs cls --reward-model cls={one.url}")
     three.stop()
     with pytest.raises(GrpoError, match=r"cls=http.*retried for 0.5 s: start it, or correct"):
         pool(f"--reward-funcs cls --reward-model cls={three.url} --reward-model-timeout 0.5")

@@ -3,10 +3,12 @@
 import ast
 import contextlib
 import datetime
+import gc
 import json
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -389,6 +391,10 @@ def test_an_evaluation_is_of_one_version_and_training_goes_on_after_it(launch, u
     batch, failures = run.trainer.begin(plan, everything, data="valid", scored=True)()
     assert batch.row_ids[::2].tolist() == list(range(20, 27)) and batch.rewards[:, 0].tolist() == [0, 1] * 7
     assert set(batch.weight_version) == {1} and failures == 0
+    kept = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert kept() is None
     second, _, _ = run.trainer.take(everything)
     assert not set(numbers_of(first)) & set(numbers_of(second))
 

@@ -1,6 +1,7 @@
 """Servers as the engine of a rank of --rollout-ranks: what has arrived of a completion is never lost."""
 
 import asyncio
+import re
 import threading
 import time
 
@@ -16,6 +17,7 @@ from megatron_grpo.rollout.servers import pool as pools
 from megatron_grpo.rollout.servers.server import Streamed
 from megatron_grpo.rollout.servers.stream import ServerStream
 from megatron_grpo.rollout.vllm.server import VllmServer
+from megatron_grpo.rollout.weight_sync.nccl import world_size
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.utils.http_client import Fault
@@ -452,6 +454,21 @@ def test_an_odd_answer_at_the_start_is_named(doubles):
     with pytest.raises(GrpoError, match=r"/v1/models answered \{'data': \[\]\}, not as an inference server does"):
         pool.check()
     pool.close()
+
+
+@pytest.mark.parametrize("answer", ["<html>Bad gateway</html>", {"size": 2}])
+def test_an_odd_number_of_workers_is_shown(doubles, answer):
+    doubles[0].instead = {"/get_world_size": answer}.get
+
+    async def ask():
+        server = VllmServer(doubles[0].url, arguments())
+        try:
+            await world_size(server, 5.0)
+        finally:
+            await server.close()
+
+    with pytest.raises(Fault, match=f"^/get_world_size answered {re.escape(str(answer))}, not as an inference server"):
+        asyncio.run(ask())
 
 
 def test_servers_that_restart_one_after_the_other(engine, doubles):

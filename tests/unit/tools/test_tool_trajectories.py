@@ -144,6 +144,9 @@ ENDS = {
     "Phi-3-mini-4k-instruct": "<|end|>",
     "gemma-3-1b-it": "<end_of_turn>",
     "gpt-oss-20b": "<|return|>",
+    "GLM-4-9B-0414": "<|user|>",
+    "GLM-4.5-Air": "<|user|>",
+    "GLM-4.7-Flash": "<|user|>",
 }
 
 
@@ -229,6 +232,18 @@ def test_groups_are_written_when_they_are_whole(bench, monkeypatch, capsys):
     monkeypatch.setattr(trajectories.Ledger, "append", lambda *given: before.append(given[1]) or append(*given))
     assert written and convert(bench, [*rows, rows[0] | {"reward": "x"}]) == 1 and before == [0, 1, 2]
     assert not list((bench.root / "ledger").glob("*"))
+
+
+def test_large_groups_have_records_of_their_own(bench, monkeypatch):
+    """Four groups of a batch: one record where they have room, one each where they are large."""
+    rows = tokens_of(bench, np.random.default_rng(0), 8)
+    for most, count in ((trajectories.TOKENS, 1), (1, 4)):
+        monkeypatch.setattr(trajectories, "TOKENS", most)
+        assert convert(bench, rows) == 0
+        assert len(set(content.read(bench.root / "ledger").groups.values())) == count
+        learnt = [completion.token_ids for group in groups_of(bench.root) for completion in group.completions]
+        assert learnt == [row["completion_ids"] for row in rows]
+        (bench.root / "ledger").rename(bench.root / f"records_{count}")
 
 
 def test_a_run_takes_no_longer_sequences_and_no_ledger_without_rewards(bench, capsys):

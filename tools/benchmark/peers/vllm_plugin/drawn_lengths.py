@@ -23,7 +23,7 @@ def register() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     original = InputProcessor.process_inputs
-    if hasattr(original, "numbers"):  # vLLM may call this more than once in a process
+    if original.__module__ == __name__:  # vLLM may call this more than once in a process
         return
     # Each rank of torchrun has an engine of its own: they take turns with the numbers.
     numbers = itertools.count(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
@@ -35,5 +35,4 @@ def register() -> None:
             request.sampling_params.max_tokens = min(length(next(numbers)), request.sampling_params.max_tokens)
         return request
 
-    process_inputs.numbers = numbers
     InputProcessor.process_inputs = process_inputs
