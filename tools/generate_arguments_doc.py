@@ -96,7 +96,11 @@ def _row(action: argparse.Action) -> str:
     if action.choices:
         value = " " + "\\|".join(action.choices)
     else:
-        value = "" if action.nargs == 0 else f" {action.metavar}" + (" ..." if action.nargs == "+" else "")
+        value = (
+            ""
+            if action.nargs == 0
+            else " " + action.metavar.replace("|", "\\|") + (" ..." if action.nargs == "+" else "")
+        )
     flags = ", ".join(f"`{option}`" for option in action.option_strings[1:])
     meaning = action.help.replace("%%", "%").replace("|", "\\|")
     return f"| `{action.option_strings[0]}{value}`{', ' * bool(flags)}{flags} | {meaning} |\n"

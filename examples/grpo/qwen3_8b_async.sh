@@ -39,7 +39,7 @@ TRAINING_ARGS=(
 )
 ROLLOUT_ARGS=(
     --max-completion-length 4096
-    --rollout-ranks 4
+    --rollout-ranks 4               # auto: an estimate now, a resume takes the times that the run has measured
     --vllm-tensor-parallel-size 1
     --vllm-gpu-memory-utilization 0.85
     --max-staleness 1               # batches that the engines may be ahead

@@ -22,8 +22,9 @@ from megatron_grpo.parallel.zigzag import sequence_multiple
 
 # Lengths of the prefixes that `prefix_hashes` describes, 16 to 2^20 tokens in steps of sqrt(2).
 HASHED_LENGTHS = np.round(16 * 2 ** (np.arange(33) / 2)).astype(np.int64)
-# A run of tokens is a node if it is longer than this part of its path. The queries of each node have a copy of the
-# path's keys, which costs more than a token or two that several completions have in common after a long prompt.
+# A run of tokens is a node if it is longer than this part of its path. With context parallelism the queries of a node
+# have a copy of the path's keys, and a recurrent layer has a call for each level of the tree, which costs more than a
+# token or two that several completions have in common after a long prompt.
 WORTH = 64
 # An update shares nothing if it would share less than this part of its tokens. Attention over trees copies the keys of
 # all tokens twice and sums their gradients: by its bytes 1 to 4 % of an update on a GPU (4B, 0.6B).

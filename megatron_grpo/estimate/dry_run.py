@@ -14,6 +14,8 @@ from megatron_grpo.data.prefix_tree import Prefixes, is_worth_sharing, shareable
 from megatron_grpo.data.schedule import schedule
 from megatron_grpo.estimate.memory import GIB, MARGIN, Chunk, Plan, engine_share, gpu_bytes
 from megatron_grpo.estimate.savings import fitting, in_words
+from megatron_grpo.estimate.sides import FLOPS, concurrent, decode_seconds, estimated, train_flops
+from megatron_grpo.estimate.split import fastest, step_seconds
 from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models.config import params_dtype, trains_mtp
 from megatron_grpo.parallel.arguments import generating_width, recompute_note
@@ -24,13 +26,14 @@ from megatron_grpo.reference.model_args import reference_args, teacher_args
 from megatron_grpo.rollout.arguments import has_colocated_vllm, has_servers
 from megatron_grpo.rollout.speculation import draft_directory, method_of
 from megatron_grpo.utils.arguments import replaced
-from megatron_grpo.utils.batch_sizes import batch_arithmetic, longest_sequence
+from megatron_grpo.utils.batch_sizes import batch_arithmetic, longest_sequence, possible_rollout_ranks
 from megatron_grpo.utils.rules import flag
 
 GPUS_PER_HOST = 8  # if the launcher does not say: a dry run needs no torchrun
 # GiB for what is not counted; a sleeping engine keeps graphs and buffers.
 ROOM, ROOM_BESIDE_ENGINE = 5, 10
 MOST_RANKS = 64  # a larger world is listed with its first and last ranks only
+MOST_SPLITS = 8  # listed, around the fastest one
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ def dry_run_report(args: Namespace, world_size: int) -> str:
         "ranks",
         *_rank_lines(plan, ranks(args, world_size)),
         *_placed_lines(args, world_size),
+        *_split_lines(args, world_size),
         "",
         "memory of a rank, GiB (estimated)",
         *_memory_lines(plan),
@@ -233,6 +237,30 @@ def _placed_lines(args: Namespace, world_size: int) -> list[str]:
         role = role_of(rank, launched, args.rollout_ranks, args.vllm_tensor_parallel_size)
         shared = f", its rank {role.rank}" if role.size > 1 else ""
         lines.append(f"{rank:>6} {rank // local:>4} {rank % local:>4}  {role.replica}{shared}")
+    return lines
+
+
+def _split_lines(args: Namespace, world_size: int) -> list[str]:
+    """Return the estimated seconds of a batch for this and other --rollout-ranks (`estimate.sides`)."""
+    if not args.rollout_ranks or has_servers(args):
+        return []
+    launched, sides, staleness = world_size + args.rollout_ranks, estimated(args), args.max_staleness
+    possible = possible_rollout_ranks(args, launched)
+    best = fastest(possible, launched, sides, staleness)
+    middle = possible.index(best)
+    shown = {args.rollout_ranks, *possible[max(0, middle - MOST_SPLITS // 2) : middle + MOST_SPLITS // 2]}
+    lines = ["", f"split of {launched} ranks, estimated seconds of a batch of the longest completions on H200s"]
+    lines += [
+        f"update: {train_flops(args) / 1e12:,.0f} TFLOP at {FLOPS / 1e12:.0f} a second and rank; decode step of "
+        f"{count} sequences: {1000 * decode_seconds(Plan(args), count):.2f} ms"
+        for count in [concurrent(args, args.rollout_ranks)]
+    ]
+    lines.append(f"{'engines':>8} {'trainers':>8} {'generate':>9} {'train':>9} {'step':>9}")
+    for engines in sorted(shown):
+        trainers = launched - engines
+        seconds = *sides(engines, trainers), step_seconds(sides, engines, trainers, staleness)
+        note = "  fastest" * (engines == best) + "  this run" * (engines == args.rollout_ranks)
+        lines.append(f"{engines:>8} {trainers:>8} " + " ".join(f"{one:>9.3g}" for one in seconds) + note)
     return lines
 
 

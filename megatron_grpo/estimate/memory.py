@@ -179,8 +179,11 @@ class Plan:
         drafts = _cache_per_token(args, of_last) if method_of(args) == "mtp" else 0
         if own is not None:
             drafts = _cache_per_token(own, range(own.num_layers))
-        policys = _cache_per_token(args, [n for n, attention in enumerate(attention_layers(args)) if attention])
-        return drafts / (policys + drafts)
+        return drafts / (self.cache_of_token() + drafts)
+
+    def cache_of_token(self) -> int:
+        """Return the elements of a token in the key-value cache of one rank of a vLLM engine, without `drafts`."""
+        return _cache_per_token(self.args, [n for n, attention in enumerate(attention_layers(self.args)) if attention])
 
     def cache(self, stage: int) -> int:
         """Return the bytes of the key-value cache on a rank of a pipeline stage (--rollout-engine megatron)."""

@@ -22,6 +22,7 @@ from megatron.core.transformer.utils import (
 )
 from megatron.core.utils import divide
 
+from megatron_grpo.data.batch import Int64, offsets
 from megatron_grpo.data.pack import SharedPrompts
 from megatron_grpo.models.attention_kernels import (
     Attention,
@@ -181,6 +182,20 @@ def _gathered_positions(cu_seqlens: np.ndarray, cp_size: int) -> np.ndarray:
     return np.concatenate([zigzag(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
 
 
+def _runs(cu_seqlens: Int64, shared: SharedPrompts) -> tuple[Int64, Int64, Int64]:
+    """Return the runs of queries of a pack: where the tokens of each begin, where its keys do, and all keys.
+
+    A run is a leaf of the tree with those of its ancestors that stand right before it. Each goes on where the one
+    before it ends, so that a run is the end of one causal sequence: the path to the leaf. An inner node is always
+    followed by a child, and needs no copies of keys for its own queries.
+    """
+    ends = shared.leaves
+    counts = np.diff(shared.cu_keys)[ends]
+    cu_keys = offsets(counts)
+    keys = shared.keys[np.arange(cu_keys[-1]) + np.repeat(shared.cu_keys[ends] - cu_keys[:-1], counts)]
+    return cu_seqlens[np.append(0, ends + 1)], cu_keys, keys
+
+
 # The results are cached because the layers of a micro-batch share them; layers with and without a window differ.
 @lru_cache(maxsize=8)
 def blocks(
@@ -193,17 +208,17 @@ def blocks(
 ) -> Blocks:
     """Build the CPU kernel for a rank's queries and the gathered keys; ``left`` is as in `Varlen`.
 
-    With ``shared`` the keys are those of `shared_keys`, and the queries of a sequence are its last tokens.
+    With ``shared`` the keys are those of `shared_keys`, and the queries of a run are its last tokens.
     """
-    cu_queries = np.array(cu_seqlens)
-    cu = cu_queries if shared is None else shared.cu_keys.astype(np.int64)
+    tokens = np.array(cu_seqlens)
+    cu_queries, cu = (tokens, tokens) if shared is None else _runs(tokens, shared)[:2]
     lengths = np.diff(cu)
     size = lengths.max() if left < 0 else min(max(left, 1), lengths.max())
     counts = -(-lengths // size)
     first = np.cumsum(counts) - counts  # first block of each sequence
     slots = np.repeat(first * size - cu[:-1], lengths) + np.arange(cu[-1])
     later = np.setdiff1d(np.arange(counts.sum()), first) if left else np.arange(0)
-    queries = zigzag(cu_queries, cp_size, cp_rank)
+    queries = zigzag(tokens, cp_size, cp_rank)
     queries += (cu - cu_queries)[np.searchsorted(cu_queries, queries, side="right")]  # ends are aligned
     keys = slots if shared is not None else slots[_gathered_positions(cu, cp_size)]
     indices = slots[queries], keys, later
@@ -213,9 +228,10 @@ def blocks(
 
 @lru_cache(maxsize=8)
 def shared_keys(cu_seqlens: tuple[int, ...], cp_size: int, shared: SharedPrompts) -> RowCopies:
-    """Return the keys of whole sequences among the gathered ones, on the CPU."""
-    gathered = _gathered_positions(np.array(cu_seqlens), cp_size)
-    return RowCopies(torch.from_numpy(np.argsort(gathered)[shared.keys]), cu_seqlens[-1])
+    """Return the keys of all runs among the gathered ones, on the CPU."""
+    tokens = np.array(cu_seqlens)
+    keys = _runs(tokens, shared)[2]
+    return RowCopies(torch.from_numpy(np.argsort(_gathered_positions(tokens, cp_size))[keys]), cu_seqlens[-1])
 
 
 @lru_cache(maxsize=8)
@@ -231,12 +247,17 @@ def segments(
 
     Each part has its queries, its segments, and their keys, at most `MOST_COPIES` times those of the pack.
 
-    Each of a rank's two chunks of a sequence is a segment of queries, without context parallelism each sequence. Its
-    keys are those up to its end that at least one query sees, of a completion those of its prompt before its own.
-    Without a window and shared prompts a rank uses 1 + 1 / (2 cp) times the keys of the pack.
+    Each of a rank's two chunks of a sequence is a segment of queries, without context parallelism each sequence, with
+    shared prompts each run (`_runs`). Its keys are those up to its end that at least one query sees, of a completion
+    those of its prompt before its own. Without a window and shared prompts a rank uses 1 + 1 / (2 cp) times the keys of
+    the pack.
     """
-    cu = np.array(cu_seqlens)
-    keys, cu_whole = (np.arange(cu[-1]), cu) if shared is None else (shared.keys, shared.cu_keys.astype(np.int64))
+    tokens = cu = np.array(cu_seqlens)
+    keys, cu_whole = np.arange(cu[-1]), cu
+    if shared is not None and cp_size > 1:
+        keys, cu_whole = shared.keys, shared.cu_keys.astype(np.int64)
+    elif shared is not None:
+        cu, cu_whole, keys = _runs(tokens, shared)
     chunk, numbers = np.diff(cu)[:, None], np.zeros(1, np.int64)
     if cp_size > 1:
         chunk, numbers = chunk // (2 * cp_size), np.array([cp_rank, 2 * cp_size - 1 - cp_rank])
@@ -247,7 +268,7 @@ def segments(
     cu_keys = np.append(0, np.cumsum(key_counts))
     cu_queries = np.append(0, np.cumsum(np.repeat(chunk, len(numbers))))
     places = np.repeat((cu_whole[:-1, None] + first_key).ravel() - cu_keys[:-1], key_counts) + np.arange(cu_keys[-1])
-    keys = np.argsort(_gathered_positions(cu, cp_size))[keys[places]]
+    keys = np.argsort(_gathered_positions(tokens, cp_size))[keys[places]]
     query_counts, parts, first = np.diff(cu_queries), [], 0
     while first < len(key_counts):
         last = int(np.searchsorted(cu_keys, cu_keys[first] + MOST_COPIES * cu[-1], "right")) - 1

@@ -12,8 +12,9 @@ from functools import partial
 from itertools import pairwise
 from operator import lt
 from statistics import fmean, median, variance
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron_grpo.estimate.split import Sides, fastest, measured, step_seconds
 from megatron_grpo.observability.metric_guide import remedy
 
 FEW = 5  # values of a metric, below which no rule judges it
@@ -301,26 +302,82 @@ def _seconds(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
             yield Finding(since, "perf/tokens_per_second", f"it fell from {early:,.0f} to {late:,.0f}")
 
 
+def rank_seconds(
+    engines: int, trainers: int, step: float, engine_idle: float, trainer_wait: float
+) -> tuple[float, float]:
+    """Return the seconds that engine ranks and trainer ranks are busy in a step, summed over the ranks of each side."""
+    return engines * (step - engine_idle), trainers * (step - trainer_wait)
+
+
 def balanced_ranks(engines: int, trainers: int, step: float, engine_idle: float, trainer_wait: float) -> float:
     """Return how many of all ranks would be engines if engines and trainers were busy equally long.
 
-    The seconds are those of a step: a batch takes engines (step - engine_idle) engine seconds and trainers (step -
-    trainer_wait) trainer seconds, which are spread over any number of ranks without loss.
+    The seconds are those of a step; the work is spread over any number of ranks without loss.
     """
-    generate, train = engines * (step - engine_idle), trainers * (step - trainer_wait)
+    generate, train = rank_seconds(engines, trainers, step, engine_idle, trainer_wait)
     return (engines + trainers) * generate / (generate + train)
 
 
-def _waits(rows: Sequence[Mapping[str, Any]], placed: tuple[int, int] | None) -> Iterable[Finding]:
-    """Yield the waits of trainer and engines that take a third of a step: all updates of a batch."""
+class Split(NamedTuple):
+    """Measured seconds of a step of one split: all of it, an engine idle, the trainers waiting (means over batches)."""
+
+    engines: int
+    trainers: int
+    step: float
+    engine_idle: float
+    trainer_wait: float
+
+    def sides(self) -> Sides:
+        """Return the seconds of both sides under other splits: each side's work, spread over its ranks without loss."""
+        return measured(*rank_seconds(*self))
+
+    def line(self, possible: Sequence[int], max_staleness: int) -> str:
+        """Return which side waits, and the best one of ``possible`` numbers of engine ranks, as a line."""
+        ranks = self.engines + self.trainers
+        best = fastest(possible, ranks, self.sides(), max_staleness, self.engines)
+        text = (
+            f"a step takes {self.step:.3g} s; the trainers wait {self.trainer_wait:.3g} s of it for the engines, an "
+            f"engine is idle for {self.engine_idle:.3g} s: "
+        )
+        if best == self.engines:
+            return f"{text}no other --rollout-ranks of {ranks} would be much faster"
+        seconds = step_seconds(self.sides(), best, ranks - best, max_staleness)
+        return f"{text}--rollout-ranks {best} of {ranks} would take {seconds:.3g} s"
+
+
+def measured_split(rows: Sequence[Mapping[str, Any]], placed: tuple[int, int], updates_per_batch: int) -> Split | None:
+    """Return the seconds of the batches of one launch, without evaluations and saves; None for fewer than FEW rows.
+
+    The first row is left out: in it engines start, and kernels are compiled. ``placed``: see `findings`.
+    """
+    rows = [row for row in rows if row["iteration"] > 0]
+    steps = _batches(rows)[1:]
+    if len(steps) < FEW - 1 or any(row.get(name) is None for row in steps for name in WAITS):
+        return None
+    before = max(row["iteration"] for row in rows if row["iteration"] < steps[0]["iteration"])
+    batches = (rows[-1]["iteration"] - before) / updates_per_batch
+    step = sum(row["time/step"] - (row.get("time/eval") or 0) - (row.get("time/save") or 0) for row in steps)
+    idle, wait = (min(step, sum(row[name] for row in steps)) for name in ("stream/engine_idle", "stream/trainer_wait"))
+    return Split(*placed, step / batches, idle / batches, wait / batches)
+
+
+def _batches(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each batch of engines on ranks of their own: its step has all updates of the batch."""
     steps: list[dict[str, Any]] = []
     for row in rows:
         if steps and not any(row.get(name) is not None for name in WAITS):  # a further update of the same batch
-            steps[-1]["time/step"] += row.get("time/step") or 0
+            for name in ("time/step", "time/eval", "time/save"):
+                steps[-1][name] = (steps[-1].get(name) or 0) + (row.get(name) or 0)
         elif row.get("time/step"):
             steps.append(dict(row))
     for row in steps:  # the first row has the engines' wait for the trainer's start, which is longer than the step
         row |= {name: min(row[name], row["time/step"]) for name in WAITS if row.get(name) is not None}
+    return steps
+
+
+def _waits(rows: Sequence[Mapping[str, Any]], placed: tuple[int, int] | None) -> Iterable[Finding]:
+    """Yield the waits of trainer and engines that take a third of a step: all updates of a batch."""
+    steps = _batches(rows)
     for name, (limit, text) in WAITS.items():
         shares = [row | {"share": row[name] / row["time/step"]} for row in steps if row.get(name) is not None]
         series = _series(shares, "share")

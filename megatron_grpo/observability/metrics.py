@@ -35,6 +35,7 @@ from megatron_grpo.observability.run_status import StatusFile
 from megatron_grpo.observability.trackers import TABLES, build_trackers, completion_table
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.utils import progress
+from megatron_grpo.utils.batch_sizes import possible_rollout_ranks
 from megatron_grpo.utils.device import device_time
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.log import print_rank_0
@@ -126,6 +127,8 @@ class MetricsLogger:
         self.written = max(0, start_iteration)  # update of the last row
         self.bar: Any = None  # tqdm's, while this logger is active
         self.judged: list[dict] = []  # what findings read of the rows so far
+        self.earlier = 0  # rows of earlier launches among them
+        self.split_shown = False
         self.rollout: dict[str, Any] | None = None  # progress of the rollout under way, for status.json
         self.status: StatusFile | None = None
         self.ended = False
@@ -139,6 +142,7 @@ class MetricsLogger:
                     print_rank_0(f"{path}: {damaged} damaged lines left out")
             self.open_files()
             self.judged = [_judged(row) for row in read_lines(Path(args.save, "metrics.jsonl"))]
+            self.earlier = len(self.judged)
             self.status = StatusFile(Path(args.save), self._status)
         self.first_step = args.sft_iters or 0  # of the trackers, W&B among them, which take no steps below 0
         resumed = start_iteration not in (0, -1 - self.first_step)
@@ -262,11 +266,23 @@ class MetricsLogger:
         if self.status is not None:
             self.status.close("finished" if self.iteration >= self.total and not progress.error else "stopped")
         with contextlib.suppress(OSError):  # a terminal that is gone
-            placed = None
-            if self.args.rollout_ranks and self.args.vllm_mode != "server":  # ranks that drive servers have no GPU
-                placed = self.args.rollout_ranks, self.args.world_size
-            for line in findings.lines(findings.findings(self.judged, placed)):
+            for line in findings.lines(findings.findings(self.judged, self._placed())):
                 print_rank_0(line)
+
+    def _placed(self) -> tuple[int, int] | None:
+        """Return the numbers of engine ranks and trainer ranks; None if they share GPUs or drive servers."""
+        args = self.args
+        return (args.rollout_ranks, args.world_size) if args.rollout_ranks and args.vllm_mode != "server" else None
+
+    def _show_split(self) -> None:
+        """Print once, after the first batches, which side of --rollout-ranks waits, and a better number if any."""
+        placed = self._placed()
+        if self.split_shown or placed is None or self.iteration % self.args.updates_per_rollout:
+            return
+        split = findings.measured_split(self.judged[self.earlier :], placed, self.args.updates_per_rollout)
+        if split is not None:
+            self.split_shown = True
+            print_rank_0(split.line(possible_rollout_ranks(self.args, sum(placed)), self.args.max_staleness))
 
     def _write_row(self) -> None:
         if not self.interval:
@@ -281,6 +297,7 @@ class MetricsLogger:
         for line in console_lines(self.iteration, self.total, row, remaining, terminal_width(), with_kl):
             print_rank_0(line)
         self._to_trackers("log_row", self.iteration + self.first_step, row)
+        self._show_split()
 
     def _remaining_seconds(self, row: dict) -> float | None:
         """Return the seconds that the remaining updates take at the speed of the last rows; None without a speed."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_grpo.parallel.roles import Joint, check_hosts, connect, role_of
+from megatron_grpo.parallel.roles import Joint, check_hosts, check_same_split, connect, role_of
 from megatron_grpo.utils.errors import GrpoError, described, rebuilt
 from megatron_grpo.utils.launch import rank
 
@@ -126,6 +126,7 @@ def _rendezvous(args, timeout: datetime.timedelta) -> dict[str, Any]:
     store = dist.PrefixStore(prefix, store)
     if not args.rollout_ranks:
         return {"store": store, "rank": rank, "world_size": world_size}
+    check_same_split(args.rollout_ranks, store, rank)
     ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     check_hosts(world_size - args.rollout_ranks, args.rollout_ranks, args.vllm_tensor_parallel_size, ranks_per_host)
     role = role_of(rank, world_size, args.rollout_ranks, args.vllm_tensor_parallel_size)

@@ -67,6 +67,17 @@ def check_hosts(trainers: int, rollout_ranks: int, width: int, ranks_per_host: i
             )
 
 
+def check_same_split(rollout_ranks: int, store: dist.Store, rank: int) -> None:
+    """Raise GrpoError if rank 0 has another number of engine ranks; --rollout-ranks auto is calculated on each rank."""
+    if rank == 0:
+        store.set("rollout_ranks", str(rollout_ranks))
+    elif (of_rank_0 := int(store.get("rollout_ranks"))) != rollout_ranks:
+        raise GrpoError(
+            f"--rollout-ranks is {rollout_ranks} on rank {rank} and {of_rank_0} on rank 0: give all hosts the same "
+            "flags, and a number in place of auto"
+        )
+
+
 def connect(args: Namespace, role: Role, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Joint:
     """Return the connection of all roles. Collective over all ranks of the launch."""
     replicas = args.rollout_ranks // args.vllm_tensor_parallel_size

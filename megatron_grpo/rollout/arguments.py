@@ -18,6 +18,7 @@ from megatron_grpo.rollout.speculation import check_draft, check_speculation, me
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.device import needs_gpu
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flag_values import integer_or_auto
 from megatron_grpo.utils.flags import (
     COUNT,
     COUNT_OR_0,
@@ -185,9 +186,10 @@ WEIGHT_UPDATE = ("interrupt", "drain", "keep")
 PLACED: tuple[FlagRow, ...] = (
     (
         "--rollout-ranks",
-        COUNT_OR_0,
+        Number(integer_or_auto, 0, MOST),
         0,
-        "the last so many processes are vLLM engines, or drive vLLM servers; they generate while the others train",
+        "number of ranks, counted from the last, that run vLLM engines, or drive vLLM servers, while the others train; "
+        "auto: the fastest split, by the times of the run that is resumed, else by an estimate",
     ),
     (
         "--weight-update",
@@ -314,8 +316,6 @@ def _check_servers(args: Namespace) -> None:
             raise GrpoError(
                 f"{flag(dest)} is for an engine in the training processes: set it when you start the server"
             )
-    if args.router_replay_mode == "R3":
-        raise GrpoError("--router-replay-mode R3 needs --rollout-engine vllm --vllm-mode colocate: give that, or R2")
     _check_weight_sync(args, kind)
 
 
@@ -833,7 +833,6 @@ def _check_placed_servers(args: Namespace) -> None:
         )
     alone = "a continued completion is a new request to a server"
     for dest, given, reason in (
-        ("weight_update", args.weight_update == "keep", "servers receive weights while nothing runs"),
         ("stop_words", args.stop_words, f"{alone}, which sees no stop word across its begin"),
         ("top_k", replays_top_k(args), "their streams have no kept tokens; add --no-top-k-replay"),
     ):

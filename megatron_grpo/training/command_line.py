@@ -26,13 +26,14 @@ from megatron_grpo.utils.arguments import Arguments, hyphens
 from megatron_grpo.utils.batch_sizes import trainer_ranks
 from megatron_grpo.utils.core_names import ACCEPTED, EXCLUDED, RENAMED, SWITCHED_OFF_BY
 from megatron_grpo.utils.errors import GrpoError, of_file, prints_for_host, record_for_torchrun
-from megatron_grpo.utils.flag_values import integer_or_pattern, integers, json_object
+from megatron_grpo.utils.flag_values import integer_or_auto, integer_or_pattern, integers, json_object
 from megatron_grpo.utils.flags import PATH, TEXT, Number
 from megatron_grpo.utils.launch import rank
 from megatron_grpo.utils.rules import check_value, flag
 
 TABLE = Path(__file__).with_name("flags.json")
-_TYPES = {reader.__name__: reader for reader in (int, float, str, json_object, integers, integer_or_pattern)}
+_READERS = (int, float, str, json_object, integers, integer_or_pattern, integer_or_auto)
+_TYPES: dict[str, Callable[[str], Any]] = {reader.__name__: reader for reader in _READERS}
 
 NOT_GIVEN = object()
 

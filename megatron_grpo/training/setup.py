@@ -109,6 +109,7 @@ from megatron_grpo.training.recorded_run import ledger_of_replica, open_ledger
 from megatron_grpo.training.resolve import resolve_args, resolve_flags, resolve_origin
 from megatron_grpo.training.run_rules import check_warmup
 from megatron_grpo.training.saves import Saves
+from megatron_grpo.training.split import resolve_split
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.warm_up import WarmUp
 from megatron_grpo.utils import launch, progress
@@ -134,7 +135,10 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 
 
 def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
-    world_size = trainer_ranks(args, int(os.environ.get("WORLD_SIZE", "1")))
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if args.rollout_ranks == "auto":
+        args = replaced(args, **resolve_split(replaced(args, **_resume_own_launch(args)), launched))
+    world_size = trainer_ranks(args, launched)
     watchdog = None if args.dry_run else _join(args, world_size)
     progress.step("origin")
     args, found = _read_origin(args)
@@ -343,7 +347,10 @@ def _read_origin(args) -> tuple[Any, int | None]:
     """
 
     def read() -> tuple[int | None, dict[str, Any], dict[str, Any]]:
-        own = replaced(args, **(resolve_checkpoint if args.eval_only else _resume_own_launch)(args))
+        started = {} if args.eval_only else _resume_own_launch(args)
+        if started:
+            print_rank_0(f"this launch has saved in --save {args.save} before: the run goes on from there")
+        own = replaced(args, **(resolve_checkpoint(args) if args.eval_only else started))
         found = checkpoint.latest_iteration(own.load) if own.load and not own.finetune else None
         own = replaced(own, **_start_checkpoints(own, found is not None))
         own = resolve_origin(own, found is not None)
@@ -611,7 +618,6 @@ def _resume_own_launch(args) -> dict[str, Any]:
         return {}
     if args.load and Path(args.load).resolve() == Path(args.save).resolve() and not args.finetune:
         return {}
-    print_rank_0(f"this launch has saved in --save {args.save} before: the run goes on from there")
     found = {"load": args.save, "finetune": False, "no_load_optim": False, "no_load_rng": False}
     # --load is of the first attempt; a reference model still needs its weights.
     return found | ({"pretrained_checkpoint": args.load} if args.finetune else {})

@@ -139,7 +139,12 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
 
 
 def trainer_ranks(args: Namespace, launched: int) -> int:
-    """Return how many of the ``launched`` ranks train; the last --rollout-ranks are engines."""
+    """Return how many of the ``launched`` ranks train; the last --rollout-ranks are engines.
+
+    Before --rollout-ranks auto is resolved, it is the number in the first possible split.
+    """
+    if args.rollout_ranks == "auto":
+        return launched - possible_rollout_ranks(args, launched)[0]
     if args.rollout_ranks >= launched:
         raise GrpoError(
             f"--rollout-ranks ({args.rollout_ranks}) must be less than the number of processes ({launched}), because "
@@ -184,3 +189,30 @@ def longest_in_words(args: Namespace) -> str:
     return (
         f"--max-prompt-length ({args.max_prompt_length}) + --max-completion-length ({args.max_completion_length}){said}"
     )
+
+
+def possible_rollout_ranks(args: Namespace, launched: int) -> list[int]:
+    """Return the numbers of engine ranks with whole engine replicas, whole model replicas and a batch that divides.
+
+    Raises GrpoError if ``launched`` ranks have no such split.
+    """
+    width, etp = args.vllm_tensor_parallel_size, args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    experts = etp * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    found, refused = [], f"an engine has {width} ranks, and others train"
+    for engines in range(width, launched, width):
+        trainers = launched - engines
+        try:
+            batch_arithmetic(args, trainers)
+        except GrpoError as error:
+            refused = str(error)
+            continue
+        if trainers % experts:
+            refused = f"{trainers} trainers are not divisible by EP x ETP x PP = {experts}"
+        else:
+            found.append(engines)
+    if not found:
+        raise GrpoError(
+            f"--rollout-ranks auto: {launched} processes cannot be split into engines and trainers ({refused}): start "
+            "more (torchrun --nproc-per-node), or leave the flag out"
+        )
+    return found

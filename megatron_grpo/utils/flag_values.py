@@ -6,7 +6,14 @@ import json
 from typing import Any
 
 _MOST_ENTRIES = 10**4  # of a list expression: more layers than a model has
-METAVARS = {int: "N", float: "X", str: "S"}
+
+
+def integer_or_auto(text: str) -> int | str:
+    """Parse ``4`` or ``auto``."""
+    return text if text == "auto" else int(text)
+
+
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "S", integer_or_auto: "N|auto"}
 
 
 def integers(text: str) -> list[int]:

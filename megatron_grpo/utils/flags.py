@@ -1,5 +1,6 @@
 """Declaration of a command-line flag: its name, kind, default and help."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ TEXT = "text"  # kind of a flag with a text that may be empty
 class Number:
     """Kind of a flag with a number: its type and range; ``above``: the lowest value itself is excluded."""
 
-    type: type
+    type: Callable[[str], Any]
     low: float
     high: float
     above: bool = False

@@ -61,10 +61,14 @@ def trained_rows(save):
 
 
 def test_an_engine_on_a_rank_of_its_own(flags, tmp_path):
-    """At a temperature, its log-probabilities are the trainer's, before and after it gets the weights of an update."""
-    words = [*flags, "--train-iters", "2", "--val-before-train", "--temperature", "0.7", "--rollout-ranks", 1]
+    """At a temperature, its log-probabilities are the trainer's, before and after it gets the weights of an update.
+
+    Two ranks have one split.
+    """
+    words = [*flags, "--train-iters", "2", "--val-before-train", "--temperature", "0.7", "--rollout-ranks", "auto"]
     words += ["--save", tmp_path]
-    ranks.run_torchrun(2, "pretrain_grpo.py", *words)
+    assert "--rollout-ranks auto: 1 of 2: " in ranks.run_torchrun(2, "pretrain_grpo.py", *words).stdout
+    assert json.loads((tmp_path / "args.json").read_text())["rollout_ranks"] == 1
     evaluation, *rows = rows_of(tmp_path)
     assert "eval/greedy_reward" in evaluation
     assert len(rows) == 2 and all(row["mismatch/mean_abs"] < 1e-5 and row["grad_norm"] > 0 for row in rows)
@@ -121,10 +125,14 @@ def wait_for_rows(run, save, count):
         pytest.param(4, f"--rollout-ranks 2 --weight-update keep {CACHED} {ADAPTER}", id="keep, lora"),
         (3, "--rollout-ranks 2 --weight-update drain --dynamic-sample"),
         (3, "--rollout-ranks 1 --tensor-model-parallel-size 2 --num-iterations 2 --beta 0.1"),
+        pytest.param(3, "--rollout-ranks auto", id="auto, then two engines"),
     ],
 )
 def test_a_run_that_a_signal_ends_goes_on_with_what_had_started(flags, tmp_path, nproc, more):
-    """SIGTERM reaches all ranks, as torchrun sends it; the trainer saves, the engines end with it."""
+    """SIGTERM reaches all ranks, as torchrun sends it; the trainer saves, the engines end with it.
+
+    Three ranks in one engine and two trainers may go on as two engines and one trainer.
+    """
     save, updates = tmp_path / "save", 6
     words = [*flags, *STALE.split(), *more.split(), "--train-iters", updates, "--save", save, "--exit-signal-handler"]
     words += ["--no-save-hf", "--eval-interval", "2"]
@@ -136,7 +144,11 @@ def test_a_run_that_a_signal_ends_goes_on_with_what_had_started(flags, tmp_path,
     stopped = latest_iteration(save)
     assert 2 <= stopped < updates
 
-    run = start([*words, "--load", save], tmp_path, nproc)
+    words += ["--load", save]
+    if "auto" in more:
+        was = json.loads((save / "args.json").read_text())["rollout_ranks"]
+        words += ["--rollout-ranks", 3 - was]
+    run = start(words, tmp_path, nproc)
     assert run.wait(300) == 0, (tmp_path / "output").read_text()
     metrics = metrics_of(save)
     assert [row["iteration"] for row in metrics] == list(range(1, updates + 1))

@@ -121,7 +121,7 @@ def test_servers_generate_while_the_trainer_updates(flags, double, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize("how", ["interrupt", "drain"])
+@pytest.mark.parametrize("how", ["interrupt", "drain", "keep"])
 def test_a_real_server_generates_while_the_trainer_updates(flags, tmp_path, how):
     """After each publication its log-probabilities must be the trainer's, or the run ends (the probe)."""
     model, save = flags[flags.index("--load-hf") + 1], tmp_path / "save"
@@ -135,7 +135,7 @@ def test_a_real_server_generates_while_the_trainer_updates(flags, tmp_path, how)
     assert [row["iteration"] for row in found] == list(range(1, 7))
     assert max(row["staleness/max"] for row in found) in (1, 2)
     interrupted = max(row["staleness/interrupted"] for row in found)
-    assert interrupted > 0 if how == "interrupt" else interrupted == 0
+    assert (interrupted > 0) == (how != "drain")  # completions of several versions
 
 
 @pytest.mark.slow

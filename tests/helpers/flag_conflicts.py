@@ -30,7 +30,6 @@ CONFLICTS = {
     "--rollout-ranks 3 --vllm-tensor-parallel-size 2": "--rollout-ranks (3) must be divisible by --vllm-tensor",
     f"{PLACED} --max-staleness 2": "--max-staleness 2 trains on tokens of older weights",
     f"{PLACED} --rollout-engine megatron": "--rollout-ranks runs vLLM on these ranks",
-    f"{OVER_SERVERS} --weight-update keep": "--weight-update and --rollout-ranks with servers cannot both",
     f"{OVER_SERVERS} --stop-words a": "which sees no stop word across its begin",
     f"{OVER_SERVERS} --structured-outputs-regex a": "whose constraint begins again",
     f"{OVER_SERVERS} --top-k 4": "--top-k and --rollout-ranks with servers cannot both",

@@ -9,20 +9,26 @@ import base64
 import contextlib
 import copy
 import datetime
+import io
 import json
 import pickle
 import re
+import struct
 import threading
 import time
+from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 VOCABULARY, LAYERS, HIDDEN, EOS = 16, 2, 32, 1
+EXPERTS, TOPK = 4, 2  # of `tiny_mixture`
+TOKENS_IN = "/inference/v1/generate"
 LOCK = threading.Lock()  # one forward pass at a time
 
 
@@ -40,6 +46,64 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
         initializer_range=0.5,
     )
     return LlamaForCausalLM(config).float().eval()
+
+
+def tiny_mixture(seed: int = 0) -> Qwen3MoeForCausalLM:
+    """A mixture of experts whose first layer is dense."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=LAYERS,
+        mlp_only_layers=[0],
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOPK,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+        eos_token_id=EOS,
+        initializer_range=0.5,
+    )
+    return Qwen3MoeForCausalLM(config).float().eval()
+
+
+def fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint with each layer's experts in one tensor, as transformers' models have them."""
+    found, experts = {}, defaultdict(list)  # by (layer, part)
+    for name, tensor in weights.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
+            experts[match[1], match[3]].append((int(match[2]), tensor))
+        else:
+            found[name] = tensor
+    stacked = {
+        key: torch.stack([tensor for _, tensor in sorted(of, key=lambda one: one[0])]) for key, of in experts.items()
+    }
+    for layer in {layer for layer, _ in stacked}:
+        found[f"{layer}.gate_up_proj"] = torch.cat([stacked[layer, "gate"], stacked[layer, "up"]], 1)
+        found[f"{layer}.down_proj"] = stacked[layer, "down"]
+    return found
+
+
+@torch.no_grad()
+def routed_experts(model, ids: list[int]) -> np.ndarray:
+    """Return the experts of all tokens but the last, [tokens - 1, layers, topk], 0 in dense layers, as servers do."""
+    layers = model.model.layers
+    found = np.zeros((len(ids) - 1, len(layers), model.config.num_experts_per_tok), np.int64)
+    hooks = []
+    for number, layer in enumerate(layers):
+        if hasattr(layer.mlp, "gate"):
+
+            def note(module, inputs, output, number=number):
+                found[:, number] = output[2]
+
+            hooks.append(layer.mlp.gate.register_forward_hook(note))
+    model(torch.tensor([ids[:-1]]))
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 class Double(ThreadingHTTPServer):
@@ -64,6 +128,7 @@ class Double(ThreadingHTTPServer):
         self.asleep: set[str] = set()
         self.instead = lambda path: None  # an answer of 200 that is not the server's own; it may wait, too
         self.stall, self.stalled = None, threading.Event()  # of streams
+        self.paused = False
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def restart(self) -> None:
@@ -71,6 +136,7 @@ class Double(ThreadingHTTPServer):
         self.started += 1.0
         self.groups.clear()
         self.asleep.clear()
+        self.paused = False
         self.adapters.clear()
         self.model, self.weight_version = self.make_model(), "default"
         self.drafts = self.drafts and [0, 0, 0]
@@ -85,7 +151,7 @@ class Double(ThreadingHTTPServer):
         files = sorted(Path(directory).glob("*.safetensors"))
         assert files, f"no weights in {directory}"
         weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        missing, unexpected = self.model.load_state_dict(weights, strict=False)
+        missing, unexpected = self.model.load_state_dict(fused(weights), strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}, f"{missing} {unexpected}"
         self.model.tie_weights()
         self.reloads.append(directory)
@@ -153,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         double = self.server
         double.calls.append((path, body))
-        generating = path in ("/v1/completions", "/generate")
+        generating = path in ("/v1/completions", TOKENS_IN, "/generate")
         if generating:
             double.generated += 1
             if double.fail_after is not None and double.generated > double.fail_after:
@@ -183,21 +249,34 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             double.running -= generating
         if body and body.get("stream") and code == 200:
-            self.stream(answer["choices"][0])
+            self.stream(answer["choices"][0], body)
         else:
             self.reply(code, answer)
 
-    def stream(self, choice: dict) -> None:
-        """Send a completion token by token; after ``stall`` tokens a stream waits for a fault."""
-        double, ids, log_probs = self.server, choice["token_ids"], choice["logprobs"]
+    def stream(self, choice: dict, body: dict) -> None:
+        """Send a completion token by token; after ``stall`` tokens a stream waits for a fault.
+
+        A paused server sends nothing, and samples the rest again if it has other weights then.
+        """
+        double, ids, log_probs, loads = self.server, choice["token_ids"], choice["logprobs"], len(self.server.reloads)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for place, token in enumerate(ids):
-            while double.stall is not None and place >= double.stall and not double.fault:
+        place = -1
+        while (place := place + 1) < len(ids):
+            while (double.paused or (double.stall is not None and place >= double.stall)) and not double.fault:
                 double.stalled.set()
                 time.sleep(0.01)
+            if len(double.reloads) > loads:
+                loads, begun = len(double.reloads), ids[:place]
+                rest = body | {"max_tokens": body["max_tokens"] - place}
+                with LOCK:
+                    new = sample(double.model, body["prompt"] + begun, rest, body["seed"], body["stop_token_ids"])
+                ids, choice["finish_reason"] = begun + new[0], new[2]
+                log_probs["tokens"] = [f"token_id:{token}" for token in ids]
+                log_probs["token_logprobs"] = log_probs["token_logprobs"][:place] + new[1]
+            token = ids[place]
             if double.fault == "die":
                 self.close_connection = True
                 self.connection.close()
@@ -206,16 +285,33 @@ class Handler(BaseHTTPRequestHandler):
             part = {"index": 0, "token_ids": [token], "finish_reason": reason, "logprobs": None}
             if log_probs is not None:
                 one = slice(place, place + 1)
-                part["logprobs"] = {name: log_probs[name][one] for name in ("tokens", "token_logprobs")}
-            if place == 0:
+                part["logprobs"] = {name: log_probs[name][one] for name in log_probs if name != "top_logprobs"}
+            event = {"choices": [part]}
+            if self.path == TOKENS_IN:
+                part["routed_experts"] = choice["routed_experts"] if reason else None
+            elif place == 0:
                 part["prompt_token_ids"] = choice["prompt_token_ids"]
-            self.chunk(f"data: {json.dumps({'choices': [part]})}\n\n")
+            self.chunk(f"data: {json.dumps(event)}\n\n")
         self.chunk("data: [DONE]\n\n")
         self.chunk("")
 
     def chunk(self, text: str) -> None:
         self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
         self.wfile.flush()
+
+    def experts(self, model, ids: list[int]) -> np.ndarray:
+        """Return what the server reports of these tokens' experts; a fault changes it."""
+        found = routed_experts(model, ids)
+        match self.server.fault:
+            case "a layer less":
+                return found[:, 1:]
+            case "a token less":
+                return found[1:]
+            case "redundant experts":
+                found[-1, -1, -1] = EXPERTS
+            case "kernels do not tell":
+                found[:] = 0
+        return found
 
     def reply(self, code: int, answer) -> None:
         text = answer if isinstance(answer, str) else json.dumps(answer)
@@ -255,9 +351,13 @@ class VllmHandler(Handler):
                 model = {"dtype": config.get("dtype", "torch.float32")}
                 model["logprobs_mode"] = config.get("logprobs_mode", "processed_logprobs")
                 model |= {"max_logprobs": 20, "quantization": config.get("quantization")}
+                experts = {"enable_return_routed_experts": config.get("routed_experts", False)}
+                model |= experts if config.get("old") else {}
                 return 200, {
                     "vllm_config": {
                         "model_config": model,
+                        **({} if config.get("old") else {"aux_output_config": experts}),
+                        "speculative_config": {"method": method} if (method := config.get("drafts")) else None,
                         "device_config": {"device": config.get("device", "cpu")},
                         "cache_config": {"mamba_ssm_cache_dtype": "auto"},
                         "scheduler_config": {"enable_chunked_prefill": config.get("chunked", False)},
@@ -296,14 +396,46 @@ class VllmHandler(Handler):
                 return 200, {"message": "done"}
             case "/reset_prefix_cache":
                 return 200, {"success": True}
+            case "/pause":
+                assert query == "mode=keep&clear_cache=false"  # else it drops what the requests hold
+                double.paused = True
+                return 200, {"status": "paused"}
+            case "/resume":
+                double.paused = False
+                return 200, {"status": "resumed"}
+            case "/is_paused":
+                return 200, {"is_paused": double.paused}
             case "/collective_rpc" if body["method"] == "get_model_inspection":
                 return 200, {"results": [self.printed()]}
             case "/collective_rpc" if body["method"] == "reload_weights":
                 double.load(body["kwargs"]["weights_path"])
                 return 200, {"results": [None]}
+            case "/openapi.json":
+                there = config.get("old") or config.get("scale_out")  # 0.32: --enable-scale-out
+                return 200, {"paths": {"/v1/completions": {}} | ({TOKENS_IN: {}} if there else {})}
             case "/v1/completions":
                 return 200, self.completions(body)
+            case "/inference/v1/generate" if config.get("old") or config.get("scale_out"):
+                return 200, self.tokens_in(body)
         return missing
+
+    def tokens_in(self, body: dict) -> dict:
+        """Answer as /inference/v1/generate: its body has other names, and its log-probabilities another form."""
+        flags = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": None}
+        asked = flags | body["sampling_params"] | {"model": body["model"], "prompt": body["token_ids"]}
+        answer = self.completions(asked)
+        for choice in answer["choices"]:
+            del choice["prompt_token_ids"], choice["text"]
+            if choice["logprobs"] is not None:
+                pairs = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
+                named = "token" if self.server.config.get("old") else "token_id"
+                choice["logprobs"] = {
+                    "content": [
+                        {named: f"token_id:{token}" if named == "token" else token, "logprob": p, "top_logprobs": []}
+                        for token, p in pairs
+                    ]
+                }
+        return answer if self.server.config.get("old") else answer | {"prompt_token_ids": body["token_ids"]}
 
     def printed(self) -> str:
         shape = self.server.model.config
@@ -328,6 +460,11 @@ class VllmHandler(Handler):
             names = [f"token_id:{token}" for token in ids]
             choice = {"index": index, "token_ids": ids, "finish_reason": reason, "logprobs": None, "text": ""}
             choice["prompt_token_ids"] = body["prompt"]
+            choice["routed_experts"] = None
+            if double.config.get("routed_experts"):
+                file = io.BytesIO()
+                np.save(file, self.experts(model, body["prompt"] + ids).astype(np.uint8))
+                choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
             if body["logprobs"] is not None:
                 choice["logprobs"] = {"tokens": names, "token_logprobs": log_probs}
             if body["logprobs"]:
@@ -415,6 +552,7 @@ class SglangHandler(Handler):
             case "/get_server_info":
                 info = {"tp_size": 1, "context_length": None, "max_total_num_tokens": 4096, "quantization": None}
                 info |= {"enable_memory_saver": False, "enable_weights_cpu_backup": False}
+                info |= {"enable_return_routed_experts": False, "speculative_algorithm": None}
                 return 200, info | config
             case "/health_generate":
                 return 200, "ok"
@@ -508,6 +646,9 @@ class SglangHandler(Handler):
             meta["finish_reason"] = {"type": reason} | matched
             if body["return_logprob"]:
                 meta["output_token_logprobs"] = [[p, token, None] for p, token in zip(log_probs, ids, strict=True)]
+            if body.get("return_routed_experts") and double.config.get("enable_return_routed_experts"):
+                numbers = self.experts(double.model, prompt + ids).ravel().tolist()
+                meta["routed_experts"] = base64.b64encode(struct.pack(f"<{len(numbers)}i", *numbers)).decode()
             answers.append({"text": "", "output_ids": ids, "meta_info": meta})
         if double.fault == "duplicate":
             answers.append(answers[0])

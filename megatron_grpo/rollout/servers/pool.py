@@ -127,6 +127,8 @@ class ServerPool:
             if isinstance(outcome, Fault):
                 self._exclude(server, str(outcome))
                 continue
+            if server.in_flight and outcome.process != server.process:
+                self._lose_weights(server)
             if server.exclusion_reason is not None or outcome.process != server.process:
                 again = "answers again or has restarted: it receives the weights before it generates"
                 log(f"server {server.url} {again}")
@@ -181,8 +183,7 @@ class ServerPool:
         if self.joins and load:
             self._newest = version, load
 
-    @staticmethod
-    async def _update(server: Server, version: int, load: Load | None) -> None:
+    async def _update(self, server: Server, version: int, load: Load | None) -> None:
         server.version = None  # even if this fails, the old weights are gone
         if load:
             await load(server)
@@ -398,10 +399,7 @@ class ServerPool:
             raise fault
         status = task.result()
         if server.version is not None and status.process != server.process:
-            for job, owner in self._running.values():
-                if owner is server and job.dispatched > server.confirmed:  # perhaps the new process samples it
-                    job.restart()
-            self._exclude(server, "it has restarted and lost its weights")
+            self._lose_weights(server)
             return
         server.confirmed = server.probed
         if not server.in_flight or status.progress is None or status.progress != server.progress:
@@ -411,6 +409,13 @@ class ServerPool:
         server.progress = status.progress
         server.failures = 0
         self._count_drafts(server, status)
+
+    def _lose_weights(self, server: Server) -> None:
+        """Exclude a server that has restarted."""
+        for job, owner in self._running.values():
+            if owner is server and job.dispatched > server.confirmed:  # perhaps the new process samples it
+                job.restart()
+        self._exclude(server, "it has restarted and lost its weights")
 
     def _handle_join(self, server: Server, task: asyncio.Task) -> None:
         fault = task.exception()

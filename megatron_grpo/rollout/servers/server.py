@@ -1,5 +1,7 @@
 """State and requests of one inference server, for vllm/server.py and sglang/server.py."""
 
+import base64
+import math
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
@@ -8,9 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.draft_counts import DraftCounts
 from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.routed_experts import of_moe_layers
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.http_client import Client, Fault
 
 _RUN_ID = uuid.uuid4().hex[:12]
@@ -51,14 +58,16 @@ class Streamed:
     """A request whose tokens arrive one by one, and what has arrived of them."""
 
     request: Request
-    version: int = -1  # of the weights that sample
+    version: int = -1  # of the weights that sample the next token
     ids: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled each token
     log_probs: list[float] = field(default_factory=list)
+    routed_experts: npt.NDArray[np.int16] | None = None  # they arrive with the last token
 
     def completion(self, reason: str = "abort") -> Completion:
         """Return the tokens of ``request.begun`` and those that have arrived."""
         log_probs = list(self.log_probs) if self.request.sampling.log_probs else None
-        new = Completion(self.request.id, list(self.ids), log_probs, reason, [self.version] * len(self.ids))
+        new = Completion(self.request.id, list(self.ids), log_probs, reason, list(self.versions), self.routed_experts)
         return new.after(self.request.begun)
 
     def continued(self) -> Request:
@@ -114,6 +123,14 @@ class Server(Client, ABC):
     async def finish_update(self, version: int) -> None:
         """Finish a weight update: drop caches of the old weights and set the version."""
 
+    async def pause(self) -> None:
+        """Let running requests wait until `resume`, with their keys and values."""
+        raise NotImplementedError
+
+    async def resume(self) -> None:
+        """Let the requests go on that `pause` has stopped."""
+        raise NotImplementedError
+
     async def call_if_able(self, method: str, path: str, body: dict | None, timeout: float) -> Any:
         """Return the answer of ``call``; None if the server does not support the request."""
         try:
@@ -153,6 +170,40 @@ class Server(Client, ABC):
                 f"{list(sampling.stop_token_ids)}: start it without the model's generation_config.json, or add the "
                 "token with --stop-token-ids"
             )
+
+
+def check_experts(args, returned: bool, drafts: str | None) -> None:
+    """Raise Fault, with --router-replay-mode R3, for a server that does not return the experts of its tokens.
+
+    ``drafts`` is its method of speculative decoding.
+    """
+    if args.router_replay_mode != "R3":
+        return
+    if not returned:
+        raise Fault("it does not return the experts of its tokens: start it with --enable-return-routed-experts")
+    if drafts:
+        raise Fault(f"it drafts ({drafts}), and R3 has not been checked with drafts: start it without, or give R2")
+
+
+def routed_experts(
+    args, encoded: str | None, tokens: int, decoded: Callable[[bytes], npt.NDArray[np.integer]]
+) -> npt.NDArray[np.int16]:
+    """Return ``Completion.routed_experts`` from a server's base64; Fault if they are not of ``tokens`` routed tokens.
+
+    ``decoded`` returns ``[tokens, layers, topk]``, or the same numbers flat.
+    """
+    if encoded is None:
+        raise Fault("its answer has no routed_experts: start it with --enable-return-routed-experts")
+    reported, shape = decoded(base64.b64decode(encoded)), (tokens, args.num_layers, args.moe_router_topk)
+    if reported.shape not in (shape, (math.prod(shape),)):
+        raise Fault(
+            f"it returned experts of the shape {list(reported.shape)} for {tokens} routed tokens, {args.num_layers} "
+            f"layers and {args.moe_router_topk} experts of each token: start it with the same model"
+        )
+    try:
+        return of_moe_layers(args, reported.reshape(shape))
+    except GrpoError as error:
+        raise Fault(str(error)) from error
 
 
 def sampling_parameters(sampling: Sampling) -> dict[str, Any]:

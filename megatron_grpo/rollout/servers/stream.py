@@ -15,7 +15,7 @@ import torch
 from megatron_grpo.rollout.draft_counts import DraftCounts
 from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.servers.engine import WeightTransfer
-from megatron_grpo.rollout.servers.pool import Job, ServerPool
+from megatron_grpo.rollout.servers.pool import Job, Load, ServerPool
 from megatron_grpo.rollout.servers.server import Server, Streamed
 from megatron_grpo.weights.transfer_plan import HfTensor, Reads, whole
 
@@ -34,9 +34,25 @@ class StreamedJob(Job):
 
 
 class StreamPool(ServerPool):
-    """A pool whose requests are streams, and have seeds of their own. Servers join at any time."""
+    """A pool whose requests are streams, and have seeds of their own. Servers join at any time.
 
-    joins = True
+    With ``keeps`` running requests wait while their server loads weights, and go on under the new ones.
+    """
+
+    joins, keeps = True, False
+
+    async def _update(self, server: Server, version: int, load: Load | None) -> None:
+        if not self.keeps:
+            return await super()._update(server, version, load)
+        await server.pause()
+        try:
+            await super()._update(server, version, load)
+            # The tokens before the pause have arrived: loading takes longer than their way.
+            for job, owner in self._running.values():
+                if owner is server and isinstance(job, StreamedJob) and job.streamed is not None:
+                    job.streamed.version = version
+        finally:
+            await server.resume()
 
     def submit_streams(self, requests: Iterable[Request]) -> None:
         """Queue requests."""
@@ -79,18 +95,25 @@ class StreamPool(ServerPool):
 class ServerStream:
     """Engine of one rank over its servers, whose requests can be continued later, under other weights.
 
-    It has no collectives. Weights arrive while nothing runs. Servers that have failed or restarted receive the newest
-    ones again when they answer, while the others generate.
+    It has no collectives. Weights arrive while nothing runs, or with ``keeps`` while requests wait at the servers.
+    Servers that have failed or restarted receive the newest ones again when they answer, while the others generate.
     """
 
     num_replicas, is_lead = 1, True
 
     def __init__(
-        self, servers: Sequence[Server], transfer: WeightTransfer, timeout: float, max_in_flight: int, replica: int = 0
+        self,
+        servers: Sequence[Server],
+        transfer: WeightTransfer,
+        timeout: float,
+        max_in_flight: int,
+        replica: int = 0,
+        keeps: bool = False,
     ):
         self.replica: int | None = replica
         self.has_weights = False
         self._transfer, self._pool = transfer, StreamPool(servers, timeout, max_in_flight)
+        self._pool.keeps = keeps
         self._pool.check()
 
     def submit(self, requests: Iterable[Request]) -> None:

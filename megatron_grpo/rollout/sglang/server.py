@@ -8,15 +8,20 @@ the unit tests use a fake server.
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.servers.engine import ServerEngine, WeightTransfer, receiving_ranks
 from megatron_grpo.rollout.servers.server import (
     Server,
     Status,
+    check_experts,
     reads_answers,
     refuse_quantized,
+    routed_experts,
     sampling_parameters,
     weight_tag,
 )
@@ -70,6 +75,7 @@ class SglangServer(Server):
                 "it cannot keep its weights: start it with --enable-weights-cpu-backup, or give --sleep-level 2"
             )
         refuse_quantized(info["quantization"])
+        check_experts(self._args, info.get("enable_return_routed_experts"), info.get("speculative_algorithm"))
         self.tensor_parallel_size = info["tp_size"]
         longest = longest_sequence(self._args)
         for name in ("context_length", "max_total_num_tokens"):
@@ -109,7 +115,7 @@ class SglangServer(Server):
             # With "n", all samples would have the same seed and be equal.
             "sampling_params": [one | {"sampling_seed": seed + place} for place in range(len(requests))],
             "return_logprob": sampling.log_probs,
-        }
+        } | ({"return_routed_experts": True} if self._args.router_replay_mode == "R3" else {})
         answers = await self.call("POST", "/generate", body)
         if len(answers) != len(requests):
             raise Fault(f"it returned {len(answers)} completions for {len(requests)} requests")
@@ -136,7 +142,11 @@ class SglangServer(Server):
             if [pair[1] for pair in pairs] != ids:
                 raise Fault("its log-probabilities do not belong to the sampled tokens")
             log_probs = [pair[0] for pair in pairs]
-        return Completion(request.id, ids, log_probs, reason, [version] * len(ids))
+        experts = None
+        if self._args.router_replay_mode == "R3":
+            routed, encoded = prompt_length + len(ids) - 1, meta.get("routed_experts")
+            experts = routed_experts(self._args, encoded, routed, partial(np.frombuffer, dtype="<i4"))
+        return Completion(request.id, ids, log_probs, reason, [version] * len(ids), experts)
 
     async def load_weights(self, directory: str, timeout: float) -> None:
         body = {

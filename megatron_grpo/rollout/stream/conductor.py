@@ -81,8 +81,14 @@ class Conductor:
         return {name: getattr(self, name) for name in names} | {"open": [asdict(g) for g in self.open.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the state of a checkpoint; groups count as complete when their replica announces them again."""
+        """Continue with the state of a checkpoint; groups count as complete when their replica announces them again.
+
+        If there were other replicas, the groups are dealt out anew.
+        """
         for name in ("version", "started", "replaced", "replaced_since"):
             setattr(self, name, state[name])
         groups: Collection[dict[str, Any]] = state["open"]
         self.open = {group["number"]: OpenGroup(**group | {"complete": False}) for group in groups}
+        if state["num_replicas"] != self.num_replicas:
+            for number, group in self.open.items():
+                group.replica = number % self.num_replicas

@@ -307,14 +307,17 @@ class PlacedEngines:
 
         ``state`` is that of the conductor. GrpoError if the groups are another run's.
         """
-        names = ("num_groups", "max_staleness", "num_replicas")
+        names = ("num_groups", "max_staleness")
         check_same_run(state, {name: getattr(self.conductor, name) for name in names})
         self.conductor.load_state_dict(state)
-        open_groups = [asdict(group) for group in self.conductor.open.values()]
+        files = {group["number"]: group["replica"] for group in state["open"]}  # of the checkpoint
         for replica, sender in enumerate(self._senders):
-            groups = [group for group in open_groups if group["replica"] == replica]
-            place = None if directory is None else str(directory.absolute())
-            sender.send({"do": "hold", "groups": groups, "directory": place})
+            groups = [asdict(group) for group in self.conductor.open.values() if group.replica == replica]
+            message: Message = {"do": "hold", "groups": groups, "directory": None, "files": []}
+            if directory is not None:
+                message["directory"] = str(directory.absolute())
+                message["files"] = sorted({files[group["number"]] for group in groups})
+            sender.send(message)
 
     # ---- the trainer's device
 

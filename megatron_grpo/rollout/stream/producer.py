@@ -165,7 +165,7 @@ class Producer:
                 case "save":
                     self._save(Path(message["directory"]))
                 case "hold":
-                    self._hold(message["groups"], message["directory"])
+                    self._hold(message["groups"], message["directory"], message["files"])
                 case "end":
                     self._ended = True
 
@@ -190,15 +190,18 @@ class Producer:
         assert prompt is not None, f"row {row} was drawn, and is left out here"
         return prompt
 
-    def _hold(self, groups: Sequence[Mapping[str, int]], directory: str | None) -> None:
+    def _hold(self, groups: Sequence[Mapping[str, int]], directory: str | None, files: Sequence[int]) -> None:
         """Continue with these groups and no others; what they have so far is in the checkpoint ``directory``, or here.
 
-        A resume does this at the checkpoint, and then after each batch that the ledger has.
+        ``files``: the replicas that had them at the checkpoint, which may be others than now. A resume does this at the
+        checkpoint, and then after each batch that the ledger has.
         """
         if self._running:
             self._pause()
         self._waiting.clear()
-        begun = read_groups(Path(directory), self._replica, self._prompts) if directory else self._groups
+        begun = {} if directory else self._groups
+        for file in files:
+            begun |= read_groups(Path(directory or ""), file, self._prompts)
         self._groups = {}
         self._add({group["number"]: begun.get(group["number"]) or self._new(group) for group in groups})
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.lora.targets import targets
-from megatron_grpo.models.config import has_recurrence, moe_layers, params_dtype, recurrent_state_bytes
+from megatron_grpo.models.config import has_recurrence, params_dtype, recurrent_state_bytes
 from megatron_grpo.models.gemma4 import layer_kinds
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import await_ranks, host_group
@@ -43,6 +43,7 @@ from megatron_grpo.patches import vllm as patches
 from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.rollout.draft_counts import DraftCounts, no_drafts
 from megatron_grpo.rollout.engine import Completion, Request, generate, lost_on_failure, request_seed
+from megatron_grpo.rollout.routed_experts import of_moe_layers
 from megatron_grpo.rollout.speculation import draft_directory, longest_of_engine, mtp_prefixes
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.vllm import draft, scheduler
@@ -83,7 +84,7 @@ class VllmColocate:
         self._sleep_level = args.sleep_level
         self._vocab_size, self._max_model_len = args.vocab_size, args.vllm_max_model_len
         self._sees_images = bool(args.vision_config)
-        self._moe_layers = np.flatnonzero(moe_layers(args)) if args.router_replay_mode == "R3" else None
+        self._reads_experts = args.router_replay_mode == "R3"
         # The default padding token of a family in transformers may lie outside a smaller vocabulary.
         hf_config = {**hf_config, "pad_token_id": 0}
         if self._sees_images:  # transformers warns of default ids beyond the vocabulary
@@ -179,8 +180,9 @@ class VllmColocate:
                 log_probs, kept = _log_probs(sample.logprobs, len(ids))
                 reason = sample.finish_reason or "length"
                 experts = None
-                if self._moe_layers is not None:
-                    experts = self._moe_experts(sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1)
+                if self._reads_experts:
+                    reported, routed = sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1
+                    experts = of_moe_layers(self._args, None if reported is None else reported[:routed])
                 request_id = _number(output.request_id)
                 under_way = self._under_way.pop(request_id)
                 self._check_prompt(under_way.request, output.prompt_token_ids)
@@ -210,17 +212,6 @@ class VllmColocate:
                 f"{images.where}: vLLM's processor makes {len(ids)} tokens of the prompt and its images, and the "
                 f"trainer's {len(expected)}: leave the row out, and report it with the size of its images"
             )
-
-    def _moe_experts(self, routed: np.ndarray | None, routed_tokens: int) -> np.ndarray:
-        """Return ``Completion.routed_experts`` from vLLM's ``[tokens, layers, topk]``, which includes dense layers."""
-        experts = None if routed is None else routed[:routed_tokens, self._moe_layers].astype(np.int16)
-        # vLLM's buffer holds zeros where a kernel does not report its choice.
-        if experts is None or (experts.shape[2] > 1 and (experts[..., 0] == experts[..., 1]).any()):
-            raise GrpoError(
-                "--router-replay-mode R3: vLLM does not report its choice of experts with the kernels that it uses "
-                "here: give R2"
-            )
-        return experts
 
     def abort(self, ids: Iterable[int]) -> None:
         self._engine.abort_request([self._under_way.pop(i).engine_id for i in ids])

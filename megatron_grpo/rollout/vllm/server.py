@@ -5,9 +5,11 @@
 The development mode enables the requests that a trainer needs (loading weights, reading the server's configuration).
 
 Images (0.32, --enable-scale-out): /v1/completions takes token ids without images, and /v1/chat/completions takes images
-without token ids. /inference/v1/generate takes both: the prompt with one token for each image, and the images.
+without token ids. /inference/v1/generate takes both: the prompt with one token for each image, and the images. Its
+streams have the experts of --router-replay-mode R3, which those of /v1/completions have not; 0.26 always has the path.
 """
 
+import io
 import json
 import os
 import re
@@ -33,8 +35,10 @@ from megatron_grpo.rollout.servers.server import (
     Server,
     Status,
     Streamed,
+    check_experts,
     reads_answers,
     refuse_quantized,
+    routed_experts,
     sampling_parameters,
     weight_tag,
 )
@@ -68,7 +72,8 @@ def build_vllm_stream(args, role: Role) -> ServerStream:
     assert role.replica is not None
     servers = [VllmServer(url, args) for url in urls_of_replica(args, role.replica)]
     transfer = build_transfer(args, joint())
-    return ServerStream(servers, transfer, args.vllm_server_timeout, args.vllm_max_num_seqs, role.replica)
+    keeps = args.weight_update == "keep"
+    return ServerStream(servers, transfer, args.vllm_server_timeout, args.vllm_max_num_seqs, role.replica, keeps)
 
 
 class VllmServer(Server):
@@ -107,9 +112,14 @@ class VllmServer(Server):
         if args.vision_config:
             multimodal = info["vllm_config"]["model_config"].get("multimodal_config") or {}
             self._video_flags = (multimodal.get("media_io_kwargs") or {}).get("video") or {}
+        if args.vision_config or (args.router_replay_mode == "R3" and args.rollout_ranks):
             paths = (await self.call("GET", "/openapi.json", timeout=PROBE_TIMEOUT))["paths"]
             if _GENERATE not in paths:
-                raise Fault("it takes no images beside token ids: start it (vLLM 0.32) with --enable-scale-out")
+                lacks = "it takes no images beside token ids" if args.vision_config else "its streams have no experts"
+                raise Fault(f"{lacks}: start it (vLLM 0.32) with --enable-scale-out")
+        paused = await self.call_if_able("GET", "/is_paused", None, PROBE_TIMEOUT)
+        if paused and paused["is_paused"]:  # by a run that was killed
+            await self.resume()
         if not (await self.status(PROBE_TIMEOUT)).process:
             raise Fault(
                 "/metrics lacks the start time (process_start_time_seconds) and there is no /weight_info, so that "
@@ -132,6 +142,9 @@ class VllmServer(Server):
                 "it does not keep recurrent states in float32, as the trainer does: start it "
                 "with --mamba-ssm-cache-dtype float32"
             )
+        returned = model.get("enable_return_routed_experts")  # vLLM 0.26; later versions have the other
+        returned = returned or (config.get("aux_output_config") or {}).get("enable_return_routed_experts")
+        check_experts(args, returned, (config.get("speculative_config") or {}).get("method"))
         mode, right, replayed = model["logprobs_mode"], [], replays_top_k(args)
         right += ["raw_logprobs"] if args.temperature == 1 and not replayed else []
         right += ["processed_logprobs"] if replayed or not probability_changes(args) else []
@@ -227,7 +240,7 @@ class VllmServer(Server):
         prompt, version = list(requests[0].prompt_ids), self.version
         assert version is not None
         if _has_images(requests[0]):
-            answer = await self.call("POST", _GENERATE, self._body_with_images(requests, seed))
+            answer = await self.call("POST", _GENERATE, self._body_of_token_ids(requests, seed))
             choices = [_as_of_completions(choice, answer) for choice in answer["choices"]]
         else:
             choices = (await self.call("POST", "/v1/completions", self._body(requests, seed)))["choices"]
@@ -240,24 +253,29 @@ class VllmServer(Server):
         assert self.version is not None
         streamed.version, request = self.version, streamed.request.with_begun_in_prompt()
         # Keys and values of older weights are never reused: the prefix cache is keyed by the version.
-        with_images = _has_images(request)
-        path = _GENERATE if with_images else "/v1/completions"
-        body = self._body_with_images([request], seed) if with_images else self._body([request], seed)
+        with_experts = self._args.router_replay_mode == "R3"
+        takes_ids = with_experts or _has_images(request)
+        path = _GENERATE if takes_ids else "/v1/completions"
+        body = self._body_of_token_ids([request], seed) if takes_ids else self._body([request], seed)
         async for event in self.events(path, body | {"stream": True, "cache_salt": weight_tag(self.version)}):
             NEWEST.set((path, event))
             if "choices" not in event:
                 raise Fault(f"{path}: {str(event)[:300]}", retryable=True)
             for choice in event["choices"]:
-                if with_images:
+                if takes_ids:
                     choice = _as_of_completions(choice, event)
                 if choice.get("prompt_token_ids") not in (None, list(request.prompt_ids)):
                     raise _changed_prompt(request)
                 ids = choice["token_ids"] or []
+                if with_experts and choice.get("finish_reason"):
+                    routed = len(request.prompt_ids) + len(streamed.ids) + len(ids) - 1
+                    streamed.routed_experts = self._routed_experts(choice, routed)
                 if request.sampling.log_probs and ids:
                     if choice["logprobs"]["tokens"] != [f"token_id:{token}" for token in ids]:
                         raise Fault("its log-probabilities do not belong to the sampled tokens")
                     streamed.log_probs += choice["logprobs"]["token_logprobs"]
                 streamed.ids += ids
+                streamed.versions += [streamed.version] * len(ids)
                 if reason := choice.get("finish_reason"):
                     self.check_end(request, streamed.ids, reason, self._args.vocab_size)
                     return streamed.completion(reason)
@@ -280,14 +298,21 @@ class VllmServer(Server):
             "return_tokens_as_token_ids": True,
         }
 
-    def _body_with_images(self, requests: Sequence[Request], seed: int) -> dict[str, Any]:
-        """Return the body of a request for completions of one prompt with images, which the server expands."""
+    def _body_of_token_ids(self, requests: Sequence[Request], seed: int) -> dict[str, Any]:
+        """Return the body of `_GENERATE` for completions of one prompt, and its images, which the server expands."""
         sampling, images = requests[0].sampling, requests[0].images
-        assert images is not None
         given = {"n": len(requests), "seed": seed, "max_tokens": sampling.max_tokens, "ignore_eos": True}
         given |= {"logprobs": sampling.num_kept} if sampling.log_probs else {}
         if sampling.structured_outputs:
             given["structured_outputs"] = json.loads(sampling.structured_outputs)
+        body = {
+            "model": self.adapter or self.model,
+            "token_ids": list(requests[0].prompt_ids),
+            "sampling_params": sampling_parameters(sampling) | given,
+            "return_token_ids": True,
+        }
+        if images is None or not images.sources:
+            return body
         # The server keeps embeddings of images by these names. A load of weights clears them in the worker and not in
         # the scheduler, so the engine would fail at a name of an earlier load ("Encoder cache miss").
         names = [f"{name} {self.load}" for name in images.names]
@@ -295,13 +320,7 @@ class VllmServer(Server):
             self._part(source, decoded) | {"uuid": name}
             for source, decoded, name in zip(images.sources, images.open(), names, strict=True)
         ]
-        return {
-            "model": self.adapter or self.model,
-            "token_ids": images.collapse(requests[0].prompt_ids),
-            "content_parts": parts,
-            "sampling_params": sampling_parameters(sampling) | given,
-            "return_token_ids": True,
-        }
+        return {**body, "token_ids": images.collapse(requests[0].prompt_ids), "content_parts": parts}
 
     def _part(self, source: Source, decoded: Any) -> dict[str, str]:
         """Return an image or video, decoded by the trainer.
@@ -333,7 +352,14 @@ class VllmServer(Server):
             log_probs = choice["logprobs"]["token_logprobs"]
             if sampling.kept_token_ids:
                 kept = _kept(ids, log_probs, choice["logprobs"]["top_logprobs"], sampling.top_k)
-        return Completion(request.id, ids, log_probs, reason, [version] * len(ids), kept_token_ids=kept)
+        experts = None
+        if self._args.router_replay_mode == "R3":
+            experts = self._routed_experts(choice, len(prompt) + len(ids) - 1)
+        return Completion(request.id, ids, log_probs, reason, [version] * len(ids), experts, kept)
+
+    def _routed_experts(self, choice: dict[str, Any], tokens: int) -> npt.NDArray[np.int16]:
+        """Return ``Completion.routed_experts`` from the base64 of an .npy file, [tokens, layers, topk]."""
+        return routed_experts(self._args, choice["routed_experts"], tokens, lambda file: np.load(io.BytesIO(file)))
 
     @reads_answers
     async def checksums(self) -> dict[str, str] | None:
@@ -355,13 +381,21 @@ class VllmServer(Server):
 
     @reads_answers
     async def finish_update(self, version: int) -> None:
-        # reset_external also clears caches that the server's own flags offload or transfer.
-        path = "/reset_prefix_cache?reset_external=true"
-        if not (await self.call("POST", path, timeout=PROBE_TIMEOUT))["success"]:
-            raise Fault("it could not drop its prefix cache: stop all other clients of this server")
+        if self._args.weight_update != "keep":  # else running requests hold it, and `stream` names the version
+            # reset_external also clears caches that the server's own flags offload or transfer.
+            path = "/reset_prefix_cache?reset_external=true"
+            if not (await self.call("POST", path, timeout=PROBE_TIMEOUT))["success"]:
+                raise Fault("it could not drop its prefix cache: stop all other clients of this server")
         self.load = uuid.uuid4().hex
         body = {"new_version": weight_tag(version)}
         await self.call_if_able("POST", "/update_weight_version", body, PROBE_TIMEOUT)  # absent in vLLM 0.26
+
+    async def pause(self) -> None:
+        # vLLM would drop the cache at the pause, although its documentation says that it ignores clear_cache then.
+        await self.call("POST", "/pause?mode=keep&clear_cache=false", timeout=self._args.vllm_server_timeout)
+
+    async def resume(self) -> None:
+        await self.call("POST", "/resume", timeout=PROBE_TIMEOUT)
 
 
 @cachetools.cached(cachetools.LRUCache(CACHED_BYTES, len), key=lambda source, decoded: source, lock=threading.Lock())
@@ -383,13 +417,16 @@ def _as_of_completions(choice: dict[str, Any], answer: dict[str, Any]) -> dict[s
     """Return a choice of an answer of /inference/v1/generate as /v1/completions writes it."""
     logged = (choice["logprobs"] or {}).get("content") or []
     logprobs = {
-        "tokens": [f"token_id:{one['token_id']}" for one in logged],
+        "tokens": [_named(one) for one in logged],
         "token_logprobs": [one["logprob"] for one in logged],
-        "top_logprobs": [
-            {f"token_id:{other['token_id']}": other["logprob"] for other in one["top_logprobs"]} for one in logged
-        ],
+        "top_logprobs": [{_named(other): other["logprob"] for other in one["top_logprobs"]} for one in logged],
     }
     return {**choice, "logprobs": logprobs, "prompt_token_ids": answer.get("prompt_token_ids")}
+
+
+def _named(logged: dict[str, Any]) -> str:
+    """Return the name of a token: vLLM 0.26 writes it, later versions write the id alone."""
+    return logged["token"] if "token" in logged else f"token_id:{logged['token_id']}"
 
 
 def _kept(

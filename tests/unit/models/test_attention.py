@@ -310,11 +310,17 @@ def test_gpu_layout(flash_on_cpu, cp_size, chunks, shape):
     most=st.sampled_from([0, packed_attention.MOST_COPIES]),
 )
 def test_shared_prompts(flash_on_cpu, cp_size, chunks, shape, most):
-    """Each sequence begins anew, or goes on from one before it. Both kernels, all ranks, one and several calls."""
+    """Each sequence begins anew, or goes on from the one before or its ancestor. Both kernels, all ranks."""
     multiple = 2 * cp_size if cp_size > 1 else 1
     lengths = np.array([chunk for _, chunk in chunks]) * multiple
     cu = np.append(0, np.cumsum(lengths))
-    parent = np.array([choice % (number + 1) - 1 for number, (choice, _) in enumerate(chunks)])
+    parents, path = [], [-1]  # of depth first order, and the sequences that the next one can go on from
+    for number, (choice, _) in enumerate(chunks):
+        del path[choice % len(path) + 1 :]
+        parents.append(path[-1])
+        path.append(number)
+    parent = np.array(parents)
+    leaves = [number for number in range(len(parent)) if number not in parents]
     nothing = np.zeros(0, np.int64)
     keys, cu_keys = _keys_of_nodes(cu, PrefixTree(parent, nothing, lengths, nothing, nothing))
     shared = SharedPrompts(keys, cu_keys.astype(np.int32), np.arange(cu[-1]), parent, np.diff(cu_keys))
@@ -350,7 +356,9 @@ def test_shared_prompts(flash_on_cpu, cp_size, chunks, shape, most):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packed_attention, "MOST_COPIES", most)
             parts = segments.__wrapped__(offsets, cp_size, rank, torch.device("cpu"), left, shared)
-        assert most or len(parts) == len(lengths) * (1 + (cp_size > 1))
+        assert most or len(parts) == (2 * len(lengths) if cp_size > 1 else len(leaves))
+        if cp_size == 1 and left < 0:  # an inner sequence has no copies of keys for itself
+            assert sum(len(copies.rows) for _, _, copies in parts) == sum(len(paths[leaf]) for leaf in leaves)
         return SharedKeys([Part(own, Varlen(*found, left, scale), copies) for own, found, copies in parts])
 
     def on_cpu(rank):

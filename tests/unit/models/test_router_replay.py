@@ -151,7 +151,7 @@ def test_multi_token_prediction_routes_by_itself(one_rank, monkeypatch):
 
 class VllmDouble:
     """vLLM's engine as its ``step`` looks from outside: every request ends with the tokens 1 2 3, and its experts are
-    (token, token + layer + 1), for all layers, dense ones too, and all tokens but the last.
+    (token, token + layer + 1) modulo their number, for all layers, dense ones too, and all tokens but the last.
     """
 
     def __init__(self, layers: int, told: bool):
@@ -171,7 +171,7 @@ class VllmDouble:
         name, prompt = self.waiting.pop()
         routed = np.array([*prompt, 1, 2])[:, None, None] + np.zeros((1, self.layers, TOPK), np.int64)
         routed[:, :, 1] += np.arange(self.layers) + 1
-        experts = (routed if self.told else 0 * routed).astype(np.uint8)
+        experts = (routed % EXPERTS if self.told else 0 * routed).astype(np.uint8)
         sample = CompletionOutput(0, "", [1, 2, 3], None, None, routed_experts=experts, finish_reason="length")
         return [RequestOutput(name, None, prompt, None, [sample], finished=True)]
 
@@ -201,7 +201,8 @@ def test_the_engines_experts_reach_the_batch(vllm_double):
     last = batch.cu_seqlens[1:] - 1
     assert (batch.routed_experts[last] == -1).all()
     routed = np.setdiff1d(np.arange(len(batch.tokens)), last)
-    want = [[[t, t + number + 1] for number in (0, 2, 3)] for t in batch.tokens[routed].tolist()]  # layer 1 is dense
+    layers = (0, 2, 3)  # layer 1 is dense
+    want = [[[t % EXPERTS, (t + n + 1) % EXPERTS] for n in layers] for t in batch.tokens[routed].tolist()]
     assert batch.routed_experts[routed].tolist() == want
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_grpo.observability.findings import balanced_ranks, findings, lines
+from megatron_grpo.observability.findings import balanced_ranks, findings, lines, measured_split
 from megatron_grpo.observability.metric_guide import METRICS, remedy
 from megatron_grpo.observability.metrics import aggregate
 
@@ -227,6 +227,42 @@ def test_a_wait_names_the_ranks_that_would_balance():
     assert found.text == f"{wait}, and --rollout-ranks 2.5 of 4 would balance them"
     (found,) = [one for one in findings(rows) if one.metric == "stream/trainer_wait"]
     assert found.text == wait
+
+
+def split_rows(updates_per_batch, steps=5):
+    """Steps of 4 s, the first one of 90; trainers wait 2 s, engines 0.5 s; the last update also evaluates for 10 s."""
+    waits = {"stream/trainer_wait": 2.0, "stream/engine_idle": 0.5}
+    rows = [{"iteration": i, "time/step": 4.0 / updates_per_batch} for i in range(1, steps * updates_per_batch + 1)]
+    for row in rows[::updates_per_batch]:
+        row |= waits
+    rows[0] |= {"time/step": 90.0, "stream/engine_idle": 120.0}
+    rows[-1] |= {"time/step": rows[-1]["time/step"] + 10, "time/eval": 10.0}
+    return rows
+
+
+@pytest.mark.parametrize("updates_per_batch", [1, 3])
+def test_the_seconds_of_a_split(updates_per_batch):
+    found = measured_split(split_rows(updates_per_batch), (2, 2), updates_per_batch)
+    assert found == pytest.approx((2, 2, 4.0, 0.5, 2.0))
+    assert found.sides()(3, 1) == pytest.approx((7 / 3, 4.0))  # 2 x 3.5 and 2 x 2 rank seconds
+    assert measured_split(split_rows(updates_per_batch, steps=4), (2, 2), updates_per_batch) is None
+
+
+def test_rows_of_several_batches_count_for_all_of_them():
+    """--log-interval 5: a row has the seconds of five batches."""
+    rows = [
+        {"iteration": 5 * i, "time/step": 20.0, "stream/trainer_wait": 10.0, "stream/engine_idle": 2.5}
+        for i in range(1, 6)
+    ]
+    assert measured_split(rows, (2, 2), 1) == pytest.approx((2, 2, 4.0, 0.5, 2.0))
+
+
+def test_the_line_about_a_split_names_a_faster_one_if_there_is_one():
+    """4 of 8 engines work 4 s, trainers 2 s: 16 and 8 rank seconds; 5 and 3 take 3.2 s, but must be even here."""
+    found = measured_split([row | {"stream/engine_idle": 0.0} for row in split_rows(1)], (4, 4), 1)
+    text = "a step takes 4 s; the trainers wait 2 s of it for the engines, an engine is idle for 0 s: "
+    assert found.line([1, 2, 3, 4, 5, 6, 7], 1) == f"{text}--rollout-ranks 5 of 8 would take 3.2 s"
+    assert found.line([2, 4, 6], 1) == f"{text}no other --rollout-ranks of 8 would be much faster"
 
 
 def test_the_engines_wait_for_the_start_is_no_finding():

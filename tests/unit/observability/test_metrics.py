@@ -12,6 +12,7 @@ import struct
 import sys
 import termios
 
+import good_args
 import pytest
 from full_disk import files_up_to
 
@@ -365,9 +366,13 @@ def test_a_progress_bar_in_a_terminal_leaves_the_lines_whole():
 @pytest.mark.parametrize(("mode", "said"), [("colocate", True), ("server", False)])
 def test_the_end_names_ranks_that_are_engines(capsys, mode, said):
     """Engines 2 x 10 s, one trainer 5 s: 3 x 20 / 25. Ranks that drive servers are no engines."""
-    logger = MetricsLogger(make_args(rollout_ranks=2, vllm_mode=mode), 0, 5, 0)
-    for update in range(1, 6):
+    sizes = vars(good_args.validated("--rollout-ranks 2", world_size=1))
+    logger = MetricsLogger(argparse.Namespace(**sizes | vars(make_args(rollout_ranks=2, vllm_mode=mode))), 0, 8, 0)
+    for update in range(1, 9):
         logger.log(update, {"time/step": 10.0, "stream/trainer_wait": 5.0, "stream/engine_idle": 0.0})
+    before, _, after = capsys.readouterr().out.partition("iteration 5/8")
+    line = "a step takes 10 s; the trainers wait 5 s of it for the engines, an engine is idle for 0 s"
+    assert line not in before and after.count(line) == said  # once
     logger.close()
     out = capsys.readouterr().out
     assert "the trainer waits for the engines for 50% of the step" in out

@@ -31,7 +31,7 @@ from megatron_grpo.rollout.plan import RolloutPlan, rollout_seed
 from megatron_grpo.rollout.stream import messages, producer
 from megatron_grpo.rollout.stream.placed import PlacedEngines
 from megatron_grpo.rollout.stream.producer import Producer
-from megatron_grpo.rollout.unfinished import Group
+from megatron_grpo.rollout.unfinished import Group, read_groups
 from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.training import recorded_run
 from megatron_grpo.utils.arguments import replaced
@@ -194,9 +194,9 @@ class Scorer:
 
 
 class Launch:
-    """A trainer in this thread, and two engine replicas in threads of their own."""
+    """A trainer in this thread, and engine replicas in threads of their own."""
 
-    def __init__(self, monkeypatch, flags, without_signal=0, batch=0, engine=MadeUpEngine):
+    def __init__(self, monkeypatch, flags, without_signal=0, batch=0, engine=MadeUpEngine, replicas=2):
         self.args = replaced(
             good_args.validated(f"{FLAGS} {flags}", world_size=1),
             lora_weight_sync="adapter" if engine is AdapterEngine else None,
@@ -205,11 +205,11 @@ class Launch:
         monkeypatch.setattr(planned, "table", lambda args, what: planned.undivided(TABLES[what]))
         alone = partial(Holder, stage=0, tp=(0, 1), expert_tp=(0, 1))  # this process has no parallel groups
         monkeypatch.setattr(planned, "holder", lambda table, local: alone(np.array([w.name in local for w in table])))
-        self.engines = [engine() for _ in range(2)]
+        self.engines = [engine() for _ in range(replicas)]
         self.threads, self.errors, self.signal = [], [], False
         self.store = dist.HashStore()
-        self.joints = [None] * 3
-        connecting = [threading.Thread(target=self._connect, args=(rank,)) for rank in range(3)]
+        self.joints = [None] * (1 + replicas)
+        connecting = [threading.Thread(target=self._connect, args=(rank,)) for rank in range(1 + replicas)]
         for thread in connecting:
             thread.start()
         for thread in connecting:
@@ -227,10 +227,11 @@ class Launch:
 
     def _connect(self, rank):
         seconds = datetime.timedelta(seconds=60)
-        group = dist.ProcessGroupGloo(dist.PrefixStore("joint", self.store), rank, 3, seconds)
-        weights = dist.ProcessGroupGloo(dist.PrefixStore("weights", self.store), rank, 3, seconds)
+        ranks, replicas = len(self.joints), len(self.engines)
+        group = dist.ProcessGroupGloo(dist.PrefixStore("joint", self.store), rank, ranks, seconds)
+        weights = dist.ProcessGroupGloo(dist.PrefixStore("weights", self.store), rank, ranks, seconds)
         role = Role(None, 0, 1) if rank == 0 else Role(rank - 1, 0, 1)
-        self.joints[rank] = Joint(role, rank, 2, self.store, group, weights)
+        self.joints[rank] = Joint(role, rank, replicas, self.store, group, weights)
 
     def _run(self, replica, parts):
         try:
@@ -469,7 +470,9 @@ def test_a_signal_after_a_batch_was_taken_leaves_the_probe_in_peace(launch):
             run.trainer.begin(evaluation, everything, data="valid", scored=True)()
 
 
-def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp_path):
+@pytest.mark.parametrize("replicas", [2, 1, 3])
+def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp_path, replicas):
+    """Also with another number of replicas than before: no completion begins anew."""
     run = launch("--max-staleness 3")
     run.publish(0)
     trained = numbers_of(run.trainer.take(everything)[0])
@@ -477,7 +480,7 @@ def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp
     position = run.trainer.position()
     assert {path.name for path in (tmp_path / "unfinished").iterdir()} == {"00000.npz", "00001.npz"}
 
-    again = launch("--max-staleness 3")
+    again = launch("--max-staleness 3", replicas=replicas)
     again.sampler.load_state_dict(position["sampler"])
     again.trainer.restore(position["stream"], tmp_path / "unfinished")
     for version in range(1, 6):
@@ -487,6 +490,18 @@ def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp
         assert batch.weight_version[batch.response_mask == 1].min() >= version - 3
     assert len(set(trained)) == len(trained) == 24
     assert max(trained) < position["stream"]["started"] + 20
+    begun = {}  # tokens of the completions that the checkpoint interrupted
+    for replica in range(2):
+        groups = read_groups(tmp_path / "unfinished", replica, lambda row, ids: Rows()[row])
+        for number, group in groups.items():
+            places = range(number * SIZE, (number + 1) * SIZE)
+            begun |= {
+                place: len(completion.token_ids)
+                for place, completion in zip(places, group.completions, strict=True)
+                if completion is not None and completion.finish_reason == "abort"
+            }
+    requests = [request for engine in again.engines for request in reversed(engine.seeds)]
+    assert len(begun) > 0 and begun.items() <= {number: tokens for number, tokens, _ in requests}.items()
 
 
 class RecordedRun:
@@ -530,12 +545,20 @@ class RecordedRun:
         self.run.ledger.close()
 
 
-@pytest.mark.parametrize("flags", slow_except([""], ["", "--dynamic-sample", "--weight-update keep"]))
+CHANGING = "other numbers of replicas"
+
+
+@pytest.mark.parametrize(
+    "flags", slow_except(["", CHANGING], ["", CHANGING, "--dynamic-sample", "--weight-update keep"])
+)
 def test_a_killed_run_goes_on_with_the_batches_and_groups_of_the_ledger(launch, tmp_path, flags):
     """Kills after batches 3, 4, 4 and 7 with checkpoints at 2 and, while recorded batches are used, at 3."""
     trained, used, finished = {}, [], {}
-    for until, saves in ((3, (2,)), (4, ()), (5, (3,)), (7, ()), (9, ())):
+    replicas, flags = ((2, 3, 1, 2, 3), "") if flags == CHANGING else ((2,) * 5, flags)
+    starts = ((3, (2,)), (4, ()), (5, (3,)), (7, ()), (9, ()))
+    for number_of_replicas, (until, saves) in zip(replicas, starts, strict=True):
         more = {"without_signal": 3} if "dynamic" in flags else {}
+        more["replicas"] = number_of_replicas
         run = RecordedRun(launch, tmp_path, flags, **more)
         while run.number < until:
             number = run.number

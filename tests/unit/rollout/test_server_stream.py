@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from server_double import EOS, Double, sample, tiny_model
+from server_double import EOS, Double, called, sample, tiny_model
 from slow import slow_except
 from test_servers import PROMPTS, arguments
 
@@ -135,6 +135,75 @@ def test_interrupted_completions_go_on_under_new_weights(engine, doubles):
         assert torch.allclose(torch.tensor(completion.log_probs[2:]), after, atol=1e-5)
     salts = {body["cache_salt"] for double in doubles for path, body in double.calls if path == "/v1/completions"}
     assert len(salts) == 2  # keys and values of version 1 are not reused under version 2
+
+
+@pytest.fixture
+def keeping(doubles, tmp_path):
+    """An engine of --weight-update keep."""
+    servers = [VllmServer(double.url, arguments(weight_update="keep")) for double in doubles]
+    made = ServerStream(servers, CheckpointTransfer(str(tmp_path), keep=True), 10.0, 8, keeps=True)
+    made.update_weights(iter(tiny_model(1).state_dict().items()), 1)
+    yield made
+    made.close()
+
+
+def test_kept_completions_go_on_under_new_weights(keeping, doubles):
+    """Their requests wait at the servers meanwhile; the tokens before and after are of their own versions."""
+    finished = stalled(keeping, doubles, 2)
+    before = [len(double.calls) for double in doubles]
+    keeping.update_weights(iter(tiny_model(2).state_dict().items()), 2)
+    order = "/pause /collective_rpc /update_weight_version /resume".split()
+    for double, begin in zip(doubles, before, strict=True):
+        assert [path for path, _ in double.calls[begin:] if path in (*order, "/reset_prefix_cache")] == order
+        double.stall = None
+    whole = finished + finish(keeping, 6 - len(finished))
+    kept = [completion for completion in whole if 2 in completion.weight_versions]
+    assert sorted(completion.id for completion in whole) == list(range(6)) and len(kept) > 2
+    for completion in kept:
+        request, ids = requests()[completion.id], completion.token_ids
+        assert list(completion.weight_versions) == [1, 1, *[2] * (len(ids) - 2)]
+        by_version = [log_probs_of(request, ids, 1)[:2], log_probs_of(request, ids, 2)[2:]]
+        assert torch.allclose(torch.tensor(completion.log_probs), torch.cat(by_version), atol=1e-5)
+    assert sum(called(double, "/v1/completions") for double in doubles) == 6  # none has begun again
+
+
+def test_a_server_that_does_not_load_the_weights_resumes_without_requests(keeping, doubles, monkeypatch):
+    """Its completions go on elsewhere."""
+    finished = stalled(keeping, doubles, 2)
+
+    async def fail(directory, timeout):
+        raise Fault("no room")
+
+    monkeypatch.setattr(keeping._pool.servers[0], "load_weights", fail)
+    keeping.update_weights(iter(tiny_model(2).state_dict().items()), 2)
+    assert [double.paused for double in doubles] == [False, False]
+    doubles[1].stall = None
+    assert len(finished + finish(keeping, 6 - len(finished))) == 6
+
+
+def test_a_server_that_a_killed_run_has_paused(doubles, tmp_path):
+    doubles[0].paused = True
+    servers = [VllmServer(double.url, arguments()) for double in doubles]
+    ServerStream(servers, CheckpointTransfer(str(tmp_path)), 10.0, 8).close()
+    assert [called(double, "/resume") for double in doubles] == [1, 0] and not doubles[0].paused
+
+
+def test_a_server_that_restarts_while_requests_wait(keeping, doubles):
+    """The next update finds it: it has lost its weights, and its requests go on elsewhere."""
+    finished = stalled(keeping, doubles, 2)
+    doubles[0].fault = "die"  # its streams end
+    time.sleep(0.1)
+    doubles[0].fault = ""
+    doubles[0].restart()
+    keeping.update_weights(iter(tiny_model(2).state_dict().items()), 2)
+    for double in doubles:
+        double.stall = None
+    found = finished + finish(keeping, 6 - len(finished))
+    assert sorted(completion.id for completion in found) == list(range(6))
+    for completion in found:
+        request, ids, versions = requests()[completion.id], completion.token_ids, list(completion.weight_versions)
+        log_probs = [log_probs_of(request, ids, version)[i] for i, version in enumerate(versions)]
+        assert torch.allclose(torch.tensor(completion.log_probs), torch.stack(log_probs), atol=1e-5)
 
 
 def test_a_turn_after_an_environments_end_token(engine, doubles):

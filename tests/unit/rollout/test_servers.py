@@ -705,7 +705,7 @@ def test_images_have_other_names_after_each_load(start, weights, tmp_path):
     request = Request(0, [2, 6, 3], SAMPLING, images=images)
 
     def named(pool) -> str:
-        (part,) = pool.servers[0]._body_with_images([request], 1)["content_parts"]
+        (part,) = pool.servers[0]._body_of_token_ids([request], 1)["content_parts"]
         return part["uuid"]
 
     first = named(pool)

@@ -14,6 +14,7 @@ from megatron_grpo.training.arguments import ACCEPTED, FLAGS, build_parser, pars
 from megatron_grpo.training.resolve import resolve_args, resolve_origin
 from megatron_grpo.utils.core_flags import core_flags, integer_or_pattern, integers
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flag_values import integer_or_auto
 
 # Flags that a run accepts and whose values nothing reads after the checks, with their effect.
 EXPLAINED = {
@@ -39,6 +40,7 @@ VALUES = {
     str: ("word", "other"),
     integers: ("7,0",),
     integer_or_pattern: ("2", "[1,0]"),
+    integer_or_auto: ("1", "2"),
 }
 PAIRS = 100  # of all pairs, without --all
 

@@ -9,6 +9,7 @@ cpu_backend.install()  # before megatron.core is imported
 from megatron_grpo.training.arguments import FLAGS, build_parser, parse_args, print_args
 from megatron_grpo.utils.core_flags import RANGES, core_flags, integer_or_pattern, integers
 from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.flag_values import integer_or_auto
 from megatron_grpo.utils.flags import PATH, Flag, Number
 
 ROWS = {name: Flag(name, kind, *rest).values for rows in FLAGS.values() for name, kind, *rest in rows}
@@ -20,7 +21,7 @@ PATHS = [name for name, kind in KINDS.items() if kind == PATH]
 
 def numeric_flags() -> list[str]:
     """Flags that the parser reads as numbers, whatever the tables of ranges say."""
-    types = (int, float, integers, integer_or_pattern)
+    types = (int, float, integers, integer_or_pattern, integer_or_auto)
     return [action.option_strings[0] for action in build_parser()._actions if action.type in types]
 
 

@@ -179,7 +179,6 @@ REFUSED = {
     f"{SERVER} http://a:1 http://a:1/v1": "--vllm-server-base-url names a server twice",
     f"{SERVER} http://a:1 --vllm-server-timeout 0": "--vllm-server-timeout (0.0) must be greater than 0",
     f"{SERVER} http://a:1 --sleep-level 1": "--sleep-level is for an engine in the training processes",
-    f"{SERVER} http://a:1 --router-replay-mode R3 {MOE}": "--router-replay-mode R3 needs --rollout-engine",
     f"{PARTIAL} --router-replay-mode R3 {MOE}": "it needs the experts of one rollout",
     f"{SERVER} http://localhost:1 --weight-sync-method ipc": "--weight-sync-method ipc is for --rollout-engine sglang",
     f"{SGLANG} http://a:1 --weight-sync-method ipc": "--weight-sync-method ipc needs servers on rank 0's host",

@@ -1,0 +1,76 @@
+"""Estimated seconds of a batch on engines and on trainers, for --rollout-ranks before anything is measured.
+
+Every completion is as long as it may become, and engines always run as many as they may: an answer that ends early
+saves both sides about as much. Long tails, tools, rewards, pictures, weight sync and parallel ranks that wait for each
+other are not counted.
+
+A decode step of n sequences reads the weights once, and the keys and values of each sequence so far:
+
+    seconds(n) = STEP_SECONDS + n SEQUENCE_SECONDS + (weights + n x mean length x cache a token) / BYTES
+
+The update has the FLOPs of `ModelFlops`, those of the passes for log-probabilities before it too.
+"""
+
+from argparse import Namespace
+from math import ceil
+
+import numpy as np
+
+from megatron_grpo.algorithm.arguments import needs_old_log_probs
+from megatron_grpo.estimate.memory import Plan
+from megatron_grpo.estimate.split import Sides
+from megatron_grpo.estimate.throughput import ModelFlops
+from megatron_grpo.models.config import params_dtype
+from megatron_grpo.rollout.arguments import resolve_max_num_seqs
+from megatron_grpo.utils.arguments import replaced, resolved
+
+# Of an H200 (989 dense 16-bit TFLOP/s, 4.8 TB/s); the ratio of other GPUs is similar.
+FLOPS = 0.4 * 989e12  # a second, of an update
+BYTES = 0.8 * 4.8e12  # a second, in a decode step
+STEP_SECONDS, SEQUENCE_SECONDS = 1.2e-3, 4.2e-6  # of a decode step besides reading: fixed, and for each sequence
+
+
+def train_flops(args: Namespace) -> float:
+    """Return the FLOPs of all passes over a batch; the prompt of a group counts once with --share-prompts."""
+    flops, prompt, completion = ModelFlops(args), args.max_prompt_length, args.max_completion_length
+
+    def passes(lengths: int, labels: int) -> float:
+        tokens = np.array([lengths]), np.array([labels])
+        extra = needs_old_log_probs(args) + args.with_reference
+        return args.num_iterations * flops.update(*tokens) * 1e12 + extra * flops.forward(*tokens)
+
+    groups = args.generation_batch_size // args.num_generations
+    shared = groups * (args.num_generations - 1) if args.share_prompts else 0
+    return args.generation_batch_size * passes(prompt + completion, completion) - shared * passes(prompt, 0)
+
+
+def decode_seconds(plan: Plan, sequences: int) -> float:
+    """Return the seconds of a decode step of an engine replica with this number of sequences."""
+    args, size = plan.args, params_dtype(plan.args).itemsize
+    cache = sequences * (args.max_prompt_length + args.max_completion_length / 2) * plan.cache_of_token()
+    return STEP_SECONDS + sequences * SEQUENCE_SECONDS + size * (plan.engine() + cache) / BYTES
+
+
+def concurrent(args: Namespace, engines: int) -> int:
+    """Return the sequences that an engine replica runs at a time, of ``engines`` ranks in all."""
+    most = replaced(args, rollout_ranks=engines)
+    if "vllm_max_num_seqs" not in args.explicit:
+        most = resolved(replaced(most, vllm_max_num_seqs=None), resolve_max_num_seqs)
+    started = args.generation_batch_size * (1 + args.max_staleness)
+    return min(most.vllm_max_num_seqs, ceil(started * args.vllm_tensor_parallel_size / engines))
+
+
+def estimated(args: Namespace) -> Sides:
+    """Return the estimated seconds of a batch on engines and on trainers, for resolved arguments."""
+    plan, train = Plan(args), train_flops(args) / FLOPS
+    groups, prompt = args.generation_batch_size // args.num_generations, np.array([args.max_prompt_length])
+    prompts = groups * ModelFlops(args).forward(prompt, 0 * prompt) / FLOPS
+
+    def sides(engines: int, trainers: int) -> tuple[float, float]:
+        sequences = concurrent(args, engines)
+        waves = args.generation_batch_size * args.vllm_tensor_parallel_size / (engines * sequences)
+        # Below 1 if the next batches are generated at the same time. Without staleness a step waits for the last wave.
+        steps = args.max_completion_length * (waves if args.max_staleness else ceil(waves))
+        return prompts / engines + steps * decode_seconds(plan, sequences), train / trainers
+
+    return sides

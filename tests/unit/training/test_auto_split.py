@@ -1,0 +1,114 @@
+"""--rollout-ranks auto: the times of the run that is resumed, an estimate for others, and refusals."""
+
+import json
+import threading
+
+import good_args
+import pytest
+import torch.distributed as dist
+
+from megatron_grpo.parallel.roles import check_same_split
+from megatron_grpo.training import split
+from megatron_grpo.training.arguments import parse_args
+from megatron_grpo.training.split import resolve_split
+from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.errors import GrpoError
+
+AUTO = """--rollout-ranks auto --max-staleness 1 --rollout-importance-sampling-mode token_truncate
+    --max-tokens-per-microbatch 4096"""
+
+
+def args_of(flags=""):
+    return parse_args(f"{good_args.MODEL} {good_args.RUN} {AUTO} {flags}".split())
+
+
+def folder_of_run(root, engines, trainers, rows, start=0, **changed):
+    """A --save directory: steps of 10 s; the trainers wait 6 s of it, and engines are never idle."""
+    args = good_args.validated(f"{AUTO} --rollout-ranks {engines}", world_size=trainers)
+    stored = {dest: value for dest, value in vars(args).items() if dest != "explicit"} | changed
+    (root / "args.json").write_text(json.dumps(stored, default=str))
+    (root / "environment.json").write_text(json.dumps({"start_iteration": start}))
+    times = {"time/step": 10.0, "stream/trainer_wait": 6.0, "stream/engine_idle": 0.0}
+    (root / "metrics.jsonl").write_text(
+        "".join(json.dumps({"iteration": i} | times) + "\n" for i in range(1, rows + 1))
+    )
+    (root / "latest_checkpointed_iteration.txt").write_text(f"{rows}")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("placed", "ranks", "best"),
+    [
+        (
+            (4, 4),
+            8,
+            5,
+        ),  # 40 rank seconds of engines, 16 of trainers: 8 and 5.33 s with 5 and 3; 6.67 and 8 with 6 and 2
+        ((1, 1), 4, 3),  # 10 and 4: 3.33 and 4 s
+        ((6, 2), 8, 7),  # 60 and 8: 8.57 and 8 s
+    ],
+)
+def test_a_resume_takes_the_measured_times(tmp_path, capsys, placed, ranks, best):
+    folder_of_run(tmp_path, *placed, rows=6)
+    assert resolve_split(args_of(f"--load {tmp_path}"), ranks) == {"rollout_ranks": best}
+    assert f"--rollout-ranks auto: {best} of {ranks}: " in capsys.readouterr().out
+
+
+def test_a_run_that_has_measured_too_little_keeps_its_split(tmp_path, capsys):
+    """Of its rows only those since its last start count, because the split may have been another one before."""
+    folder_of_run(tmp_path, 3, 5, rows=8, start=5)
+    assert resolve_split(args_of(f"--load {tmp_path}"), 8) == {"rollout_ranks": 3}
+    assert "3 of 8: as before" in capsys.readouterr().out
+
+
+def test_an_estimate_for_a_new_run_and_for_another_batch(tmp_path, capsys, monkeypatch):
+    """Trainers with the passes of a reference model and four updates need more ranks than those with one update."""
+    (new,) = resolve_split(args_of(), 8).values()
+    (more,) = resolve_split(args_of("--num-iterations 4 --train-iters 40"), 8).values()
+    assert 1 <= more <= new <= 7
+    assert "estimated" in capsys.readouterr().out
+    monkeypatch.setattr(split, "resolve_origin", lambda args, resume: args)  # this checkpoint has no files
+    folder_of_run(tmp_path, 4, 4, rows=6, max_completion_length=17)
+    assert resolve_split(args_of(f"--load {tmp_path}"), 8) == {"rollout_ranks": new}
+    assert "estimated" in capsys.readouterr().out
+
+
+def test_trainers_without_room_for_the_optimizer_are_left_out(monkeypatch):
+    """A GPU that holds the state of a model of eight trainers, and not that of one."""
+    flags = "--use-distributed-optimizer --hidden-size 8192 --ffn-hidden-size 65536 --vocab-size 256000 --bf16"
+    args = args_of(flags)
+    monkeypatch.setattr(split, "estimated", lambda args: lambda engines, trainers: (1 / engines, 0.0))
+    assert resolve_split(args, 8) == {"rollout_ranks": 7}
+    peaks = {n: split.Plan(split.resolve_args(replaced(args, rollout_ranks=n), 8 - n)).peak() for n in range(1, 8)}
+    assert sorted(peaks.values()) == list(peaks.values()) and peaks[1] < peaks[3] < peaks[4]
+    gpu = (peaks[3] + peaks[4]) / 2 / split.GIB + split.ROOM
+    monkeypatch.setattr(split, "gpu_memory", lambda args: gpu)
+    assert resolve_split(args, 8) == {"rollout_ranks": 3}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        ("", 1, "1 processes cannot be split"),
+        ("--tensor-model-parallel-size 8", 8, "cannot be split"),
+        ("--vllm-mode server", 8, "these ranks need no GPU; give a number"),
+        ("--eval-only", 8, "the split is that of training; give a number"),
+    ],
+)
+def test_refusals(flags, ranks, message):
+    with pytest.raises(GrpoError, match=message):
+        resolve_split(args_of(flags), ranks)
+
+
+def test_a_number_stays():
+    assert resolve_split(args_of("--rollout-ranks 3"), 8) == {}
+
+
+def test_ranks_with_different_numbers_do_not_start():
+    store = dist.HashStore()
+    waiting = threading.Thread(target=check_same_split, args=(3, store, 1))
+    waiting.start()
+    check_same_split(3, store, 0)
+    waiting.join(60)
+    with pytest.raises(GrpoError, match="--rollout-ranks is 2 on rank 5 and 3 on rank 0"):
+        check_same_split(2, store, 5)
