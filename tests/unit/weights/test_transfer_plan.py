@@ -67,9 +67,10 @@ def test_every_engine_rank_receives_what_it_needs_and_nothing_else(family, layou
     holders = [replace(holder, host=rank // 2) for rank, holder in enumerate(world(args, layout, weights))]
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
     generator = np.random.default_rng(1)
-    needs = [transfer_plan.whole(tensors), *(drawn_needs(tensors, generator) for _ in range(2))]
-    needs.append(needs[1])  # a replica
-    homes = [None, 0, len(holders) - 1, len(holders) // 2]
+    ours, others = (drawn_needs(tensors, generator) for _ in range(2))
+    needs, homes = [transfer_plan.whole(tensors)], [None]
+    needs += [ours, ours, ours, others]  # of three replicas, and of another rank
+    homes += [0, len(holders) // 2, None, len(holders) - 1]
     plan = Plan(weights, tensors, holders, needs, limit=20_000, homes=homes)
 
     assert [number for part in plan.rounds for number in part.weights] == list(range(len(weights)))
