@@ -74,7 +74,7 @@ def stream_shards(
     return WeightStream(streamed(args, only_trained), shards, params_dtype(args), bucket_bytes, only_trained)
 
 
-def streamed(args: Namespace, only_trained: bool) -> list[Weight]:
+def streamed(args: Namespace, only_trained: bool) -> Sequence[Weight]:
     """Return the weights of the whole model, or ``only_trained``: without the frozen parts of a vision tower."""
     weights = model_weights.table(args)
     if not (only_trained and args.vision_config):

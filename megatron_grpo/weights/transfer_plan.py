@@ -20,9 +20,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -137,8 +137,9 @@ class Plan:
         self._homes = homes or [None] * len(needs)
         self._limit, self._width = limit, width
         self._number = {tensor.name: number for number, tensor in enumerate(self.tensors)}
-        self._newest: tuple[Any, list[tuple[int, int, Piece]]] = None, []
         self._near: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._newest: Needs = ()  # those that `_known` is about
+        self._known: dict[tuple[int, int, int | None], list[list[Piece]]] = {}  # `_parts`
 
     @cached_property
     def shards(self) -> list[list[tuple[int, int]]]:
@@ -146,15 +147,14 @@ class Plan:
 
         Copies in later pipeline stages are not used. GrpoError for a weight that no trainer rank holds.
         """
-        held = np.stack([holder.held for holder in self.holders])
+        held = np.stack([holder.held for holder in self.holders], 1)
         numbers: dict[tuple[int, ...], int] = {}
         known: dict[tuple[bytes, bool, bool], list[tuple[int, int]]] = {}
         found = []
         for number, weight in enumerate(self.weights):
-            column = held[:, number]
-            key = column.tobytes(), weight.expert is None, weight.axis is None
+            key = held[number].tobytes(), weight.expert is None, weight.axis is None
             if key not in known:
-                ranks = np.flatnonzero(column).tolist()
+                ranks = np.flatnonzero(held[number]).tolist()
                 if not ranks:
                     raise not_in_the_model(weight)
                 stage = min(self.holders[rank].stage for rank in ranks)
@@ -177,12 +177,26 @@ class Plan:
         return self._groups
 
     @cached_property
-    def _members(self) -> list[frozenset[int]]:
-        return [frozenset(group) for group in self.groups]
+    def _of_group(self) -> list[list[tuple[int, int]]]:
+        """For each group of holders the shards that it has: (number of the weight, tensor-parallel rank)."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.groups]
+        for number, shards in enumerate(self.shards):
+            for place, group in shards:
+                found[group].append((number, place))
+        return found
 
-    def owned(self, rank: int, of: range) -> list[int]:
-        """Return the numbers of the weights in ``of`` whose pieces trainer rank ``rank`` can send."""
-        return [number for number in of if any(rank in self._members[group] for _, group in self.shards[number])]
+    @cached_property
+    def _of_rank(self) -> dict[int, list[int]]:
+        """For each trainer rank the groups of holders that it is in."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for group, ranks in enumerate(self.groups):
+            for rank in ranks:
+                found[rank].append(group)
+        return found
+
+    def owned(self, rank: int) -> set[int]:
+        """Return the numbers of the weights whose pieces trainer rank ``rank`` can send."""
+        return {number for group in self._of_rank[rank] for number, _ in self._of_group[group]}
 
     def _place(self, rank: int, weight: Weight) -> tuple[int, int]:
         """Return (rank, size) of the tensor parallelism of a weight on a trainer rank; (0, 1) if it has no shards."""
@@ -199,12 +213,14 @@ class Plan:
         # Other holders begin for each engine rank, also for those of equal places in their replicas.
         turn = engine + sum(needs is self.needs[engine] for needs in self.needs[:engine])
         sent = []
-        for group, part, piece in self._parts(engine, rank):
-            ranks = self._senders(group, engine)
-            sender = ranks[(part + turn) % len(ranks)]
-            if rank is None or sender == rank:
-                sent.append((sender, piece))
-        return sent
+        for group in range(len(self.groups)) if rank is None else self._of_rank[rank]:
+            senders = self._senders(group, engine)
+            if rank is None or rank in senders:
+                for part, pieces in enumerate(self._parts(group, engine)):
+                    sender = senders[(part + turn) % len(senders)]
+                    if rank is None or sender == rank:
+                        sent += [(sender, piece) for piece in pieces]
+        return sorted(sent, key=lambda found: found[1].weight)
 
     def _senders(self, group: int, engine: int) -> tuple[int, ...]:
         """Return the holders of a group that send to an engine rank."""
@@ -217,43 +233,37 @@ class Plan:
             self._near[group, home] = (home,) if home in ranks else of_host or ranks
         return self._near[group, home]
 
-    def _parts(self, engine: int, rank: int | None) -> list[tuple[int, int, Piece]]:
-        """Return (number of the group of holders, number of the part of its bytes, piece) of `pieces`.
+    def _parts(self, group: int, engine: int) -> list[list[Piece]]:
+        """Return what an engine rank receives of a group's shards, as one part of equal bytes for each sender.
 
-        Replicas receive the same: what was found for the last engine rank is kept for those that share its needs.
+        Replicas receive the same: the parts for the newest needs are kept.
         """
-        key = id(self.needs[engine]), self._homes[engine], rank
-        if self._newest[0] != key:
-            self._newest = key, self._found(engine, rank)
-        return self._newest[1]
+        senders = self._senders(group, engine)
+        limit = None if senders == (self._homes[engine],) else PIECE_BYTES
+        if self._newest is not self.needs[engine]:
+            self._newest, self._known = self.needs[engine], {}
+        key = group, len(senders), limit
+        if key not in self._known:
+            found = list(self._pieces_of(group, self.needs[engine], limit))
+            total = sum(piece.nbytes for piece in found)
+            before = accumulate((piece.nbytes for piece in found), initial=0)
+            parts = self._known[key] = [[] for _ in senders]
+            for first, piece in zip(before, found, strict=False):
+                parts[first * len(senders) // total].append(piece)
+        return self._known[key]
 
-    def _found(self, engine: int, rank: int | None) -> list[tuple[int, int, Piece]]:
-        found: list[tuple[int, Piece]] = []
-        everything, home = range(len(self.weights)), self._homes[engine]
-        for number in everything if rank is None else self.owned(rank, everything):
+    def _pieces_of(self, group: int, needs: Needs, limit: int | None) -> Iterator[Piece]:
+        """Yield the pieces of a group's shards that are needed; ``limit``: bytes of a piece."""
+        rank = self.groups[group][0]
+        for number, place in self._of_group[group]:
             weight = self.weights[number]
-            boxes = [(source, self._number[name]) for source, name in enumerate(weight.hf)]
-            boxes = [(source, tensor) for source, tensor in boxes if self.needs[engine][tensor]]
-            for place, group in self.shards[number] if boxes else ():
-                senders = self._senders(group, engine)
-                if rank is not None and rank not in (self._members[group] if home is None else senders):
-                    continue
-                size = self._place(self.groups[group][0], weight)[1]
-                for source, tensor in boxes:
-                    for box in self.needs[engine][tensor]:
-                        itemsize = self.tensors[tensor].dtype.itemsize
-                        for index, spot in overlaps(weight, source, place, size, box):
-                            limit = None if senders == (home,) else PIECE_BYTES
-                            found += [(group, part) for part in _divided(number, tensor, index, spot, itemsize, limit)]
-        total: Counter[int] = Counter()
-        for group, piece in found:
-            total[group] += piece.nbytes
-        before: Counter[int] = Counter()
-        parts = []
-        for group, piece in found:
-            parts.append((group, before[group] * len(self._senders(group, engine)) // total[group], piece))
-            before[group] += piece.nbytes
-        return parts
+            for source, name in enumerate(weight.hf):
+                tensor = self._number[name]
+                for box in needs[tensor]:
+                    size = self._place(rank, weight)[1]
+                    itemsize = self.tensors[tensor].dtype.itemsize
+                    for index, spot in overlaps(weight, source, place, size, box):
+                        yield from _divided(number, tensor, index, spot, itemsize, limit)
 
     @cached_property
     def rounds(self) -> list[Round]:
@@ -271,34 +281,34 @@ class Plan:
         return (step + turn * len(self.rounds) // self._turns) % len(self.rounds)
 
     def _rounds(self) -> Iterator[Round]:
-        # [engine ranks, tensors]: bytes of the tensors that a rank completes, and those that it receives.
-        nbytes = np.array([tensor.nbytes for tensor in self.tensors], np.int64)
-        items = [tensor.dtype.itemsize for tensor in self.tensors]
         alike = Counter(map(id, self.needs))  # ranks of equal places in their replicas share their needs
         distinct = list({id(needs): needs for needs in self.needs}.values())
-        kept = np.array([[bool(boxes) for boxes in needs] for needs in distinct]) * nbytes
-        received = np.zeros(len(nbytes))
-        for needs in distinct:
-            sizes = [sum(map(_volume, boxes)) * item for boxes, item in zip(needs, items, strict=True)]
-            received += alike[id(needs)] * np.array(sizes) / self._turns
+        # Bytes up to each tensor: of those that a rank of each kind completes, and what all ranks receive of them.
+        completed = np.zeros((len(self.tensors) + 1, len(distinct)), np.int64)
+        received = np.zeros(len(self.tensors) + 1, np.int64)
+        for kind, needs in enumerate(distinct):
+            for number, boxes in enumerate(needs, start=1):
+                if boxes:
+                    tensor = self.tensors[number - 1]
+                    completed[number, kind] = tensor.nbytes
+                    received[number] += alike[id(needs)] * sum(map(_volume, boxes)) * tensor.dtype.itemsize
+        completed, of_all = completed.cumsum(0), received.cumsum().tolist()
         first = Round(range(0), range(0))  # of the round that grows
-        held, sent = np.zeros(len(distinct)), defaultdict[int, float](float)  # sent by each holder of a group
+        sent = defaultdict[int, float](float)  # by each holder of a group
         grown, largest = first, 0.0  # bytes that a holder sends of one weight
         for weights, tensors in self._closed():
-            more = kept[:, tensors.start : tensors.stop].sum(1)
             groups = {group for number in weights for _, group in self.shards[number]}
             holders = sum(len(self.groups[group]) for group in groups)
-            share = received[tensors.start : tensors.stop].sum() / holders
+            share = (of_all[tensors.stop] - of_all[tensors.start]) / self._turns / holders
             most = max(sent[group] for group in groups) + share
             # With many engines a single weight can exceed the limit; other holders send theirs in the same round.
             limit = max(self._limit, largest, share)
-            if grown.weights and ((held + more).max() > self._limit or most > limit):
+            held = (completed[tensors.stop] - completed[grown.tensors.start]).max()
+            if grown.weights and (held > self._limit or most > limit):
                 yield grown
-                first, held, sent = Round(weights, tensors), np.zeros(len(distinct)), defaultdict(float)
-                largest = 0.0
+                first, sent, largest = Round(weights, tensors), defaultdict(float), 0.0
             largest = max(largest, share)
             grown = Round(range(first.weights.start, weights.stop), range(first.tensors.start, tensors.stop))
-            held += more
             for group in groups:
                 sent[group] += share
         if grown.weights:
@@ -395,8 +405,9 @@ def to_rows(needs: Needs, axes: int) -> npt.NDArray[np.int64]:
 
 def from_rows(rows: npt.NDArray[np.int64], tensors: Sequence[HfTensor]) -> list[list[Box]]:
     """Undo `to_rows`."""
-    needs: list[list[Box]] = [[] for _ in tensors]
-    for number, *bounds in rows.tolist():
-        axes = len(tensors[number].shape)
-        needs[number].append(tuple(zip(bounds[: 2 * axes : 2], bounds[1 : 2 * axes : 2], strict=True)))
+    nothing: list[Box] = []  # of most tensors, since an engine rank has few experts
+    needs = [nothing] * len(tensors)
+    for number, boxes in groupby(rows.tolist(), key=lambda row: row[0]):
+        ends = 1 + 2 * len(tensors[number].shape)
+        needs[number] = [tuple(zip(box[1:ends:2], box[2:ends:2], strict=True)) for box in boxes]
     return needs

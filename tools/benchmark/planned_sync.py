@@ -6,7 +6,8 @@ As in scale.py the launch scripts of docs/model_sizes.md give the trainer's flag
 rank of each pipeline stage, and models are built on a device without memory. An engine is vLLM's model of the same
 size on each of --engine-ranks ranks, tensor-parallel with its experts divided, whose loaders are traced. The program's
 own plan says who sends what; seconds are the sum over its rounds of the bytes of the rank that sends or receives most,
-by --gpu-gigabytes a second. The floor is what an engine rank receives on average.
+by --gpu-gigabytes a second. The floor is what an engine rank receives on average. A rank holds at most the bytes of a
+round twice: those that it sends, and those that it receives.
 Needs travel to all ranks at the start, those of one engine only.
 """
 
@@ -118,12 +119,12 @@ def row(model: str, ranks: int, options: Namespace) -> list[str]:
     cells = [model, ranks, f"{options.engines} x {options.engine_ranks}", f"{received.sum() / len(needs) / 2**30:.1f}"]
     cells += [f"{per_rank.mean() / 2**30:.2f}", f"{per_rank.max() / per_rank.mean():.2f}", len(plan.rounds), pieces]
     cells += [f"{received.sum() / len(needs) / rate:.2f}", f"{largest / rate:.2f}", f"{planned:.0f}"]
-    cells += [f"{of_engine / 2**20:.0f}"]
+    cells += [f"{of_engine / 2**20:.0f}", f"{max(sent.max(), received.max()) / 2**20:.0f}"]
     return list(map(str, cells))
 
 
 HEADS = ["model", "trainer ranks", "engines", "GiB received by a rank", "GiB sent by a rank", "most / mean sent"]
-HEADS += ["rounds", "pieces", "floor s", "seconds", "s to plan", "MiB of needs"]
+HEADS += ["rounds", "pieces", "floor s", "seconds", "s to plan", "MiB of needs", "MiB of a round"]
 
 
 def main() -> None:

@@ -132,7 +132,8 @@ class Transfer:
         self._steps: dict[int, dict[int, _Traffic]] = {}  # by the first round: `_traffic_of`
         if holder is not None:
             own = trainers.index(rank)
-            rounds = [plan.owned(own, part.weights) for part in plan.rounds]
+            owned = plan.owned(own)
+            rounds = [[number for number in part.weights if number in owned] for part in plan.rounds]
             alike = {plan.round_of_step(to, 0): to for to in range(len(engines))}.values()
             for step, traffic in enumerate(self._traffic):
                 now = sorted(plan.round_of_step(to, step) for to in alike)

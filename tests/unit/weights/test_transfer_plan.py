@@ -3,6 +3,7 @@
 import datetime
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,11 +64,14 @@ def test_every_engine_rank_receives_what_it_needs_and_nothing_else(family, layou
         pytest.skip("biased experts have no tensor parallelism")
     monkeypatch.setattr(transfer_plan, "PIECE_BYTES", 1000)
     weights = model_weights.table(args)
-    holders = world(args, layout, weights)
+    holders = [replace(holder, host=rank // 2) for rank, holder in enumerate(world(args, layout, weights))]
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
     generator = np.random.default_rng(1)
-    needs = [transfer_plan.whole(tensors), *(drawn_needs(tensors, generator) for _ in range(2))]
-    plan = Plan(weights, tensors, holders, needs, limit=20_000)
+    ours, others = (drawn_needs(tensors, generator) for _ in range(2))
+    needs, homes = [transfer_plan.whole(tensors)], [None]
+    needs += [ours, ours, ours, others]  # of three replicas, and of another rank
+    homes += [0, len(holders) // 2, None, len(holders) - 1]
+    plan = Plan(weights, tensors, holders, needs, limit=20_000, homes=homes)
 
     assert [number for part in plan.rounds for number in part.weights] == list(range(len(weights)))
     assert [number for part in plan.rounds for number in part.tensors] == list(range(len(tensors)))
@@ -79,6 +83,10 @@ def test_every_engine_rank_receives_what_it_needs_and_nothing_else(family, layou
     whole = numbered(tensors)
     by_name = dict(zip((tensor.name for tensor in tensors), whole, strict=True))
     shards = [shards_of(weights, holder, by_name) for holder in holders]
+
+    def distance(home, rank):  # an engine reads its own device before its host, and this before others
+        return 0 if home in (None, rank) else 1 + (holders[home].host != holders[rank].host)
+
     for engine, boxes in enumerate(needs):
         received = [torch.full_like(tensor, -1) for tensor in whole]
         nbytes = 0
@@ -86,7 +94,7 @@ def test_every_engine_rank_receives_what_it_needs_and_nothing_else(family, layou
             shard = shards[sender][weights[piece.weight].name]
             part = (shard.mT if weights[piece.weight].transposed else shard)[piece.spot]
             assert part.shape == piece.shape and part.numel() * tensors[piece.tensor].dtype.itemsize == piece.nbytes
-            assert piece.nbytes <= 1000 or piece.shape[0] == 1
+            assert piece.nbytes <= 1000 or piece.shape[0] == 1 or sender == homes[engine]
             received[piece.tensor][piece.place] = part
             nbytes += piece.nbytes
         for tensor, numbers, of_tensor in zip(received, whole, boxes, strict=True):
@@ -100,6 +108,12 @@ def test_every_engine_rank_receives_what_it_needs_and_nothing_else(family, layou
             for box in of_tensor
         )
         assert nbytes == boxed
+        for rank, name in {(sender, weights[piece.weight].name) for sender, piece in plan.pieces(engine)}:
+            of_stage = [
+                n for n, other in enumerate(holders) if other.stage == holders[rank].stage and name in shards[n]
+            ]
+            alike = [n for n in of_stage if torch.equal(shards[n][name], shards[rank][name])]
+            assert distance(homes[engine], rank) == min(distance(homes[engine], n) for n in alike)
         for rank in range(len(holders)):  # a trainer makes its part alone
             mine = [(sender, piece) for sender, piece in plan.pieces(engine) if sender == rank]
             assert plan.pieces(engine, rank) == mine

@@ -1,6 +1,7 @@
 """Import against transformers' logits, export and stream bit by bit, and every refusal, in one process."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -439,6 +440,21 @@ def test_checkpoints_that_transformers_saved_without_their_multi_token_predictio
     weights = model_weights.table(toy_args(tmp_path))
     with pytest.raises(GrpoError, match=r"layers\.4\.enorm\.weight, from which mtp.*set num_nextn_predict_layers to 0"):
         hf.check_tensors(Safetensors(tmp_path), weights)
+
+
+def test_a_table_is_made_once_for_arguments_that_do_not_change(tmp_path):
+    """A sync reads it twice, and that of 235B takes a quarter of a second."""
+    make(tmp_path, "qwen3_moe", tied=False)
+    args = toy_args(tmp_path)
+    table = model_weights.table(args)
+    assert model_weights.table(args) is table
+    free = Namespace(**vars(args))
+    assert model_weights.table(free) == table
+    free.num_experts //= 2
+    fewer = model_weights.table(free)
+    assert 0 < len(fewer) < len(table)
+    assert model_weights.table(replaced(args, num_experts=free.num_experts)) == fewer
+    assert model_weights.table(args) == table
 
 
 @pytest.mark.parametrize("family", slow_except(["qwen3_next"], HYBRID))
