@@ -94,13 +94,10 @@ def document() -> str:
 
 def _row(action: argparse.Action) -> str:
     if action.choices:
-        value = " " + "\\|".join(action.choices)
+        value = " " + "|".join(action.choices)
     else:
-        value = (
-            ""
-            if action.nargs == 0
-            else " " + action.metavar.replace("|", "\\|") + (" ..." if action.nargs == "+" else "")
-        )
+        value = "" if action.nargs == 0 else f" {action.metavar}" + (" ..." if action.nargs == "+" else "")
+    value = value.replace("|", "\\|")
     flags = ", ".join(f"`{option}`" for option in action.option_strings[1:])
     assert action.help is not None
     meaning = action.help.replace("%%", "%").replace("|", "\\|")

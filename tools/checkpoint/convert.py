@@ -35,7 +35,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def args_of(options: argparse.Namespace, directory: str) -> argparse.Namespace:
     return model_args(options, found, f"{directory}/config.json")
 
 
-def table(args: argparse.Namespace) -> list[Weight]:
+def table(args: argparse.Namespace) -> Sequence[Weight]:
     """Return the parameter mapping of the model; raise GrpoError for a tensor that cannot be split."""
     weights = model_weights.table(args)
     for weight in weights:
@@ -179,7 +179,7 @@ def with_dtype(args: argparse.Namespace, dtype: torch.dtype) -> argparse.Namespa
     return replaced(args, bf16=dtype is torch.bfloat16, fp16=dtype is torch.float16)
 
 
-def print_table(weights: list[Weight], places: Mapping[str, object], dtype: torch.dtype) -> None:
+def print_table(weights: Sequence[Weight], places: Mapping[str, object], dtype: torch.dtype) -> None:
     """Print one line for each Megatron parameter.
 
     A line has the place in the checkpoint, the full shape, the tensor layout, the axis, the process that writes it, and
@@ -203,7 +203,7 @@ def start() -> None:
 
 
 def verify(
-    args: argparse.Namespace, weights: list[Weight], checkpoint: Path, source: Safetensors, dtype: torch.dtype
+    args: argparse.Namespace, weights: Sequence[Weight], checkpoint: Path, source: Safetensors, dtype: torch.dtype
 ) -> None:
     """Compare source and written files on disk: all tensors, then the logits."""
     written = torch_dist.Checkpoint(checkpoint)
