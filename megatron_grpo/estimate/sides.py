@@ -21,8 +21,7 @@ from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.estimate.split import Sides
 from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.rollout.arguments import resolve_max_num_seqs
-from megatron_grpo.utils.arguments import replaced, resolved
+from megatron_grpo.rollout.arguments import max_num_seqs_of
 
 # Of an H200 (989 dense 16-bit TFLOP/s, 4.8 TB/s); the ratio of other GPUs is similar.
 FLOPS = 0.4 * 989e12  # a second, of an update
@@ -53,11 +52,8 @@ def decode_seconds(plan: Plan, sequences: int) -> float:
 
 def concurrent(args: Namespace, engines: int) -> int:
     """Return the sequences that an engine replica runs at a time, of ``engines`` ranks in all."""
-    most = replaced(args, rollout_ranks=engines)
-    if "vllm_max_num_seqs" not in args.explicit:
-        most = resolved(replaced(most, vllm_max_num_seqs=None), resolve_max_num_seqs)
     started = args.generation_batch_size * (1 + args.max_staleness)
-    return min(most.vllm_max_num_seqs, ceil(started * args.vllm_tensor_parallel_size / engines))
+    return min(max_num_seqs_of(args, engines), ceil(started * args.vllm_tensor_parallel_size / engines))
 
 
 def estimated(args: Namespace) -> Sides:

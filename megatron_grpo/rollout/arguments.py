@@ -15,6 +15,7 @@ from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_l
 from megatron_grpo.lora.targets import is_router, linear_layers, targets
 from megatron_grpo.parallel.arguments import check_heads
 from megatron_grpo.rollout.speculation import check_draft, check_speculation, method_of
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.device import needs_gpu
 from megatron_grpo.utils.errors import GrpoError
@@ -768,6 +769,14 @@ def resolve_max_num_seqs(args: Namespace) -> dict[str, Any]:
     return {"vllm_max_num_seqs": min(max(share, 256), max(most, 256), 512)}
 
 
+def max_num_seqs_of(args: Namespace, rollout_ranks: int) -> int:
+    """Return what --vllm-max-num-seqs would be with this --rollout-ranks."""
+    if "vllm_max_num_seqs" in args.explicit:
+        return args.vllm_max_num_seqs
+    found = resolve_max_num_seqs(replaced(args, rollout_ranks=rollout_ranks, vllm_max_num_seqs=None))
+    return found["vllm_max_num_seqs"]
+
+
 def resolve_placed(args: Namespace) -> dict[str, Any]:
     """Return the default of --vllm-gpu-memory-utilization for engines on ranks of their own."""
     if not args.rollout_ranks or args.vllm_mode == "server" or "vllm_gpu_memory_utilization" in args.explicit:
@@ -834,6 +843,8 @@ def _check_placed_servers(args: Namespace) -> None:
     alone = "a continued completion is a new request to a server"
     for dest, given, reason in (
         ("stop_words", args.stop_words, f"{alone}, which sees no stop word across its begin"),
+        ("presence_penalty", args.presence_penalty, f"{alone}, which counts tokens from its own start only"),
+        ("frequency_penalty", args.frequency_penalty, f"{alone}, which counts tokens from its own start only"),
         ("top_k", replays_top_k(args), "their streams have no kept tokens; add --no-top-k-replay"),
     ):
         if given:

@@ -197,6 +197,11 @@ class Completion:
         if not self.token_ids:
             return replace(begun, finish_reason=self.finish_reason)
         log_probs, kept, masks = self.log_probs, self.kept_token_ids, (begun.response_mask, self.response_mask)
+        experts = self.routed_experts
+        if experts is not None and begun.weight_versions[-1] != self.weight_versions[0]:
+            # A run that was resumed at new weights: the engine has chosen experts for the earlier tokens by these.
+            experts = experts.copy()
+            experts[: len(experts) - len(self.token_ids)] = -1
         if log_probs is not None and begun.log_probs is not None:
             log_probs = [*begun.log_probs, *log_probs]
         if kept is not None and begun.kept_token_ids is not None:
@@ -206,6 +211,7 @@ class Completion:
             token_ids=[*begun.token_ids, *self.token_ids],
             log_probs=log_probs,
             weight_versions=[*begun.weight_versions, *self.weight_versions],
+            routed_experts=experts,
             kept_token_ids=kept,
             response_mask=None if masks == (None, None) else [*begun.mask, *self.mask],
         )

@@ -46,6 +46,10 @@ CONFLICTS = {
     ),
     f"{STALE} --presence-penalty 1": "--presence-penalty and --weight-update interrupt cannot both",
     f"{STALE} --frequency-penalty 1": "--frequency-penalty and --weight-update interrupt cannot both",
+    f"{STALE} --vllm-mode server --vllm-server-base-url http://a --weight-sync-method checkpoint "
+    "--weight-sync-dir /dev/shm/a --weight-update drain --presence-penalty 1": (
+        "--presence-penalty and --rollout-ranks with servers cannot both"
+    ),
     f"{STALE} --structured-outputs-regex a": "cannot be used with --rollout-importance-sampling-mode",
     f"{STALE} --model-family qwen3_moe --num-experts 8 --router-replay-mode R3": "R3 needs --weight-update drain",
     "--over-sampling-ratio 0.5": "--over-sampling-ratio (0.5) must lie between 1",

@@ -17,6 +17,7 @@ from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.servers.engine import WeightTransfer
 from megatron_grpo.rollout.servers.pool import Job, Load, ServerPool
 from megatron_grpo.rollout.servers.server import Server, Streamed
+from megatron_grpo.utils.http_client import Fault
 from megatron_grpo.weights.transfer_plan import HfTensor, Reads, whole
 
 POLL = 0.02  # seconds that a poll waits at most: the producer looks for commands between two
@@ -51,6 +52,9 @@ class StreamPool(ServerPool):
             for job, owner in self._running.values():
                 if owner is server and isinstance(job, StreamedJob) and job.streamed is not None:
                     job.streamed.version = version
+        except Fault as fault:  # it may hold a part of the new weights: nothing of what it samples now counts
+            self._exclude(server, f"it did not load the weights: {fault}")
+            raise
         finally:
             await server.resume()
 

@@ -88,7 +88,9 @@ class Conductor:
         for name in ("version", "started", "replaced", "replaced_since"):
             setattr(self, name, state[name])
         groups: Collection[dict[str, Any]] = state["open"]
+        before = {number: group.replica for number, group in self.open.items()}  # these have what is begun
         self.open = {group["number"]: OpenGroup(**group | {"complete": False}) for group in groups}
-        if state["num_replicas"] != self.num_replicas:
-            for number, group in self.open.items():
+        for number, group in self.open.items():
+            if state["num_replicas"] != self.num_replicas:
                 group.replica = number % self.num_replicas
+            group.replica = before.get(number, group.replica)

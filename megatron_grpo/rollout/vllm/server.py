@@ -265,7 +265,7 @@ class VllmServer(Server):
                 if choice.get("prompt_token_ids") not in (None, list(request.prompt_ids)):
                     raise _changed_prompt(request)
                 ids = choice["token_ids"] or []
-                if with_experts and choice.get("finish_reason"):
+                if with_experts and choice.get("finish_reason") in ("stop", "length"):  # an abort has none
                     routed = len(request.prompt_ids) + len(streamed.ids) + len(ids) - 1
                     streamed.routed_experts = self._routed_experts(choice, routed)
                 if request.sampling.log_probs and ids:

@@ -193,7 +193,7 @@ def _read(config):
         keys["num_global_key_value_heads"] = None
     keys |= _of_full_layers(config)
     keys["num_global_key_value_heads"] = keys["num_global_key_value_heads"] or heads
-    keys["partial_rotary_factor"] = _rope(config)["full_attention"].get("partial_rotary_factor", 1.0)
+    keys["partial_rotary_factor"] = need(_rope(config), FULL).get("partial_rotary_factor", 1.0)
     default = [SLIDING if number % 6 and number < layers else FULL for number in range(1, layers + 1)]
     kinds = config.get("layer_types") or default
     own = layers - keys["num_kv_shared_layers"]
@@ -271,7 +271,7 @@ def _rope(config):
 
 def _read_rope(config):
     rope = _rope(config)
-    full, local = dict(rope[FULL]), dict(rope[SLIDING])
+    full, local = (dict(need(rope, kind)) for kind in (FULL, SLIDING))
     full.pop("partial_rotary_factor", None)
     kinds = full.pop("rope_type", None), local.get("rope_type", "default")
     if kinds != ("proportional", "default") or full.keys() - {"rope_theta"}:
@@ -327,6 +327,7 @@ FAMILY = Family(
         "add_qkv_bias": False,
         "softmax_scale": 1.0,
     },
+    defaults={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512},
     read=_read,
     write=_write,
     read_rope=_read_rope,

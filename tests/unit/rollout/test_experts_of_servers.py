@@ -9,7 +9,7 @@ from test_servers import REQUESTS as ALL
 from test_servers import arguments, finish, make_pool, quick, start, synced_pool  # noqa: F401
 
 from megatron_grpo.data.sampling_params import Sampling
-from megatron_grpo.rollout.engine import Request, request_seed
+from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.servers.stream import ServerStream
 from megatron_grpo.rollout.vllm.server import VllmServer
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
@@ -112,6 +112,16 @@ def test_a_server_without_experts_in_its_answer(start, weights, tmp_path):
     with pytest.raises(EngineLost, match="its answer has no routed_experts: start it with --enable-return-routed-exp"):
         finish(pool, REQUESTS[:1])
     pool.close()
+
+
+def test_experts_of_older_weights_are_not_replayed():
+    """A run that is resumed at new weights: those of the prompt and of the tokens that it had are unknown."""
+    experts = np.arange(12, dtype=np.int16).reshape(6, 1, TOPK)  # of two tokens of the prompt, and of five but the last
+    for version, known in ((4, 6), (5, 2)):
+        begun = Completion(0, [7, 8, 9], [-1.0] * 3, "abort", [4] * 3)
+        whole = Completion(0, [5, 6], [-1.0] * 2, "length", [version] * 2, experts).after(begun)
+        np.testing.assert_array_equal(whole.routed_experts[6 - known :], experts[6 - known :])
+        assert (whole.routed_experts[: 6 - known] == -1).all()
 
 
 # ---- streams

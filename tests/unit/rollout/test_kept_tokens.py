@@ -58,7 +58,8 @@ def test_they_are_read_from_a_servers_answer():
     ids, log_probs = [row[0] for row in IDS], [row[0] for row in LOG_PROBS]
     answer = {"tokens": [f"token_id:{token}" for token in ids], "token_logprobs": log_probs, "top_logprobs": likeliest}
     choice = {"token_ids": ids, "finish_reason": "length", "prompt_token_ids": [1], "logprobs": answer}
-    server = VllmServer("http://localhost:1", SimpleNamespace(vllm_server_api_key="key", vocab_size=10))
+    args = SimpleNamespace(vllm_server_api_key="key", vocab_size=10, router_replay_mode="disabled")
+    server = VllmServer("http://localhost:1", args)
     sampling = Sampling(4, 0.6, top_k=3, log_probs=True, kept_token_ids=True)
     completion = server._completion(Request(0, [1], sampling), choice, [1], 3)
     assert completion.log_probs == log_probs and completion.kept_token_ids.tolist() == KEPT

@@ -592,6 +592,45 @@ def test_a_killed_run_goes_on_with_the_batches_and_groups_of_the_ledger(launch, 
     assert {key.number for key in left} <= open_groups | {*dropped} | {key.number for key in left if key.birth == 9}
 
 
+@pytest.mark.parametrize("replicas", [(2, 3, 2), (3, 2, 3)])
+def test_batches_of_other_replicas_cost_no_tokens(launch, tmp_path, replicas):
+    """A checkpoint, a launch with another number of replicas that is killed, and a third one with its batches."""
+    ends = threading.Event()
+
+    class Engine(MadeUpEngine):
+        def _length(self, request):
+            """Of groups that end after the two launches, and others."""
+            lasts = request.id // SIZE in (1, 3, 17, 19) and not ends.is_set()
+            return max((10**6 if lasts else 3) - len(request.begun_ids), 1)
+
+    first, second, third = replicas
+    run = RecordedRun(launch, tmp_path, engine=Engine, replicas=first)
+    for _ in range(2):
+        run.step()
+    deadline = time.monotonic() + 60
+    while max((len(ids) for engine in run.run.engines for _, ids, *_ in [*engine.running.values()]), default=0) < 50:
+        assert time.monotonic() < deadline
+    run.save()
+    run.kill()
+    begun = {}
+    for file in (tmp_path / "checkpoint-2").iterdir():
+        groups = read_groups(tmp_path / "checkpoint-2", int(file.stem), lambda row, ids: Rows()[row])
+        for number, group in groups.items():
+            for place, completion in enumerate(group.completions, number * SIZE):
+                if completion is not None and completion.finish_reason == "abort":
+                    begun[place] = len(completion.token_ids)
+    run = RecordedRun(launch, tmp_path, engine=Engine, replicas=second)
+    run.step()
+    run.kill()
+    ends.set()
+    run = RecordedRun(launch, tmp_path, engine=Engine, replicas=third)
+    for _ in range(3):
+        run.step()
+    asked = {number: tokens for engine in run.run.engines for number, tokens, _ in reversed(engine.seeds)}
+    assert max(begun.values()) >= 50 and begun.keys() & asked.keys()
+    assert [number for number in begun.keys() & asked.keys() if asked[number] < begun[number]] == []
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_other_bytes_than_the_trainer_sent_end_the_run(launch, monkeypatch):
     """With one message: the tensor, the rank and the version."""

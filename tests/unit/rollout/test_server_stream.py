@@ -183,6 +183,33 @@ def test_a_server_that_does_not_load_the_weights_resumes_without_requests(keepin
     assert len(finished + finish(keeping, 6 - len(finished))) == 6
 
 
+def test_nothing_counts_that_a_half_loaded_server_samples(keeping, doubles, monkeypatch):
+    """Its streams end when the load has failed, and not when the other server has loaded."""
+    finished = stalled(keeping, doubles, 2)
+    servers = keeping._pool.servers
+    load = servers[1].load_weights
+
+    async def fail(directory, timeout):
+        doubles[0].model, doubles[0].stall = tiny_model(77), None
+        raise Fault("it has read half of the files")
+
+    async def wait_and_load(directory, timeout):
+        deadline = time.monotonic() + 60
+        while not servers[0].exclusion_reason:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0)
+        await load(directory, timeout)
+
+    monkeypatch.setattr(servers[0], "load_weights", fail)
+    monkeypatch.setattr(servers[1], "load_weights", wait_and_load)
+    keeping.update_weights(iter(tiny_model(2).state_dict().items()), 2)
+    doubles[1].stall = None
+    for completion in finished + finish(keeping, 6 - len(finished)):
+        request, ids, versions = requests()[completion.id], completion.token_ids, list(completion.weight_versions)
+        log_probs = [log_probs_of(request, ids, version)[i] for i, version in enumerate(versions)]
+        assert torch.allclose(torch.tensor(completion.log_probs), torch.stack(log_probs), atol=1e-5)
+
+
 def test_a_server_that_a_killed_run_has_paused(doubles, tmp_path):
     doubles[0].paused = True
     servers = [VllmServer(double.url, arguments()) for double in doubles]
