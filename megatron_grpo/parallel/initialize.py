@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_grpo.parallel.roles import Joint, check_hosts, check_same_split, connect, role_of
+from megatron_grpo.parallel.roles import Joint, check_same_split, connect, role_of
+from megatron_grpo.utils.batch_sizes import check_hosts
 from megatron_grpo.utils.errors import GrpoError, described, rebuilt
 from megatron_grpo.utils.launch import rank
 

@@ -56,17 +56,6 @@ def role_of(rank: int, world_size: int, rollout_ranks: int, width: int) -> Role:
     return Role((rank - trainers) // width, (rank - trainers) % width, width)
 
 
-def check_hosts(trainers: int, rollout_ranks: int, width: int, ranks_per_host: int) -> None:
-    """Raise GrpoError if an engine replica would have ranks on two hosts."""
-    for first in range(trainers, trainers + rollout_ranks, width):
-        if first // ranks_per_host != (first + width - 1) // ranks_per_host:
-            raise GrpoError(
-                f"--rollout-ranks {rollout_ranks}: the engine replica of ranks {first} to {first + width - 1} would be "
-                f"on two hosts of {ranks_per_host} ranks: give a multiple of --vllm-tensor-parallel-size {width} that "
-                "begins or ends with a host"
-            )
-
-
 def check_same_split(rollout_ranks: int, store: dist.Store, rank: int) -> None:
     """Raise GrpoError if rank 0 has another number of engine ranks; --rollout-ranks auto is calculated on each rank."""
     if rank == 0:

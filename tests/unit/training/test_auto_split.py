@@ -18,8 +18,13 @@ AUTO = """--rollout-ranks auto --max-staleness 1 --rollout-importance-sampling-m
     --max-tokens-per-microbatch 4096"""
 
 
-def args_of(flags=""):
-    return parse_args(f"{good_args.MODEL} {good_args.RUN} {AUTO} {flags}".split())
+@pytest.fixture(autouse=True)
+def _without_files_of_a_checkpoint(monkeypatch):
+    monkeypatch.setattr(split, "resolve_origin", lambda args, resume: args)
+
+
+def args_of(flags="", base=good_args.MODEL + good_args.RUN):
+    return parse_args(f"{base} {AUTO} {flags}".split())
 
 
 def folder_of_run(root, engines, trainers, rows, start=0, **changed):
@@ -61,13 +66,12 @@ def test_a_run_that_has_measured_too_little_keeps_its_split(tmp_path, capsys):
     assert "3 of 8: as before" in capsys.readouterr().out
 
 
-def test_an_estimate_for_a_new_run_and_for_another_batch(tmp_path, capsys, monkeypatch):
+def test_an_estimate_for_a_new_run_and_for_another_batch(tmp_path, capsys):
     """Trainers with the passes of a reference model and four updates need more ranks than those with one update."""
     (new,) = resolve_split(args_of(), 8).values()
     (more,) = resolve_split(args_of("--num-iterations 4 --train-iters 40"), 8).values()
     assert 1 <= more <= new <= 7
     assert "estimated" in capsys.readouterr().out
-    monkeypatch.setattr(split, "resolve_origin", lambda args, resume: args)  # this checkpoint has no files
     folder_of_run(tmp_path, 4, 4, rows=6, max_completion_length=17)
     assert resolve_split(args_of(f"--load {tmp_path}"), 8) == {"rollout_ranks": new}
     assert "estimated" in capsys.readouterr().out
@@ -75,6 +79,50 @@ def test_an_estimate_for_a_new_run_and_for_another_batch(tmp_path, capsys, monke
     assert resolve_split(args_of(f"--load {tmp_path} --finetune"), 8) == {"rollout_ranks": new}  # no resume
     (tmp_path / "metrics.jsonl").write_text("{\n")
     assert resolve_split(args_of(f"--load {tmp_path}"), 8) == {"rollout_ranks": new}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hidden_size": 4096},
+        {"tensor_model_parallel_size": 2},
+        {"vllm_tensor_parallel_size": 2},
+        {"world_size": None},
+        {"world_size": "4"},
+        {"updates_per_rollout": 0},
+    ],
+    ids=str,
+)
+def test_times_of_another_model_and_damaged_files_are_not_used(tmp_path, capsys, changed):
+    folder_of_run(tmp_path, 4, 4, rows=6, **changed)
+    assert resolve_split(args_of(f"--load {tmp_path}"), 8) == resolve_split(args_of(), 8)
+    assert capsys.readouterr().out.count("estimated") == 2
+
+
+@pytest.mark.parametrize("missing", ["vllm_mode", "world_size", "rollout_ranks", "updates_per_rollout", "environment"])
+def test_files_without_an_entry_are_not_used(tmp_path, capsys, missing):
+    folder_of_run(tmp_path, 4, 4, rows=6)
+    file = tmp_path / ("environment.json" if missing == "environment" else "args.json")
+    stored = json.loads(file.read_text())
+    del stored["start_iteration" if missing == "environment" else missing]
+    file.write_text(json.dumps(stored))
+    assert resolve_split(args_of(f"--load {tmp_path}"), 8) == resolve_split(args_of(), 8)
+    assert capsys.readouterr().out.count("estimated") == 2
+
+
+def test_the_split_of_a_run_remains_possible_whatever_the_estimate_of_its_memory(tmp_path, capsys, monkeypatch):
+    """Measured are 40 rank seconds of engines and 16 of trainers: 5 and 3 are faster than the present 4 and 4."""
+    folder_of_run(tmp_path, 4, 4, rows=6)
+    monkeypatch.setattr(split, "gpu_memory", lambda args: 1e-3)
+    assert resolve_split(args_of(f"--load {tmp_path}"), 8) == {"rollout_ranks": 4}
+    assert "5 would be faster, but its trainers would not fit into the 0.001 GiB" in capsys.readouterr().out
+
+
+def test_a_new_run_that_fits_nowhere_is_split_by_time(capsys, monkeypatch):
+    monkeypatch.setattr(split, "estimated", lambda args: lambda engines, trainers: (1 / engines, 0.0))
+    monkeypatch.setattr(split, "gpu_memory", lambda args: 1e-3)
+    assert resolve_split(args_of(), 8) == {"rollout_ranks": 7}
+    assert "the trainers of no split fit into the 0.001 GiB of a GPU" in capsys.readouterr().out
 
 
 def test_trainers_without_room_for_the_optimizer_are_left_out(monkeypatch):
@@ -102,6 +150,13 @@ def test_trainers_without_room_for_the_optimizer_are_left_out(monkeypatch):
 def test_refusals(flags, ranks, message):
     with pytest.raises(GrpoError, match=message):
         resolve_split(args_of(flags), ranks)
+
+
+def test_a_batch_that_depends_on_the_split_is_refused():
+    base = good_args.without("--global-batch-size")
+    with pytest.raises(GrpoError, match="auto without --global-batch-size: the batch would depend on"):
+        resolve_split(args_of(base=base), 8)
+    assert resolve_split(args_of("--generation-batch-size 64", base), 8)
 
 
 def test_a_number_stays():
