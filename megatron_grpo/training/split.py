@@ -1,14 +1,12 @@
-"""--rollout-ranks auto: the number of engine ranks, which every rank calculates before the ranks meet.
+"""--rollout-ranks auto: the number of engine ranks, which rank 0 calculates for all.
 
 A resumed run has measured what its engines and its trainers need (`findings.measured_split`). A run that has not starts
-with an estimate (estimate/sides.py). Ranks that come to different numbers, because a file server shows them different
-files, end the run when they meet (`initialize.join`).
+with an estimate (estimate/sides.py).
 """
 
 from argparse import Namespace
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
 
 from megatron_grpo.checkpointing.checkpoint import ARCHITECTURE
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration, run_directory
@@ -33,13 +31,11 @@ OF_TIMES = (
 )
 
 
-def resolve_split(args: Namespace, launched: int) -> dict[str, Any]:
-    """Return --rollout-ranks auto as a number, for parsed arguments with the --load of a resume; {} without auto.
+def resolve_split(args: Namespace, launched: int) -> int:
+    """Return --rollout-ranks auto as a number, for parsed arguments with the --load of a resume.
 
     GrpoError if no split of the ``launched`` ranks is possible.
     """
-    if args.rollout_ranks != "auto":
-        return {}
     if args.vllm_mode == "server":
         raise GrpoError(
             "--rollout-ranks auto with --vllm-mode server: these ranks need no GPU; give a number, such as 1"
@@ -64,7 +60,7 @@ def resolve_split(args: Namespace, launched: int) -> dict[str, Any]:
     present, measured = _of_resumed_run(args, possible, launched, resolved_for) if resume else (None, None)
     if measured is None and present is not None:
         _print(present, launched, f"as before: {args.load} has too few updates since its last start to measure it")
-        return {"rollout_ranks": present}
+        return present
     sides = estimated(resolved_for(possible[0])) if measured is None else measured.sides()
     fit = bisect_left(possible, True, key=lacks_memory)  # fewer trainers need more memory
     if present is not None:  # it has run
@@ -78,7 +74,7 @@ def resolve_split(args: Namespace, launched: int) -> dict[str, Any]:
     elif best != wanted:
         how += f"; {wanted} would be faster, but its trainers would not fit into the {gpu:.3g} GiB of a GPU"
     _print(best, launched, f"a batch takes the engines {generate:.3g} s and the trainers {train:.3g} s, {how}")
-    return {"rollout_ranks": best}
+    return best
 
 
 def _print(engines: int, launched: int, why: str) -> None:
