@@ -63,7 +63,7 @@ LAYOUTS = {
         ("moe", f"{TP} 2 --sequence-parallel {EP} 2 {PP} 1 --moe-grouped-gemm"),
         ("gpt_oss", f"{TP} 2 --sequence-parallel {EP} 2 --expert-tensor-parallel-size 1"),
         ("mla", f"{TP} 2 {PP} 2 --sequence-parallel --decoder-last-pipeline-num-layers 2 {UNTIED}"),
-        ("mla", f"{EP} 2 {PP} 2 --pipeline-model-parallel-layout Ettt|ttmL --mtp-loss-scaling-factor 0.1"),
+        ("mla", f"{EP} 2 {PP} 2 --pipeline-model-parallel-layout Ettt|ttmL --mtp-loss-scaling-factor 0.1 {UNTIED}"),
         # adapters; in the second the first two stages train nothing
         ("mla", f"{TP} 2 --sequence-parallel {EP} 2 {LORA} --lora-use-dora --lora-modules-to-save lm_head {UNTIED}"),
         ("dense", f"{PP} 4 --num-layers 4 --bf16 --lora-rank 4 --lora-target-modules .*layers.[23].*"),

@@ -80,7 +80,8 @@ def test_a_gradient_that_is_not_finite(action, flags, undisturbed, tmp_path):
     if action == "stop":
         assert "The newest checkpoint is iteration 2" in run.stdout and len(done) == 2
         (tmp_path / "none").mkdir()  # as of a run whose first update is bad
-        words = [tmp_path / "bad_updates" / "iteration_0000003", *flags, "--load", tmp_path / "none"]
+        words = [tmp_path / "bad_updates" / "iteration_0000003", *flags, "--save", tmp_path]
+        words += ["--load", tmp_path / "none"]
         output = run_torchrun(2, "tools/replay_update.py", *words).stdout
         assert "nan; the initial weights, because --load has no checkpoint" in output
         return
