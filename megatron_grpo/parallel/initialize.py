@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_grpo.parallel.roles import Joint, check_hosts, check_same_split, connect, role_of
+from megatron_grpo.parallel.roles import Joint, check_same_split, connect, of_rank_0, role_of
+from megatron_grpo.utils.batch_sizes import check_hosts
 from megatron_grpo.utils.errors import GrpoError, described, rebuilt
 from megatron_grpo.utils.launch import rank
 
@@ -23,6 +24,7 @@ _timeout = datetime.timedelta(minutes=10)
 _host_group: dist.ProcessGroup | None = None
 _model_group: dist.ProcessGroup | None = None
 _joint: Joint | None = None  # with --rollout-ranks
+_met: tuple[dist.Store, int, int] | None = None  # what `_meet` returned, until `join` takes it
 _led = 0  # number of led_by_rank_0 contexts so far, for unique keys in the store
 
 
@@ -49,6 +51,25 @@ def join(args) -> None:
         with _explained():
             dist.init_process_group(backend, timeout=timeout, **_rendezvous(args, timeout))
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def agreed_rollout_ranks(calculate: Callable[[], int], minutes: float) -> int:
+    """Return --rollout-ranks auto, which rank 0 calculates for all; GrpoError on all ranks if it cannot.
+
+    Only rank 0 reads files: hosts of engines may not have them. Comes before `join`; collective.
+    """
+    global _met
+    with _explained():
+        _met = store, rank, _ = _meet(datetime.timedelta(minutes=minutes))
+        if rank > 0:
+            return of_rank_0(store)
+    try:
+        found = calculate()
+    except GrpoError as error:
+        store.set("rollout_ranks", described(error))
+        raise
+    store.set("rollout_ranks", str(found))
+    return found
 
 
 def _choose_gpu(args) -> None:
@@ -114,16 +135,12 @@ def initialize_distributed(args) -> None:
 def _rendezvous(args, timeout: datetime.timedelta) -> dict[str, Any]:
     """Return the arguments of ``init_process_group`` for torchrun's store; {} where torch makes a store of its own.
 
-    torchrun keeps one store over all attempts of --max-restarts, so a rank would find the addresses of ranks that have
-    ended. All ranks of this attempt therefore agree on a prefix. torchrun gives them no common number: after the loss
-    of a node, its agents count different restarts. With --rollout-ranks each role has a prefix of its own.
+    With --rollout-ranks each role has a prefix of its own.
     """
-    global _joint
+    global _joint, _met
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not args.rollout_ranks:
         return {}
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    prefix = agreed_attempt(store, rank, world_size, timeout.total_seconds())
-    store = dist.PrefixStore(prefix, store)
+    (store, rank, world_size), _met = _met or _meet(timeout), None
     if not args.rollout_ranks:
         return {"store": store, "rank": rank, "world_size": world_size}
     check_same_split(args.rollout_ranks, store, rank)
@@ -132,6 +149,18 @@ def _rendezvous(args, timeout: datetime.timedelta) -> dict[str, Any]:
     role = role_of(rank, world_size, args.rollout_ranks, args.vllm_tensor_parallel_size)
     _joint = connect(args, role, store, rank, world_size, timeout)
     return {"store": dist.PrefixStore(role.name, store), "rank": role.rank, "world_size": role.size}
+
+
+def _meet(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """Return the store of this attempt of the launch, this process's rank and the number of ranks. Collective.
+
+    torchrun keeps one store over all attempts of --max-restarts, so a rank would find the addresses of ranks that have
+    ended. All ranks of this attempt therefore agree on a prefix. torchrun gives them no common number: after the loss
+    of a node, its agents count different restarts.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    prefix = agreed_attempt(store, rank, world_size, timeout.total_seconds())
+    return dist.PrefixStore(prefix, store), rank, world_size
 
 
 def agreed_attempt(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.utils.errors import GrpoError
+from megatron_grpo.utils.errors import GrpoError, rebuilt
 
 
 @dataclass(frozen=True)
@@ -56,26 +56,22 @@ def role_of(rank: int, world_size: int, rollout_ranks: int, width: int) -> Role:
     return Role((rank - trainers) // width, (rank - trainers) % width, width)
 
 
-def check_hosts(trainers: int, rollout_ranks: int, width: int, ranks_per_host: int) -> None:
-    """Raise GrpoError if an engine replica would have ranks on two hosts."""
-    for first in range(trainers, trainers + rollout_ranks, width):
-        if first // ranks_per_host != (first + width - 1) // ranks_per_host:
-            raise GrpoError(
-                f"--rollout-ranks {rollout_ranks}: the engine replica of ranks {first} to {first + width - 1} would be "
-                f"on two hosts of {ranks_per_host} ranks: give a multiple of --vllm-tensor-parallel-size {width} that "
-                "begins or ends with a host"
-            )
-
-
 def check_same_split(rollout_ranks: int, store: dist.Store, rank: int) -> None:
-    """Raise GrpoError if rank 0 has another number of engine ranks; --rollout-ranks auto is calculated on each rank."""
+    """Raise GrpoError if rank 0 has another number of engine ranks."""
     if rank == 0:
         store.set("rollout_ranks", str(rollout_ranks))
-    elif (of_rank_0 := int(store.get("rollout_ranks"))) != rollout_ranks:
+    elif (first := of_rank_0(store)) != rollout_ranks:
         raise GrpoError(
-            f"--rollout-ranks is {rollout_ranks} on rank {rank} and {of_rank_0} on rank 0: give all hosts the same "
-            "flags, and a number in place of auto"
+            f"--rollout-ranks is {rollout_ranks} on rank {rank} and {first} on rank 0: give all hosts the same flags"
         )
+
+
+def of_rank_0(store: dist.Store) -> int:
+    """Wait for rank 0's --rollout-ranks and return it; GrpoError if rank 0 has refused the run."""
+    text = store.get("rollout_ranks").decode()
+    if not text.isdigit():
+        raise rebuilt(text)
+    return int(text)
 
 
 def connect(args: Namespace, role: Role, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Joint:

@@ -50,6 +50,7 @@ from megatron_grpo.observability.watchdog import Watchdog, phase_limits
 from megatron_grpo.parallel.agreement import on_rank_0
 from megatron_grpo.parallel.arguments import recompute_note
 from megatron_grpo.parallel.initialize import (
+    agreed_rollout_ranks,
     initialize_distributed,
     join,
     joint,
@@ -137,7 +138,7 @@ def setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | N
 def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | None:
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if args.rollout_ranks == "auto":
-        args = replaced(args, **resolve_split(replaced(args, **_resume_own_launch(args)), launched))
+        args = replaced(args, rollout_ranks=_split(args, launched))
     world_size = trainer_ranks(args, launched)
     watchdog = None if args.dry_run else _join(args, world_size)
     progress.step("origin")
@@ -307,6 +308,18 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
         iteration=iteration,
         tokens=position.get("tokens", 0),
     )
+
+
+def _split(args, launched: int) -> int:
+    """Return --rollout-ranks auto as a number."""
+
+    def calculate() -> int:
+        return resolve_split(replaced(args, **_resume_own_launch(args)), launched)
+
+    if args.dry_run or launched == 1:
+        return calculate()
+    progress.step("other ranks")
+    return agreed_rollout_ranks(calculate, args.distributed_timeout_minutes)
 
 
 def _changed(args: Arguments, world_size: int, changes: dict[str, Any]) -> Arguments:

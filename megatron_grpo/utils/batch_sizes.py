@@ -1,6 +1,7 @@
 """The arithmetic of batch sizes. Batches count completions; ``num_*_prompts`` count prompts."""
 
 import math
+import os
 from argparse import Namespace
 from dataclasses import dataclass
 
@@ -113,7 +114,7 @@ def batch_arithmetic(args: Namespace, world_size: int) -> BatchArithmetic:
     elif global_batch % (micro * dp):
         raise GrpoError(
             f"global_batch_size ({global_batch}) must be divisible by micro_batch_size ({micro}) x dp_size ({dp}) "
-            f"= {micro * dp}"
+            f"= {micro * dp}: give a multiple, or another --micro-batch-size"
         )
     for name, size in (("global_batch_size", global_batch), ("generation_batch_size", generation)):
         if size % group:
@@ -191,28 +192,45 @@ def longest_in_words(args: Namespace) -> str:
     )
 
 
+def check_hosts(trainers: int, rollout_ranks: int, width: int, ranks_per_host: int) -> None:
+    """Raise GrpoError if an engine replica would have ranks on two hosts."""
+    for first in range(trainers, trainers + rollout_ranks, width):
+        if first // ranks_per_host != (first + width - 1) // ranks_per_host:
+            raise GrpoError(
+                f"--rollout-ranks {rollout_ranks}: the engine replica of ranks {first} to {first + width - 1} would be "
+                f"on two hosts of {ranks_per_host} ranks: give a multiple of --vllm-tensor-parallel-size {width} that "
+                "begins or ends with a host"
+            )
+
+
 def possible_rollout_ranks(args: Namespace, launched: int) -> list[int]:
     """Return the numbers of engine ranks with whole engine replicas, whole model replicas and a batch that divides.
 
-    Raises GrpoError if ``launched`` ranks have no such split.
+    Under torchrun, which tells the ranks of a host, no engine replica is on two hosts. Raises GrpoError if ``launched``
+    ranks have no such split.
     """
-    width, etp = args.vllm_tensor_parallel_size, args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    experts = etp * args.expert_model_parallel_size * args.pipeline_model_parallel_size
-    found, refused = [], f"an engine has {width} ranks, and others train"
+    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tp)
+    model, width = pp * math.lcm(tp * args.context_parallel_size, experts), args.vllm_tensor_parallel_size
+    ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", launched))
+    found = []
+    refused = (
+        f"engines have multiples of {width} ranks (--vllm-tensor-parallel-size) and trainers multiples of {model} "
+        "(TP x PP x CP, EP x ETP x PP): start more processes (torchrun --nproc-per-node), or lower one of these sizes"
+    )
     for engines in range(width, launched, width):
         trainers = launched - engines
+        if trainers % model:
+            continue
         try:
             batch_arithmetic(args, trainers)
+            check_hosts(trainers, engines, width, ranks_per_host)
         except GrpoError as error:
             refused = str(error)
-            continue
-        if trainers % experts:
-            refused = f"{trainers} trainers are not divisible by EP x ETP x PP = {experts}"
         else:
             found.append(engines)
     if not found:
         raise GrpoError(
-            f"--rollout-ranks auto: {launched} processes cannot be split into engines and trainers ({refused}): start "
-            "more (torchrun --nproc-per-node), or leave the flag out"
+            f"--rollout-ranks auto: {launched} processes cannot be split into engines and trainers: {refused}"
         )
     return found

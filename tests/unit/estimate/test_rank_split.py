@@ -78,6 +78,39 @@ def test_too_few_ranks_are_refused(flags, ranks):
         possible_rollout_ranks(args, ranks)
 
 
+@pytest.mark.parametrize(
+    ("flags", "ranks", "cure"),
+    [
+        # no number of ranks helps
+        (
+            "--micro-batch-size 3",
+            16,
+            "(64) must be divisible by micro_batch_size (3) x dp_size (1) = 3: give a multiple",
+        ),
+        ("--micro-batch-size 3 --tensor-model-parallel-size 2", 16, "= 3: give a multiple, or another --micro-batch"),
+        ("--tensor-model-parallel-size 8", 8, "start more processes (torchrun --nproc-per-node), or lower"),
+    ],
+)
+def test_the_cure_is_that_of_the_reason(flags, ranks, cure):
+    args = parse_args(f"{good_args.MODEL} {good_args.RUN} {flags}".split())
+    with pytest.raises(GrpoError) as error:
+        possible_rollout_ranks(args, ranks)
+    assert cure in str(error.value) and "leave the flag out" not in str(error.value)
+
+
+def test_no_engine_is_on_two_hosts(monkeypatch):
+    """Two hosts of 6: engines of 4 begin at rank 8 (6 to 11 are a host), or at rank 4, where 4 to 7 are on two."""
+    flags = "--vllm-tensor-parallel-size 4 --max-tokens-per-microbatch 4096"
+    args = parse_args(f"{good_args.MODEL} {good_args.RUN} {flags}".split())
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert possible_rollout_ranks(args, 12) == [4, 8]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
+    assert possible_rollout_ranks(args, 12) == [4]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(GrpoError, match="on two hosts of 2 ranks"):
+        possible_rollout_ranks(args, 12)
+
+
 LENGTHS = "--max-prompt-length 100 --max-completion-length 300 --num-generations 8 --bf16 --no-share-prompts --beta 0"
 STALE = "--rollout-ranks 1 --max-staleness 1 --rollout-importance-sampling-mode token_truncate"
 

@@ -23,7 +23,7 @@ from slow import slow_except
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampler import PromptSampler
 from megatron_grpo.data.sampling_params import Sampling
-from megatron_grpo.parallel.roles import Joint, Role, check_hosts, role_of
+from megatron_grpo.parallel.roles import Joint, Role, role_of
 from megatron_grpo.rewards.pool import Failure, GroupMember
 from megatron_grpo.rollout.collect import everything
 from megatron_grpo.rollout.engine import Completion, request_seed
@@ -37,6 +37,7 @@ from megatron_grpo.rollout.unfinished import Group, read_groups
 from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.training import recorded_run
 from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.batch_sizes import check_hosts
 from megatron_grpo.utils.errors import GrpoError, Preempted
 from megatron_grpo.weights.stream import WeightStream
 from megatron_grpo.weights.transfer_plan import HfTensor, Holder, Reads, whole
