@@ -46,8 +46,7 @@ CONFLICTS = {
     ),
     f"{STALE} --presence-penalty 1": "--presence-penalty and --weight-update interrupt cannot both",
     f"{STALE} --frequency-penalty 1": "--frequency-penalty and --weight-update interrupt cannot both",
-    f"{STALE} --vllm-mode server --vllm-server-base-url http://a --weight-sync-method checkpoint "
-    "--weight-sync-dir /dev/shm/a --weight-update drain --presence-penalty 1": (
+    f"{OVER_SERVERS} --weight-sync-method checkpoint --presence-penalty 1": (
         "--presence-penalty and --rollout-ranks with servers cannot both"
     ),
     f"{STALE} --structured-outputs-regex a": "cannot be used with --rollout-importance-sampling-mode",
