@@ -55,6 +55,7 @@ def test_a_lease_of_another_host_is_watched_not_compared(tmp_path, monkeypatch):
         with pytest.raises(GrpoError, match=f"is in use by the run of process {first.process.pid} on "):
             RunLock(tmp_path, lease=30.0)
         first.process.send_signal(signal.SIGSTOP)  # its host is gone, say
+        os.waitid(os.P_PID, first.process.pid, os.WSTOPPED | os.WNOWAIT)  # its threads run on for a moment
         lock = RunLock(tmp_path, lease=0.4)
         assert f"taken over from the run of process {first.process.pid} on " in lock.taken_over
         lock.release()
