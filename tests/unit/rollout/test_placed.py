@@ -477,13 +477,50 @@ def test_a_signal_after_a_batch_was_taken_leaves_the_probe_in_peace(launch):
             run.trainer.begin(evaluation, everything, data="valid", scored=True)()
 
 
+class LastingEngine(MadeUpEngine):
+    """An engine whose completions of some groups do not end before ``ends`` is set."""
+
+    def __init__(self, lasting, ends):
+        super().__init__()
+        self.lasting, self.ends = lasting, ends
+
+    def _length(self, request):
+        lasts = request.id // SIZE in self.lasting and not self.ends.is_set()
+        return 10**9 if lasts else super()._length(request)
+
+    def poll(self):
+        time.sleep(0.001)
+        return super().poll()
+
+
+def wait_for_tokens(run, count):
+    """Wait until a running completion has ``count`` tokens."""
+    deadline = time.monotonic() + 60
+    while max((len(ids) for engine in run.engines for _, ids, *_ in [*engine.running.values()]), default=0) < count:
+        assert time.monotonic() < deadline
+
+
+def interrupted(directory):
+    """Return how many tokens the completions have that a checkpoint interrupted, by their numbers."""
+    found = {}
+    for file in directory.iterdir():
+        for number, group in read_groups(directory, int(file.stem), lambda row, ids: Rows()[row]).items():
+            for place, completion in enumerate(group.completions, number * SIZE):
+                if completion is not None and completion.finish_reason == "abort":
+                    found[place] = len(completion.token_ids)
+    return found
+
+
 @pytest.mark.parametrize("replicas", slow_except([2, 3], [2, 3, 1]))
 def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp_path, replicas):
     """Also with another number of replicas than before: no completion begins anew."""
-    run = launch("--max-staleness 3")
+    ends = threading.Event()
+    run = launch("--max-staleness 3", engine=partial(LastingEngine, (13, 14), ends))
     run.publish(0)
     trained = numbers_of(run.trainer.take(everything)[0])
+    wait_for_tokens(run, 1)
     run.trainer.save(tmp_path / "unfinished")
+    ends.set()
     position = run.trainer.position()
     assert {path.name for path in (tmp_path / "unfinished").iterdir()} == {"00000.npz", "00001.npz"}
 
@@ -497,16 +534,7 @@ def test_a_checkpoint_has_what_has_started_and_a_resume_continues_it(launch, tmp
         assert batch.weight_version[batch.response_mask == 1].min() >= version - 3
     assert len(set(trained)) == len(trained) == 24
     assert max(trained) < position["stream"]["started"] + 20
-    begun = {}  # tokens of the completions that the checkpoint interrupted
-    for replica in range(2):
-        groups = read_groups(tmp_path / "unfinished", replica, lambda row, ids: Rows()[row])
-        for number, group in groups.items():
-            places = range(number * SIZE, (number + 1) * SIZE)
-            begun |= {
-                place: len(completion.token_ids)
-                for place, completion in zip(places, group.completions, strict=True)
-                if completion is not None and completion.finish_reason == "abort"
-            }
+    begun = interrupted(tmp_path / "unfinished")
     requests = [request for engine in again.engines for request in reversed(engine.seeds)]
     assert len(begun) > 0 and begun.items() <= {number: tokens for number, tokens, _ in requests}.items()
 
@@ -597,38 +625,19 @@ def test_a_killed_run_goes_on_with_the_batches_and_groups_of_the_ledger(launch, 
 def test_batches_of_other_replicas_cost_no_tokens(launch, tmp_path, replicas):
     """A checkpoint, a launch with another number of replicas that is killed, and a third one with its batches."""
     ends = threading.Event()
-
-    class Engine(MadeUpEngine):
-        def _length(self, request):
-            """Of two groups that end after the two launches, and of the others."""
-            lasts = request.id // SIZE in (17, 19) and not ends.is_set()
-            return max((10**9 if lasts else 3) - len(request.begun_ids), 1)
-
-        def poll(self):
-            time.sleep(0.001)
-            return super().poll()
-
-    first, second, third = replicas
-    run = RecordedRun(launch, tmp_path, engine=Engine, replicas=first)
+    engine, (first, second, third) = partial(LastingEngine, (17, 19), ends), replicas
+    run = RecordedRun(launch, tmp_path, engine=engine, replicas=first)
     for _ in range(2):
         run.step()
-    deadline = time.monotonic() + 60
-    while max((len(ids) for engine in run.run.engines for _, ids, *_ in [*engine.running.values()]), default=0) < 50:
-        assert time.monotonic() < deadline
+    wait_for_tokens(run.run, 50)
     run.save()
     run.kill()
-    begun = {}
-    for file in (tmp_path / "checkpoint-2").iterdir():
-        groups = read_groups(tmp_path / "checkpoint-2", int(file.stem), lambda row, ids: Rows()[row])
-        for number, group in groups.items():
-            for place, completion in enumerate(group.completions, number * SIZE):
-                if completion is not None and completion.finish_reason == "abort":
-                    begun[place] = len(completion.token_ids)
-    run = RecordedRun(launch, tmp_path, engine=Engine, replicas=second)
+    begun = interrupted(tmp_path / "checkpoint-2")
+    run = RecordedRun(launch, tmp_path, engine=engine, replicas=second)
     run.step()
     run.kill()
     ends.set()
-    run = RecordedRun(launch, tmp_path, engine=Engine, replicas=third)
+    run = RecordedRun(launch, tmp_path, engine=engine, replicas=third)
     for _ in range(3):
         run.step()
     asked = {number: tokens for engine in run.run.engines for number, tokens, _ in reversed(engine.seeds)}
