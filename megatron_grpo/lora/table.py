@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from megatron_grpo.lora.targets import saved_weights, targets
+from megatron_grpo.utils.arguments import kept_for_newest
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import model_weights
 from megatron_grpo.weights.parameter_mapping import Layout, Slice, Weight, same
@@ -45,18 +46,9 @@ def pairs(args: Namespace) -> list[Pair]:
     ]
 
 
-_newest: tuple[Namespace | None, list[Weight]] = (None, [])
-
-
+@kept_for_newest  # every weight sync needs it, and making it takes longer than the rest
 def adapter_table(args: Namespace) -> list[Weight]:
     """Return the weights of the whole adapter; the same matrix of all experts of a layer follow each other."""
-    global _newest
-    if _newest[0] is not args:  # every weight sync needs the table, and making it takes longer than the rest
-        _newest = args, _table(args)
-    return _newest[1]
-
-
-def _table(args: Namespace) -> list[Weight]:
     out: list[Weight] = []
     for _, run in groupby(pairs(args), key=lambda pair: pair.base.name.replace(f".{pair.base.expert}.linear", "")):
         parts: dict[str, list[Pair]] = {}

@@ -3,6 +3,7 @@
 import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, NoReturn
 
 # Never printed, saved or logged.
@@ -28,6 +29,22 @@ class Arguments(Namespace):
 def replaced[A: Namespace](args: A, **values: Any) -> A:
     """Return a copy of the arguments with these values."""
     return type(args)(**vars(args) | values)
+
+
+def kept_for_newest[T](make: Callable[[Namespace], T]) -> Callable[[Namespace], T]:
+    """Return the function with its result kept for the newest `Arguments`; other arguments may change."""
+    newest: tuple[Arguments, T] | None = None
+
+    @wraps(make)
+    def kept(args: Namespace) -> T:
+        nonlocal newest
+        if not isinstance(args, Arguments):
+            return make(args)
+        if newest is None or newest[0] is not args:
+            newest = args, make(args)
+        return newest[1]
+
+    return kept
 
 
 def resolved[A: Namespace](args: A, *steps: Step) -> A:

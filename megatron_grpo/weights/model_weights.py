@@ -18,7 +18,7 @@ from megatron_grpo.models import gemma4
 from megatron_grpo.models.config import has_recurrence, recurrent_sizes
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.parallel.initialize import await_ranks
-from megatron_grpo.utils.arguments import Arguments
+from megatron_grpo.utils.arguments import kept_for_newest
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.kinds import kind_of, tower_shapes
@@ -98,23 +98,12 @@ def dimensions(args: Namespace) -> Dimensions:
     return dims
 
 
-_newest: tuple[Namespace | None, Sequence[Weight]] = None, ()  # `table`
-
-
+@kept_for_newest  # each sync reads it twice, and a mixture of experts has tens of thousands of weights
 def table(args: Namespace) -> Sequence[Weight]:
     """Return every weight of the whole model: embedding, layers in order, output layer, vision, multi-token prediction.
 
     Two weights have the same name where the files store one parameter twice; the duplicates come last.
     """
-    global _newest
-    if not isinstance(args, Arguments):  # they may change
-        return _table(args)
-    if _newest[0] is not args:  # each sync reads it twice, and a mixture of experts has tens of thousands of weights
-        _newest = args, _table(args)
-    return _newest[1]
-
-
-def _table(args: Namespace) -> Sequence[Weight]:
     dims, family = dimensions(args), families.for_args(args)
     if args.mtp_num_layers and not family.mtp_mappings:
         raise GrpoError(f"model family {family.name} has no multi-token prediction: leave out --mtp-num-layers")

@@ -32,42 +32,29 @@ TOKENS_IN = "/inference/v1/generate"
 LOCK = threading.Lock()  # one forward pass at a time
 
 
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "eos_token_id": EOS,
+    "initializer_range": 0.5,
+}
+
+
 def tiny_model(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        eos_token_id=EOS,
-        initializer_range=0.5,
-    )
-    return LlamaForCausalLM(config).float().eval()
+    return LlamaForCausalLM(LlamaConfig(**SHAPE)).float().eval()
 
 
 def tiny_mixture(seed: int = 0) -> Qwen3MoeForCausalLM:
-    """A mixture of experts whose first layer is dense."""
+    """Return a mixture of experts whose first layer is dense."""
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=LAYERS,
-        mlp_only_layers=[0],
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOPK,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
-        eos_token_id=EOS,
-        initializer_range=0.5,
-    )
-    return Qwen3MoeForCausalLM(config).float().eval()
+    experts = {"mlp_only_layers": [0], "num_experts": EXPERTS, "num_experts_per_tok": TOPK, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **experts, head_dim=16)).float().eval()
 
 
 def fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

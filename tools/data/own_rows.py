@@ -146,9 +146,8 @@ def _separated(path: Path, separator: str) -> Iterator[tuple[str, Any]]:
         reader = csv.DictReader(
             file,
             delimiter=separator,
-            quoting=csv.QUOTE_NONE
-            if separator == "\t"
-            else csv.QUOTE_MINIMAL,  # text/tab-separated-values has no quotes
+            # text/tab-separated-values has no quotes
+            quoting=csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL,
             strict=True,
         )
         start = 1

@@ -125,8 +125,8 @@ class SglangServer(Server):
             return found
 
         # One answer with the experts of a group could have a gigabyte: 64 MiB for 32,768 tokens, 48 layers, 8 experts.
-        size = 1 if with_experts else len(requests)
-        parts = [range(first, min(first + size, len(requests))) for first in range(0, len(requests), size)]
+        places = range(len(requests))
+        parts = [places[n : n + 1] for n in places] if with_experts else [places]
         answers = [answer for found in await asyncio.gather(*map(ask, parts)) for answer in found]
         return [
             self._completion(request, answer, len(prompt), version, weights)

@@ -199,9 +199,11 @@ class Producer:
         if self._running:
             self._pause()
         self._waiting.clear()
-        begun = {} if directory else self._groups
-        for file in files:
-            begun |= read_groups(Path(directory or ""), file, self._prompts)
+        begun = self._groups
+        if directory is not None:
+            begun = {}
+            for file in files:
+                begun |= read_groups(Path(directory), file, self._prompts)
         self._groups = {}
         self._add({group["number"]: begun.get(group["number"]) or self._new(group) for group in groups})
 

@@ -1,10 +1,10 @@
 """--router-replay-mode R3 with servers: the experts are transformers', and what else a server says is refused."""
 
-import time
-
 import numpy as np
 import pytest
 from server_double import EOS, EXPERTS, TOKENS_IN, TOPK, called, routed_experts, tiny_mixture
+from test_server_stream import finish as finish_streams
+from test_server_stream import stalled
 from test_servers import REQUESTS as ALL
 from test_servers import arguments, finish, make_pool, quick, start, synced_pool  # noqa: F401
 
@@ -140,20 +140,12 @@ def test_streams_end_with_the_experts_of_all_tokens(start, weights, tmp_path, ol
     engine = ServerStream(servers, CheckpointTransfer(str(tmp_path), keep=True), 10.0, 8)
     engine.update_weights(iter(weights.items()), 1)
     requests = [Request(i, ALL[i].prompt_ids, SAMPLING, seed=request_seed(5, i)) for i in range(6)]
-    for double in doubles:
-        double.stall = 2
-    engine.submit(requests)
-    found, deadline = [], time.monotonic() + 60
-    while sum(len(c.token_ids) for c in engine.unfinished()) < 2 * (6 - len(found)):
-        assert time.monotonic() < deadline
-        found += engine.poll()
+    found = stalled(engine, doubles, 2, requests)
     doubles[0].stop()
     doubles[1].stall = None
-    while len(found) < 6:
-        assert time.monotonic() < deadline
-        found += engine.poll()
+    found += finish_streams(engine, 6 - len(found))
     engine.close()
-    for completion in sorted(found, key=lambda completion: completion.id):
+    for completion in found:
         want = expected(requests[completion.id].prompt_ids, completion)
         np.testing.assert_array_equal(completion.routed_experts, want)
         assert len(completion.log_probs) == len(completion.token_ids)

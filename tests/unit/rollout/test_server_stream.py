@@ -78,6 +78,13 @@ def log_probs_of(request, ids, seed):
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
+def check_versions(completion):
+    """Check that each token has the log-probability of the weights that its version names."""
+    request, ids, versions = requests()[completion.id], completion.token_ids, list(completion.weight_versions)
+    log_probs = [log_probs_of(request, ids, version)[i] for i, version in enumerate(versions)]
+    assert torch.allclose(torch.tensor(completion.log_probs), torch.stack(log_probs), atol=1e-5)
+
+
 def test_streamed_completions_are_the_models_own(engine, doubles):
     engine.submit(requests())
     for completion, request in zip(finish(engine, 6), requests(), strict=True):
@@ -102,11 +109,11 @@ def test_drafts_are_counted_at_every_probe(engine, doubles):
         engine.poll()
 
 
-def stalled(engine, doubles, after):
-    """Submit requests, and wait until every server has sent ``after`` tokens of one."""
+def stalled(engine, doubles, after, asked=None):
+    """Submit six requests, and wait until the servers have sent ``after`` tokens of each; return the finished ones."""
     for double in doubles:
         double.stall = after
-    engine.submit(requests())
+    engine.submit(asked or requests())
     deadline = time.monotonic() + 60
     finished = []
     while sum(len(c.token_ids) for c in engine.unfinished()) < after * (6 - len(finished)):
@@ -205,9 +212,7 @@ def test_nothing_counts_that_a_half_loaded_server_samples(keeping, doubles, monk
     keeping.update_weights(iter(tiny_model(2).state_dict().items()), 2)
     doubles[1].stall = None
     for completion in finished + finish(keeping, 6 - len(finished)):
-        request, ids, versions = requests()[completion.id], completion.token_ids, list(completion.weight_versions)
-        log_probs = [log_probs_of(request, ids, version)[i] for i, version in enumerate(versions)]
-        assert torch.allclose(torch.tensor(completion.log_probs), torch.stack(log_probs), atol=1e-5)
+        check_versions(completion)
 
 
 def test_a_server_that_a_killed_run_has_paused(doubles, tmp_path):
@@ -230,9 +235,7 @@ def test_a_server_that_restarts_while_requests_wait(keeping, doubles):
     found = finished + finish(keeping, 6 - len(finished))
     assert sorted(completion.id for completion in found) == list(range(6))
     for completion in found:
-        request, ids, versions = requests()[completion.id], completion.token_ids, list(completion.weight_versions)
-        log_probs = [log_probs_of(request, ids, version)[i] for i, version in enumerate(versions)]
-        assert torch.allclose(torch.tensor(completion.log_probs), torch.stack(log_probs), atol=1e-5)
+        check_versions(completion)
 
 
 def test_a_turn_after_an_environments_end_token(engine, doubles):

@@ -3,11 +3,11 @@
 import threading
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch.distributed as dist
+from open_links import open_links
 
 from megatron_grpo.utils.arguments import replaced
 from tools.benchmark import scale
@@ -112,7 +112,7 @@ def test_reads_are_those_that_happened(tmp_path):
 def test_a_gloo_group_has_a_socket_for_each_other_rank(ranks):
     """Real groups, of threads: the sockets of one more rank."""
     store, groups = dist.HashStore(), [None] * ranks
-    before = sockets()
+    before = open_links("socket")
 
     def join(rank):
         groups[rank] = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=60))
@@ -123,20 +123,7 @@ def test_a_gloo_group_has_a_socket_for_each_other_rank(ranks):
     for thread in threads:
         thread.join()
     listening = ranks
-    # Those that were opened: meanwhile the garbage collector may close some that other tests of this process left.
-    assert len(sockets() - before) - listening == ranks * (ranks - 1)
-
-
-def sockets() -> set[str]:
-    """The sockets of this process, by their inodes."""
-
-    def target(link):
-        try:
-            return str(link.readlink())
-        except OSError:  # that of the listing itself
-            return ""
-
-    return {name for name in map(target, Path("/proc/self/fd").iterdir()) if name.startswith("socket:")}
+    assert len(open_links("socket") - before) - listening == ranks * (ranks - 1)
 
 
 def test_the_exchange_of_a_small_world_by_hand():

@@ -1,10 +1,10 @@
-import os
 import resource
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from open_links import open_links
 
 from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.rewards.pool import RewardPool
@@ -53,19 +53,12 @@ def test_a_process_that_torchrun_did_not_start_has_no_launcher(monkeypatch):
 def test_a_worker_process_takes_two_descriptors():
     """As `needed` counts them, of rewards and of environments."""
 
-    def open_now() -> set[str]:
-        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-        return {os.readlink(link) for link in links if os.path.islink(link)}  # no link: that of the listing itself
-
-    def opened(before: set[str]) -> int:
-        """Without what the garbage collector may close meanwhile of other tests of this process."""
-        return len({name for name in open_now() - before if name.startswith(("pipe:", "socket:"))})
-
-    before = open_now()
+    kinds = "pipe", "socket"
+    before = open_links(*kinds)
     rewards = RewardPool(["exact_match"], [], 3)
-    assert opened(before) == 2 * 3
+    assert len(open_links(*kinds) - before) == 2 * 3
     rewards.close()
-    before = open_now()
+    before = open_links(*kinds)
     environments = EnvironmentPool(["calculator"], [], 3, 10.0, 1)
-    assert opened(before) == 2 * 3
+    assert len(open_links(*kinds) - before) == 2 * 3
     environments.close()
