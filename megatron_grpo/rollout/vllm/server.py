@@ -251,7 +251,7 @@ class VllmServer(Server):
         assert self.version is not None
         streamed.version, request = self.version, streamed.request.with_begun_in_prompt()
         # Keys and values of older weights are never reused: the prefix cache is keyed by the version.
-        with_experts = self._args.router_replay_mode == "R3"
+        with_experts = request.sampling.routed_experts
         takes_ids = with_experts or _has_images(request)
         path = _GENERATE if takes_ids else "/v1/completions"
         body = self._body_of_token_ids([request], seed) if takes_ids else self._body([request], seed)
@@ -351,7 +351,7 @@ class VllmServer(Server):
             if sampling.kept_token_ids:
                 kept = _kept(ids, log_probs, choice["logprobs"]["top_logprobs"], sampling.top_k)
         experts = None
-        if self._args.router_replay_mode == "R3":
+        if sampling.routed_experts:
             experts = self._routed_experts(choice, len(prompt) + len(ids) - 1)
         return Completion(request.id, ids, log_probs, reason, [version] * len(ids), experts, kept)
 
