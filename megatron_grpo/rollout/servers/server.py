@@ -71,7 +71,7 @@ class Server(Client, ABC):
 
     @abstractmethod
     async def check(self) -> None:
-        """Raise Fault, with the flag to change, if this server cannot serve this run."""
+        """Raise Fault, with the flag to change, if this server cannot serve this run; resume it if it is paused."""
 
     @abstractmethod
     async def status(self, timeout: float) -> Status:
@@ -94,7 +94,7 @@ class Server(Client, ABC):
         """Finish a weight update: drop caches of the old weights and set the version."""
 
     async def pause(self) -> None:
-        """Let running requests wait until `resume`, with their keys and values."""
+        """Let running requests wait until `resume` or `check`, with their keys and values."""
         raise NotImplementedError
 
     async def resume(self) -> None:

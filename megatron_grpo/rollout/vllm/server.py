@@ -116,7 +116,7 @@ class VllmServer(Server):
                 lacks = "it takes no images beside token ids" if args.vision_config else "its streams have no experts"
                 raise Fault(f"{lacks}: start it (vLLM 0.32) with --enable-scale-out")
         paused = await self.call_if_able("GET", "/is_paused", None, PROBE_TIMEOUT)
-        if paused and paused["is_paused"]:  # by a run that was killed
+        if paused and paused["is_paused"]:  # by a run that was killed, or by an update that failed
             await self.resume()
         if not (await self.status(PROBE_TIMEOUT)).process:
             raise Fault(

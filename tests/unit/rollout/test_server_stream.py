@@ -176,18 +176,21 @@ def test_kept_completions_go_on_under_new_weights(keeping, doubles):
     assert sum(called(double, "/v1/completions") for double in doubles) == 6  # none has begun again
 
 
-def test_a_server_that_does_not_load_the_weights_resumes_without_requests(keeping, doubles, monkeypatch):
+def test_a_server_that_does_not_load_the_weights_stays_paused_until_it_joins(keeping, doubles, monkeypatch):
     """Its completions go on elsewhere."""
     finished = stalled(keeping, doubles, 2)
 
     async def fail(directory, timeout):
         raise Fault("no room")
 
-    monkeypatch.setattr(keeping._pool.servers[0], "load_weights", fail)
-    keeping.update_weights(iter(tiny_model(2).state_dict().items()), 2)
-    assert [double.paused for double in doubles] == [False, False]
+    with monkeypatch.context() as failing:
+        failing.setattr(keeping._pool.servers[0], "load_weights", fail)
+        keeping.update_weights(iter(tiny_model(2).state_dict().items()), 2)
+    assert [double.paused for double in doubles] == [True, False]
     doubles[1].stall = None
     assert len(finished + finish(keeping, 6 - len(finished))) == 6
+    joined(keeping, doubles[0], 2)
+    assert not doubles[0].paused
 
 
 def test_nothing_counts_that_a_half_loaded_server_samples(keeping, doubles, monkeypatch):
