@@ -45,6 +45,10 @@ class Streamed:
         new = Completion(self.request.id, list(self.ids), log_probs, reason, list(self.versions), self.routed_experts)
         return new.after(self.request.begun)
 
+    def drop(self) -> None:
+        """Drop what has arrived."""
+        self.ids, self.versions, self.log_probs = [], [], []
+
     def continued(self) -> Request:
         """Return the request for what is missing."""
         return replace(self.request, begun=self.completion()) if self.ids else self.request
@@ -192,6 +196,12 @@ def refuse_quantized(quantization: str | None) -> None:
             f"its model is quantized ({quantization}), and the trainer's weights are not: start it without "
             "--quantization, on a directory in bf16 (tools/checkpoint/convert.py writes one from a quantized model)"
         )
+
+
+def tagged_version(tag: str) -> int | None:
+    """Return the version of the weights that have a `weight_tag`; None if this process has not named them."""
+    run, _, version = tag.partition(":")
+    return int(version) if run == _RUN_ID else None
 
 
 def weight_tag(version: int) -> str:
