@@ -237,7 +237,7 @@ def train(args, trainer: Trainer) -> None:
             with trainer.timers("update"), trainer.teachers_heads():
                 row = metrics | update(args, trainer, batch, completions, demonstrations)
             if rollout.sampled:  # now, and not read from a ledger
-                trainer.lifecycle.check(batch, row)
+                trainer.lifecycle.check(batch, row, trainer.iteration + 1)
             trainer.advance(row)
             if args.sync_ref_model and trainer.due(args.ref_model_sync_steps):  # after a rollout's last update
                 trainer.reference.ema_update(args, trainer.model, args.ref_model_mixup_alpha)  # type: ignore[union-attr]

@@ -185,6 +185,7 @@ class PolicyModel(GPTModel):
             kept_token_ids=kept_token_ids,
             entropy_gradient=entropy_gradient,
             accumulate=self.config.gradient_accumulation_fusion,
+            exact=self.exact_log_probs,
         )
 
     def _divergences(self, hidden, weight):
@@ -302,6 +303,7 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
     model.embedding_scale = args.hidden_size**0.5 if args.scale_embeddings else None
     model.final_logit_softcapping = args.final_logit_softcapping
     model.temperature = args.temperature
+    model.exact_log_probs = args.exact_log_probs
     model.vocab_size_without_padding = args.vocab_size
     model.gkd_beta = args.gkd_beta
     return model

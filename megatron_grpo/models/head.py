@@ -22,6 +22,7 @@ If a token was sampled from a truncated distribution, the sums over v are over i
 kept tokens are gathered from those of the vocabulary, and all other arithmetic is on ``[tokens, k]``.
 """
 
+from collections.abc import Callable
 from functools import wraps
 
 import torch
@@ -59,6 +60,7 @@ def vocab_parallel_log_probs(
     kept_token_ids: torch.Tensor | None = None,
     entropy_gradient: bool = True,
     accumulate: bool = False,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probability of each label and the entropy of its distribution, float32 ``[t]`` each.
 
@@ -69,9 +71,10 @@ def vocab_parallel_log_probs(
     ``kept_token_ids`` ``[t, k]`` (-1 pads) are the tokens of each label's distribution, the label among them; a row
     of -1 is the whole vocabulary, as is None. ``entropy_gradient``: False promises a loss without the entropy, which
     saves a product; the backward pass fails if the promise is broken. ``accumulate``: add the gradient of ``weight`` to
-    ``weight.main_grad`` (`weight_gradients`).
+    ``weight.main_grad`` (`weight_gradients`). ``exact``: the log-probabilities are those of vLLM, bit for bit
+    (`exact.head`), for one rank without ``cap`` and ``kept_token_ids``.
     """
-    options = temperature, vocab_size, group, chunk, cap, entropy_gradient, accumulate
+    options = temperature, vocab_size, group, chunk, cap, entropy_gradient, accumulate, exact
     if kept_token_ids is None:
         return _LogProbs.apply(hidden, weight, labels, None, *options)
     whole = (kept_token_ids < 0).all(-1)
@@ -90,7 +93,19 @@ def vocab_parallel_log_probs(
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, weight, labels, kept, temperature, vocab_size, group, chunk, cap, entropy_gradient, accumulate
+        ctx,
+        hidden,
+        weight,
+        labels,
+        kept,
+        temperature,
+        vocab_size,
+        group,
+        chunk,
+        cap,
+        entropy_gradient,
+        accumulate,
+        exact,
     ):
         ctx.set_materialize_grads(False)
         first = dist.get_rank(group) * len(weight) if group is not None else 0
@@ -103,7 +118,10 @@ class _LogProbs(torch.autograd.Function):
         )
         of_logits, gradient = [], hidden.new_empty(early, hidden.shape[1])  # of log p
         for part in chunks(len(labels), chunk):
-            at = _Chunk(hidden[part], weight, labels[part], None if kept is None else kept[part], first, rows)
+            product = float32_logits
+            if exact:
+                from megatron_grpo.models.exact.head import float32_logits as product  # Triton exists with a GPU only
+            at = _Chunk(hidden[part], weight, labels[part], None if kept is None else kept[part], first, rows, product)
             logits, inner_cap = at.logits, cap
             if at.mine is not None:
                 logits, inner_cap = soft_cap(logits, cap).masked_fill(~at.mine, OUTSIDE), None
@@ -115,6 +133,10 @@ class _LogProbs(torch.autograd.Function):
             mass, target, moment = sums
             log_z[part] = mass.log() + peak
             chosen[part] = target - mass.log()
+            if exact:
+                from megatron_grpo.models.exact.head import token_log_probs
+
+                chosen[part] = token_log_probs(logits, labels[part], temperature)
             entropy[part] = mass.log() - moment / mass
             if part.start < early:
                 grad = at.gradient(log_z[part], None, torch.ones_like(mass), None, temperature, cap)
@@ -155,7 +177,7 @@ class _LogProbs(torch.autograd.Function):
             del at, grad
         if ctx.main_grad is not None:
             grad_weight = placeholder(weight)
-        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 9
+        return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 10
 
 
 class _Chunk:
@@ -165,11 +187,11 @@ class _Chunk:
     if another rank holds it; ``mine`` ``[t, k]``: kept tokens that this rank holds, None without kept tokens.
     """
 
-    def __init__(self, hidden, weight, labels, kept, first: int, rows: int):
+    def __init__(self, hidden, weight, labels, kept, first: int, rows: int, product: Callable = float32_logits):
         self._weight, self._rows = weight, rows
         self.columns = self.mine = None
         if kept is None:
-            self.logits, self.column = float32_logits(hidden, weight[:rows]), labels - first
+            self.logits, self.column = product(hidden, weight[:rows]), labels - first
         else:
             self.logits, self.columns, self.mine = _kept_logits(hidden, weight, kept - first, rows)
             self.column = _column(kept, labels, self.mine)

@@ -25,6 +25,7 @@ from megatron_grpo.models import gemma4, weight_gradients
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.models.config import mlp_layers, recurrent_layers
 from megatron_grpo.models.delta_net import GatedDeltaNet
+from megatron_grpo.models.exact import layers as exact
 from megatron_grpo.models.experts import ExpertRowParallelLinear, GroupedExperts
 from megatron_grpo.models.mamba import MambaMixer
 from megatron_grpo.models.mtp import FurtherTokensLayer
@@ -121,7 +122,8 @@ def decoder_spec(config: TransformerConfig, args: Namespace, vp_stage: int | Non
         layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
     if args.gemma4_config:
         layers = gemma4.end_stage(layers)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_norm(args.transformer_impl))
+    norm = exact.ExactNorm if args.exact_log_probs else _norm(args.transformer_impl)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def mtp_spec(config: TransformerConfig, args: Namespace, vp_stage: int | None):
@@ -177,6 +179,8 @@ def _layers(config: TransformerConfig, args: Namespace) -> list[ModuleSpec]:
                 mlp.experts = GroupedExperts
             elif config.add_bias_linear and not use_te:
                 _submodules(mlp.experts).linear_fc2 = ExpertRowParallelLinear
+        if args.exact_log_probs:
+            exact.use_exact_modules(layer, exact.rotation_of(args))
     recurrent, mlp = recurrent_layers(args), mlp_layers(args)
     layers = [_with_recurrence(args, layer) if recurrent[i] else layer for i, layer in enumerate(layers)]
     return [_of_one_branch(layer, mlp[i]) if args.hybrid_layer_pattern else layer for i, layer in enumerate(layers)]

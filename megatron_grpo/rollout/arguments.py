@@ -14,6 +14,7 @@ from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.lora.targets import is_router, linear_layers, targets
 from megatron_grpo.parallel.arguments import check_heads
+from megatron_grpo.rollout.exact_log_probs import EXACT_LOG_PROBS
 from megatron_grpo.rollout.speculation import check_draft, check_speculation, method_of
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
@@ -162,6 +163,7 @@ ROLLOUT: tuple[FlagRow, ...] = (
         "mismatch/mean_abs above which the run ends [0.001 in float32, 0.2 in 16 bits, 1 with --vllm-quantization "
         "or --fp8-format]",
     ),
+    EXACT_LOG_PROBS,
 )
 
 DYNAMIC_SAMPLING: tuple[FlagRow, ...] = (

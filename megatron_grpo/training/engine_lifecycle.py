@@ -15,6 +15,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.rollout.arguments import has_servers
 from megatron_grpo.rollout.engine import AdapterEngine, LocalEngine, TrainersEngine
+from megatron_grpo.rollout.exact_log_probs import check_equal
 from megatron_grpo.rollout.source import Synced
 from megatron_grpo.rollout.weight_sync import weight_check
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter, sync_adapter
@@ -123,8 +124,8 @@ class EngineLifecycle:
                 weights = stream(self.model, self.args)
                 weight_check.compare_tensors(cast(LocalEngine, engine), weights, version)
 
-    def check(self, batch: RolloutBatch, row: dict[str, float]) -> None:
-        """Raise GrpoError if the engine did not sample a batch with the trainer's weights.
+    def check(self, batch: RolloutBatch, row: dict[str, float], update: int) -> None:
+        """Raise GrpoError if the engine did not sample the batch of an update with the trainer's weights.
 
         The version of every token must be that of the last sync, or at most --max-staleness syncs older. With equal
         weights, the log-probabilities of engine and trainer, whose gap is in the metrics ``row``, differ only by
@@ -144,6 +145,8 @@ class EngineLifecycle:
                 f"was {newest}; mean difference of log-probabilities {gap:.2g} nats, limit {limit:g} "
                 f"(--mismatch-limit). {weight_check.ENDING}"
             )
+        if self.args.exact_log_probs:
+            check_equal(update, row)
 
     def reload(self) -> None:
         """Return the trainer's tensors to the device; the optimizer state is complete later: `complete`."""

@@ -70,6 +70,7 @@ from megatron_grpo.rollout.arguments import (
     resolve_placed,
     resolve_weight_sync,
 )
+from megatron_grpo.rollout.exact_log_probs import check_exact_log_probs
 from megatron_grpo.training.arguments import check_values, ddp_config_from_args, optimizer_config_from_args
 from megatron_grpo.training.best_checkpoint import check_keep_best
 from megatron_grpo.training.run_rules import RUN
@@ -198,6 +199,7 @@ MODEL: tuple[Step, ...] = (
     resolve_lora_weight_sync,
     check_lora_weight_sync,
     resolve_export,
+    check_exact_log_probs,
     _check_libraries_of_model,
     check_functions,
 )

@@ -97,6 +97,10 @@ class VllmColocate:
             self._llm = _build(args, directory)
         self._allocated = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
         self._engine = self._llm.llm_engine
+        if args.exact_log_probs:
+            from megatron_grpo.rollout.vllm import exact
+
+            exact.check(self._engine)
         scheduler.collect_log_probs(self._engine)
         self.decode_runner = scheduler.shorten_decode_steps(self._engine)
         self._speculates = args.vllm_speculative_config is not None
@@ -472,7 +476,12 @@ def _build(args, directory: str):
     patches.INSPECTION.install(lambda function: function())
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # hide its warning that a CPU has no Triton
-    scheduler.use_decode_attention()
+    if args.exact_log_probs:
+        from megatron_grpo.rollout.vllm import exact  # it imports Triton
+
+        exact.register(args)
+    else:
+        scheduler.use_decode_attention()
     on_a_cpu = _cpu_options(args) if not torch.cuda.is_available() else {}
     if args.model_family == "llava_onevision" and args.engine_sees_videos:
         _flatten_videos()
@@ -583,6 +592,12 @@ def _gpu_options(args) -> dict:
         options["compilation_config"] = {"max_cudagraph_capture_size": args.vllm_max_num_seqs}
     if longest_of_engine(args) <= UNDIVIDED and not args.multi_latent_attention:
         options["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": 1}
+    if args.exact_log_probs:
+        from megatron_grpo.rollout.vllm import exact
+
+        of_exact = exact.options()
+        of_exact["compilation_config"] |= options.get("compilation_config", {})
+        options |= of_exact
     return options
 
 

@@ -1,0 +1,307 @@
+"""Triton kernels that trainer and engine both call, so that both compute the same bits (``--exact-log-probs``).
+
+No row of a result depends on the number of other rows, nor on what they hold: a program reduces each row in an order
+that its size alone fixes. Sums are in float32, and each result is rounded once. The compiler may not fuse products
+and sums, because it could choose differently for two callers. What reduces reads contiguous tensors only: the layout
+of a reduction follows the alignment of its loads.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+QUERIES_AND_HEADS = 64  # rows of a product of queries and keys: some queries times the heads of a group
+KEYS = 64  # of such a product
+NORM_WIDTH = 1024  # numbers of a program of the norm, at least
+LOG2_E = 1.4426950408889634
+HEAD_SIZES = 64, 128
+LOGITS_ROW = 64  # the row of a matrix of logits begins at a multiple of this
+PLAIN = {"enable_fp_fusion": False}
+
+
+class Tile(NamedTuple):
+    """The part of a product that a program of `linear` computes."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+WIDE = Tile(128, 256, 64, 8, 3)  # of many rows: training and prompts
+NARROW = Tile(64, 64, 128, 4, 4)  # of few rows: decode steps
+FEW_ROWS = 256
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Return ``x`` ``[..., k]`` times ``weight`` ``[n, k]`` transposed, plus ``bias`` ``[n]``: ``[..., n]``.
+
+    ``out`` ``[t, n]``, of another dtype or row stride, receives the result instead of a new tensor like ``x``.
+    """
+    depth, columns = x.shape[-1], len(weight)
+    flat = x.reshape(-1, depth).contiguous()
+    rows = len(flat)
+    if not weight.is_contiguous():
+        raise ValueError(f"a weight of strides {weight.stride()} is not contiguous")
+    made = flat.new_empty(rows, columns) if out is None else out
+    if tile is None:
+        tile = NARROW if rows <= FEW_ROWS and narrow_agrees(flat.device) else WIDE
+    if rows:
+        _linear[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
+            flat, weight, made if bias is None else bias, made, rows, columns, depth, made.stride(0),
+            BIASED=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+            EVEN=depth % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, **PLAIN,
+        )  # fmt: skip
+    return made.view(*x.shape[:-1], columns) if out is None else made
+
+
+@functools.cache
+def narrow_agrees(device: torch.device) -> bool:
+    """Return whether products in `NARROW` tiles equal those in `WIDE` ones on this kind of device.
+
+    They do where a tensor core's instruction adds its products to the sum in one order for each size. Otherwise decode
+    steps take wide tiles. Call it before a CUDA graph is captured.
+    """
+    if device.type != "cuda":  # Triton's interpreter
+        return True
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(192, 1920, generator=generator).to(device, torch.bfloat16)
+    weight = torch.randn(320, 1920, generator=generator).to(device, torch.bfloat16)
+    one, other = (
+        linear(x, weight, out=torch.empty(192, 320, device=device, dtype=torch.float32), tile=tile)
+        for tile in (NARROW, WIDE)
+    )
+    return bool(torch.equal(one, other))
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def _linear(
+    x, weight, bias, out, rows, columns, depth, out_row, BIASED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    of_rows, of_columns = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    # Eight blocks of rows take the same columns one after the other: these stay in the cache.
+    band = 8 * of_columns
+    first = tl.program_id(0) // band * 8
+    height = tl.minimum(of_rows - first, 8)
+    inner = tl.program_id(0) % band
+    row = (first + inner % height) * ROWS + tl.arange(0, ROWS)
+    column = inner // height * COLUMNS + tl.arange(0, COLUMNS)
+    of_row = tl.where(row < rows, row, 0).to(tl.int64)[:, None] * depth
+    of_column = tl.where(column < columns, column, 0).to(tl.int64)[None, :] * depth
+    at = tl.arange(0, DEPTH)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, depth, DEPTH):
+        here = start + at
+        if EVEN:
+            left, right = tl.load(x + of_row + here[None, :]), tl.load(weight + of_column + here[:, None])
+        else:
+            left = tl.load(x + of_row + here[None, :], mask=here[None, :] < depth, other=0.0)
+            right = tl.load(weight + of_column + here[:, None], mask=here[:, None] < depth, other=0.0)
+        total = tl.dot(left, right, total)
+    if BIASED:
+        total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    place = out + row.to(tl.int64)[:, None] * out_row + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x r times ``weight`` ``[h]``, like ``x`` ``[..., h]``, and r = 1 / sqrt(mean(x^2) + eps), ``[..., 1]``."""
+    x = x.contiguous()
+    size = x.shape[-1]
+    rows, width = x.numel() // size, triton.next_power_of_2(size)
+    out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    together = max(1, NORM_WIDTH // width)
+    if rows:
+        _rms_norm[(triton.cdiv(rows, together),)](
+            x, weight, out, scale, rows, size, eps, ROWS=together, WIDTH=width, num_warps=4, **PLAIN
+        )
+    return out, scale
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(x, weight, out, scale, rows, size, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    at = row.to(tl.int64)[:, None] * size + column[None, :]
+    inside = (row < rows)[:, None] & (column < size)[None, :]
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    root = tl.rsqrt(tl.sum(values * values, 1) / size + eps)
+    factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)
+    tl.store(out + at, (values * root[:, None] * factor[None, :]).to(out.dtype.element_ty), mask=inside)
+    tl.store(scale + row, root, mask=row < rows)
+
+
+def rotation_table(inv_freq: torch.Tensor, positions: int, factor: float, device: torch.device) -> torch.Tensor:
+    """Return cosines and sines of the angles of all positions, times ``factor``: float32 ``[positions, 2, d / 2]``.
+
+    They are computed in float64 on the CPU from ``inv_freq`` ``[d / 2]``: all processes get the same ones.
+    """
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * inv_freq.cpu().double()
+    return (torch.stack([angles.cos(), angles.sin()], 1) * factor).float().to(device)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Return the heads ``x`` ``[t, a, b, d]`` rotated by the angles of ``positions`` ``[t]``: ``[t, a * b, d]``.
+
+    A pair of channels lies half a head apart: (x cos - y sin, y cos + x sin).
+    """
+    tokens, groups, slots, size = x.shape
+    if x.stride(3) != 1:
+        raise ValueError(f"heads of strides {x.stride()} are not contiguous")
+    out = x.new_empty(tokens, groups * slots, size)
+    if tokens:
+        _rotate[(tokens,)](
+            x, positions, table, out, x.stride(0), x.stride(1), x.stride(2), groups * slots, slots,
+            HEADS=triton.next_power_of_2(groups * slots), HALF=size // 2, num_warps=4, **PLAIN,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rotate(
+    x, positions, table, out, of_token, of_group, of_slot, heads, slots, HEADS: tl.constexpr, HALF: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    channel, head = tl.arange(0, HALF)[None, :], tl.arange(0, HEADS)[:, None]
+    angle = table + tl.load(positions + token).to(tl.int64) * 2 * HALF + channel
+    cos, sin = tl.load(angle), tl.load(angle + HALF)
+    source = x + token * of_token + head // slots * of_group + head % slots * of_slot + channel
+    first = tl.load(source, mask=head < heads, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=head < heads, other=0.0).to(tl.float32)
+    target = out + (token * heads + head) * 2 * HALF + channel
+    tl.store(target, (first * cos - second * sin).to(out.dtype.element_ty), mask=head < heads)
+    tl.store(target + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=head < heads)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(x_1) x_2 ``[..., f]`` of ``x`` ``[..., 2 f]``."""
+    x = x.contiguous()
+    size = x.shape[-1] // 2
+    out = x.new_empty(*x.shape[:-1], size)
+    if out.numel():
+        _silu_and_mul[(out.numel() // size, triton.cdiv(size, 1024))](x, out, size, BLOCK=1024, num_warps=4, **PLAIN)
+    return out
+
+
+@triton.jit
+def _silu_and_mul(x, out, size, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + column, (gate * tl.sigmoid(gate) * other).to(out.dtype.element_ty), mask=inside)
+
+
+class Pages(NamedTuple):
+    """Where the keys of each sequence lie: key i of sequence s in block ``table[s, i // size]``, at place i % size.
+
+    ``starts`` int32 ``[n + 1]``: the first query of each sequence; its queries are the last of its tokens, of which
+    there are ``lengths`` int32 ``[n]``. ``table`` int32 ``[n, blocks]``, ``size`` a power of two.
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    size: int
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: Pages,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return causal attention ``[t, heads, d]``, and log(sum(e^score)) of each query, float32 ``[heads, t]``.
+
+    ``query`` ``[t, heads, d]``; ``key`` and ``value`` ``[blocks, size, groups, d]`` of equal strides.
+
+    Every query meets its keys in products of `KEYS` of them, from the first on: in a prompt, in a part of one, and in
+    a decode step. Products in which other queries of a program see keys and it does not leave its numbers as they are.
+    """
+    tokens, heads, size = query.shape
+    groups = key.shape[2]
+    wide = triton.next_power_of_2(heads // groups)
+    if key.stride() != value.stride() or key.stride(3) != 1 or query.stride(1) != size or pages.size & (pages.size - 1):
+        raise ValueError(
+            f"strides {key.stride()}, {value.stride()}, {query.stride()} and blocks of {pages.size} tokens"
+        )
+    out = query.new_empty(tokens, heads, size) if out is None else out
+    log_sum = query.new_empty(heads, tokens, dtype=torch.float32)
+    queries = QUERIES_AND_HEADS // wide
+    sequences = len(pages.lengths)
+    if tokens:
+        _attention[(groups, tokens // queries + sequences)](
+            query, key, value, pages.table, pages.starts, pages.lengths, out, log_sum, sequences, scale * LOG2_E,
+            pages.size.bit_length() - 1, tokens, query.stride(0), out.stride(0), key.stride(0), key.stride(1),
+            key.stride(2), pages.table.stride(0), HEADS=heads // groups, WIDE=wide, QUERIES=queries, D=size,
+            KEYS=KEYS, num_warps=4, num_stages=3, **PLAIN,
+        )  # fmt: skip
+    return out, log_sum
+
+
+@triton.jit(do_not_specialize=["sequences", "shift", "tokens", "table_row"])
+def _attention(
+    query, key, value, table, starts, lengths, out, log_sum, sequences, scale, shift, tokens, query_token, out_token,
+    key_block, key_token, key_group, table_row, HEADS: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr,
+    D: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    group, block = tl.program_id(0), tl.program_id(1)
+    # Sequence s has the blocks from starts[s] // QUERIES + s on: the last one that begins at or before this block.
+    low, high = 0, sequences
+    while low < high:
+        middle = (low + high) // 2
+        begins = tl.load(starts + middle) // QUERIES + middle
+        if begins <= block:
+            low = middle + 1
+        else:
+            high = middle
+    sequence = low - 1
+    begin = tl.load(starts + sequence)
+    count = tl.load(starts + sequence + 1) - begin
+    first = (block - begin // QUERIES - sequence) * QUERIES
+    if first >= count:
+        return
+    length = tl.load(lengths + sequence)
+    row = tl.arange(0, QUERIES * WIDE)
+    own, head = first + row // WIDE, row % WIDE
+    real = (own < count) & (head < HEADS)
+    last = length - count + own  # the last key that a query sees
+    end = tl.minimum(length, length - count + first + QUERIES)
+    d, ahead = tl.arange(0, D), tl.arange(0, KEYS)
+    token = (begin + own).to(tl.int64)
+    channel = (group * HEADS + head)[:, None] * D + d[None, :]
+    queries = tl.load(query + token[:, None] * query_token + channel, mask=real[:, None], other=0.0)
+    of_sequence = table + sequence.to(tl.int64) * table_row
+    inner = (1 << shift) - 1
+    peak = tl.full([QUERIES * WIDE], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES * WIDE], tl.float32)
+    weighted = tl.zeros([QUERIES * WIDE, D], tl.float32)
+    for start in tl.range(0, end, KEYS):
+        at = start + ahead
+        held = at < end
+        number = tl.load(of_sequence + (at >> shift), mask=held, other=0).to(tl.int64)
+        place = number * key_block + (at & inner) * key_token + group * key_group
+        keys = tl.load(key + place[:, None] + d[None, :], mask=held[:, None], other=0.0)
+        values = tl.load(value + place[:, None] + d[None, :], mask=held[:, None], other=0.0)
+        scores = tl.where(at[None, :] <= last[:, None], tl.dot(queries, tl.trans(keys)) * scale, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights, keep = tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher)
+        total = total * keep + tl.sum(weights, 1)
+        weighted = tl.dot(weights.to(values.dtype), values, weighted * keep[:, None])
+        peak = higher
+    result = weighted / total[:, None]
+    tl.store(out + token[:, None] * out_token + channel, result.to(out.dtype.element_ty), mask=real[:, None])
+    log_base_2 = peak + tl.log2(total)
+    tl.store(log_sum + (group * HEADS + head).to(tl.int64) * tokens + token, log_base_2 / 1.4426950408889634, mask=real)

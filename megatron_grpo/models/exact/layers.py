@@ -1,0 +1,212 @@
+"""Modules of a dense layer that compute by the kernels of this folder, with gradients of their own.
+
+Each is a module of the ``local`` layers with another forward pass. The backward passes are those of the ``local``
+layers: gradients need not be equal bit for bit, and their products stay as fast as they are.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_grpo.data.pack import SharedPrompts
+from megatron_grpo.models.attention import PackedAttention
+from megatron_grpo.models.attention_kernels import Kernel
+from megatron_grpo.models.norm import RMSNorm
+from megatron_grpo.models.param_gather import wait_for_weights
+from megatron_grpo.models.rope import frequencies, host_offsets, rows_of_pack
+from megatron_grpo.models.self_attention import PackedSelfAttention
+from megatron_grpo.models.shared_prompts import SharedPack
+from megatron_grpo.models.weight_gradients import add_product, placeholder
+from megatron_grpo.utils.device import to_device
+
+
+def use_exact_modules(layer: ModuleSpec, rotation: Callable[[torch.device], torch.Tensor]) -> None:
+    """Give the specification of a dense layer the modules of this file; ``rotation`` returns `rotation_table`."""
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = ExactBranchNorm
+    attention = parts.self_attention
+    attention.module = _self_attention(rotation)
+    names = attention.submodules
+    names.linear_qkv, names.linear_proj, names.core_attention = ExactColumnLinear, ExactRowLinear, ExactAttention
+    if names.q_layernorm is RMSNorm:
+        names.q_layernorm = names.k_layernorm = ExactNorm
+    mlp = parts.mlp.keywords["submodules"]
+    mlp.linear_fc1, mlp.linear_fc2 = ExactColumnLinear, ExactRowLinear
+    parts.mlp = type(parts.mlp)(ExactMLP.as_mlp_submodule, submodules=mlp)
+
+
+def rotation_of(args: Namespace) -> Callable[[torch.device], torch.Tensor]:
+    """Return the function that returns the table of `kernels.rotate` for the positions of a model, on a device."""
+    inv_freq, factor = frequencies(args, args.rotary_base, args.rope_scaling)
+
+    @cache
+    def table(device: torch.device) -> torch.Tensor:
+        from megatron_grpo.models.exact import kernels
+
+        return kernels.rotation_table(inv_freq, args.max_position_embeddings, factor, device)
+
+    return table
+
+
+class _Linear(torch.autograd.Function):
+    """``apply(x, weight, bias, main_grad)``: `kernels.linear`, and its gradient by torch's products.
+
+    With ``main_grad`` the gradient of ``weight`` is added to it (`weight_gradients`).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, main_grad):
+        from megatron_grpo.models.exact import kernels  # Triton exists with a GPU only
+
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = main_grad
+        return kernels.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = (flat @ weight).view(x.shape) if of_x else None
+        grad_weight = None
+        if of_weight and ctx.main_grad is None:
+            grad_weight = flat.T @ x.reshape(-1, x.shape[-1])
+        elif of_weight:
+            add_product(ctx.main_grad, flat, x.reshape(-1, x.shape[-1]))
+            grad_weight = placeholder(weight)
+        return grad_x, grad_weight, flat.sum(0) if of_bias else None, None
+
+
+def _product(input, weight, bias=None, gradient_accumulation_fusion=False, **_):
+    """Return the product of a linear layer of one tensor-parallel rank; the other arguments are for several."""
+    fused = gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
+    return _Linear.apply(input, weight, bias, weight.main_grad if fused else None)
+
+
+class ExactColumnLinear(ColumnParallelLinear):
+    """megatron-core's linear layer with the forward pass of `kernels.linear`."""
+
+    def _forward_impl(self, input, weight, *args, **kwargs):
+        return _product(input, weight, *args, **kwargs)
+
+
+class ExactRowLinear(RowParallelLinear):
+    """megatron-core's linear layer with the forward pass of `kernels.linear`."""
+
+    def _forward_impl(self, input, weight, *args, **kwargs):
+        return _product(input, weight, *args, **kwargs)
+
+
+class ExactNorm(RMSNorm):
+    """`RMSNorm` with the forward pass of `kernels.rms_norm`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            from megatron_grpo.models.exact import kernels
+
+            return kernels.rms_norm(x, self.weight, self.eps)[0]
+        from megatron_grpo.models.exact.gradients import Norm
+
+        out, again = Norm.apply(x, self.weight, self.eps)
+        if self.before_branch:
+            vars(x)["for_residual"] = again
+        return out
+
+
+class ExactBranchNorm(ExactNorm):
+    """`BranchNorm` with the forward pass of `kernels.rms_norm`."""
+
+    before_branch = True
+
+
+class ExactMLP(MLP):
+    """megatron-core's gated MLP with the activation of `kernels.silu_and_mul`."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any):
+        from megatron_grpo.models.exact.gradients import SiluAndMul
+
+        gate_and_up, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(SiluAndMul.apply(gate_and_up))
+
+
+def _self_attention(rotation: Callable[[torch.device], torch.Tensor]) -> type[PackedSelfAttention]:
+    """Return a self-attention that rotates by `kernels.rotate`."""
+
+    class ExactSelfAttention(PackedSelfAttention):
+        """`PackedSelfAttention` with the norms and rotations of the kernels of this folder."""
+
+        def get_query_key_value_tensors(self, hidden_states, key_value_states=None, **more):
+            """Return rotated queries ``[t, 1, heads, d]``, rotated keys and values ``[t, 1, groups, d]``."""
+            from megatron_grpo.models.exact.gradients import Heads
+
+            assert self._rotation is not None, "every batch is packed"
+            freqs, packed = self._rotation
+            projected, _ = self.linear_qkv(hidden_states)
+            heads = projected.view(
+                len(projected), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
+            )
+            positions = positions_of(packed, projected, freqs, self.pg_collection.cp)
+            wait_for_weights(self.q_layernorm, self.k_layernorm)
+            norms = self.q_layernorm, self.k_layernorm
+            weights = [norm.weight if isinstance(norm, ExactNorm) else None for norm in norms]
+            eps = self.q_layernorm.eps if isinstance(self.q_layernorm, ExactNorm) else 0.0
+            parts = Heads.apply(heads, *weights, positions, rotation(projected.device), eps, 0.0)
+            return tuple(part[:, None] for part in parts)
+
+    return ExactSelfAttention
+
+
+def positions_of(packed, tokens: torch.Tensor, freqs: torch.Tensor, cp_group) -> torch.Tensor:
+    """Return the position of each token of a pack in its sequence, int64 ``[t]``."""
+    if isinstance(packed, SharedPack):
+        return packed.position_ids
+    return rows_of_pack(tokens, host_offsets(packed), freqs, cp_group)
+
+
+class ExactAttention(PackedAttention):
+    """`PackedAttention` with the forward pass of `kernels.attention`."""
+
+    def _kernel(self, pack, cp_size, cp_rank, where, scale):
+        shared = pack.shared if isinstance(pack, SharedPack) else None
+        offsets = tuple(host_offsets(pack).tolist())
+        usual = super()._kernel(pack, cp_size, cp_rank, where, scale)
+        return _ExactKernel(*key_rows(offsets, where, shared), scale, usual)
+
+
+class _ExactKernel:
+    """`Kernel` that computes the output by `kernels.attention`, and gradients by another one from output and lse."""
+
+    def __init__(self, starts: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scale: float, usual: Kernel):
+        self._pages, self._scale, self._usual = (starts, lengths, table, 1), scale, usual
+
+    def forward(self, q, k, v):
+        from megatron_grpo.models.exact import kernels
+
+        return kernels.attention(q, k[:, None], v[:, None], kernels.Pages(*self._pages), self._scale)
+
+    def backward(self, grad, q, k, v, out, lse):
+        return self._usual.backward(grad, q, k, v, out, lse)
+
+
+@lru_cache(maxsize=2)  # the layers of a micro-batch share the result
+def key_rows(
+    offsets: tuple[int, ...], device: torch.device, shared: SharedPrompts | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ``starts``, ``lengths`` and ``table`` of `kernels.Pages` with blocks of one token, the rows of a pack."""
+    starts = np.array(offsets)
+    cu_keys = starts if shared is None else shared.cu_keys.astype(np.int64)
+    keys = np.arange(starts[-1]) if shared is None else shared.keys
+    lengths = np.diff(cu_keys)
+    place = np.arange(max(1, lengths.max(initial=0)))
+    table = np.zeros((len(lengths), len(place)), np.int32)
+    table[place < lengths[:, None]] = keys
+    arrays = starts.astype(np.int32), lengths.astype(np.int32), table
+    starts_, lengths_, table_ = (to_device(torch.from_numpy(array), device) for array in arrays)
+    return starts_, lengths_, table_

@@ -1,0 +1,63 @@
+"""What test_exact_log_probs.py runs in Triton's interpreter: an update with and without --exact-log-probs.
+
+    torchrun --nproc-per-node 1 tests/unit/models/exact_worker.py FLAGS
+
+Prints the largest differences of log-probabilities and of gradients, relative to the norm of all of them.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+import made_up  # first of ours: it prepares for machines without a GPU
+import numpy as np
+import torch
+from megatron.core.utils import unwrap_model
+
+import pretrain_grpo
+from megatron_grpo.algorithm.mixing import with_token_weights
+from megatron_grpo.models import forward
+from megatron_grpo.models.exact import head
+from megatron_grpo.parallel.initialize import initialize_distributed
+from megatron_grpo.utils.arguments import replaced
+
+MODEL = """--num-layers 2 --hidden-size 96 --ffn-hidden-size 40 --num-attention-heads 6 --group-query-attention
+    --num-query-groups 2 --kv-channels 16 --normalization RMSNorm --swiglu --disable-bias-linear --vocab-size 67
+    --max-position-embeddings 64 --clip-grad 0""".split()
+
+
+def of_torch(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """vLLM's kernel needs a GPU."""
+    return (logits / temperature).log_softmax(-1).gather(1, token_ids[:, None])[:, 0]
+
+
+def results(flags: list[str], exact: bool) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    args = made_up.parse([*MODEL, *flags], 1)
+    args = replaced(args, exact_log_probs=exact)  # the flag is refused without a GPU
+    initialize_distributed(args)
+    trainer = made_up.trainer(args)
+    batch, chosen = made_up.one_update(args, [9, 5, 12, 7] * 4)
+    log_probs = forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, batch)
+    batch = made_up.off_policy(args, trainer, batch)
+    batch, _ = with_token_weights(args, batch, chosen, None, 1)
+    chunk = trainer.model[0]
+    chunk.zero_grad_buffer()
+    for pack in forward.micro_batches(args, batch, chosen):
+        output, loss_func = pretrain_grpo.forward_step(iter([pack]), chunk, args, 1)
+        loss, _ = loss_func(output)
+        loss.backward()
+    (model,) = unwrap_model([chunk])
+    gradients = {name: p.main_grad.detach().clone() for name, p in model.named_parameters()}
+    made_up.release(trainer)
+    return log_probs, gradients
+
+
+head.token_log_probs = of_torch
+plain, of_plain = results(sys.argv[1:], exact=False)
+exact, of_exact = results(sys.argv[1:], exact=True)
+size = torch.stack([gradient.norm() for gradient in of_plain.values()]).norm()
+found = {name: float((of_exact[name] - gradient).norm() / size) for name, gradient in of_plain.items()}
+print(json.dumps({"log_probs": float(np.nanmax(np.abs(plain - exact))), "gradients": found}))
