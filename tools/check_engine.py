@@ -5,7 +5,8 @@
 The trainer loads the model. The engine gets the weights by the weight sync of a run and samples completions of random
 prompts. The trainer computes the log-probabilities of their tokens. Prints the mean and the largest absolute difference
 in nats; --with-transformers adds the difference from transformers' model (eager attention, same dtype). --layers
-follows one sequence through the layers of both, and prints the tensors whose bits differ.
+follows one sequence through the layers of both, and prints the tensors whose bits differ. --steps asks a colocated vLLM
+whether decode steps, prompts at once and in parts, and hits of the prefix cache give the same bits.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.device import device
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
-from tools import made_up, tensor_differences
+from tools import engine_steps, made_up, tensor_differences
 
 PROMPTS, PROMPT_LENGTH = 16, 24
 HEAD = "| model | engine against trainer: mean | max | engine against transformers: mean | max |\n|---|--:|--:|--:|--:|"
@@ -56,15 +57,18 @@ def start(flags: list[str]):
     return args, model, engine
 
 
-def compare(flags: list[str], with_transformers: bool, layers: bool) -> str:
+def compare(flags: list[str], with_transformers: bool, layers: bool, steps: bool) -> str:
     """Return the text of the report; all ranks must call this function."""
     args, model, engine = start(flags)
+    of_steps = [answer.line for answer in engine_steps.answers(args, engine)] if steps else []
     batch = sample(args, engine)
     trainer = forward.log_probs(args, model, pretrain_grpo.forward_step, batch)
     row = [Path(args.load_hf).name, *distance(trainer, batch.rollout_log_probs)]
     if with_transformers and dist.get_rank() == 0:
         row += distance(by_transformers(args, batch), batch.rollout_log_probs)
     text = f"{HEAD}\n| {' | '.join(row)} |"
+    if steps:
+        text += "\n\n" + "\n".join(of_steps)
     if layers:
         text += "\n\n" + of_layers(args, engine, model, batch)
     engine.close()
@@ -118,8 +122,9 @@ def main() -> None:
     )
     parser.add_argument("--with-transformers", action="store_true", help="compare with transformers' model as well")
     parser.add_argument("--layers", action="store_true", help="compare the tensors of all layers, on one rank")
+    parser.add_argument("--steps", action="store_true", help="compare the steps of a colocated vLLM, on one rank")
     options, flags = parser.parse_known_args()
-    text = compare(flags, options.with_transformers, options.layers)
+    text = compare(flags, options.with_transformers, options.layers, options.steps)
     if dist.get_rank() == 0:
         print(text, flush=True)
 
