@@ -21,7 +21,7 @@ EXACT_LOG_PROBS: FlagRow = (
 
 FAMILIES = "qwen2", "qwen3", "llama"
 HEAD_SIZES = 64, 128
-ENGINE_ARGUMENTS = "max_num_batched_tokens", "enable_chunked_prefill", "block_size", "swap_space", "max_logprobs"
+ENGINE_ARGUMENTS = "max_num_batched_tokens", "enable_chunked_prefill", "block_size", "kv_cache_memory_bytes"
 
 _KERNEL = "it has no kernel that trainer and engine share"
 _TENSOR = "the sums over tensor-parallel ranks have no common order yet: give 1"
@@ -36,7 +36,7 @@ SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("vllm_quantization", (None,), "products of 8 bits have no common kernel: leave it out"),
     ("fp8_format fp4_format", (None,), "products of 8 or 4 bits have no common kernel: leave it out"),
     ("transformer_impl", ("local",), "Transformer Engine's layers have kernels of their own: give local"),
-    ("attention_backend", ("auto", "local"), "the kernel of attention is one for both sides: give local"),
+    ("attention_backend", ("auto", "local", "flash"), "it has no output that the engine's equals: give local"),
     ("tensor_model_parallel_size vllm_tensor_parallel_size", (1,), _TENSOR),
     ("context_parallel_size", (1,), "the keys of other ranks come in another order: give 1"),
     ("cuda_graphs", (False,), "the layers have not been recorded with these kernels: leave it out"),

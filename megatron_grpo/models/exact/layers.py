@@ -16,8 +16,8 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_grpo.data.pack import SharedPrompts
-from megatron_grpo.models.attention import PackedAttention
-from megatron_grpo.models.attention_kernels import Kernel
+from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
+from megatron_grpo.models.attention_kernels import FlashAttention4, Kernel
 from megatron_grpo.models.norm import RMSNorm
 from megatron_grpo.models.param_gather import wait_for_weights
 from megatron_grpo.models.rope import frequencies, host_offsets, rows_of_pack
@@ -34,7 +34,9 @@ def use_exact_modules(layer: ModuleSpec, rotation: Callable[[torch.device], torc
     attention = parts.self_attention
     attention.module = _self_attention(rotation)
     names = attention.submodules
-    names.linear_qkv, names.linear_proj, names.core_attention = ExactColumnLinear, ExactRowLinear, ExactAttention
+    names.linear_qkv, names.linear_proj = ExactColumnLinear, ExactRowLinear
+    of_flash = names.core_attention is FlashPackedAttention
+    names.core_attention = ExactFlashAttention if of_flash else ExactAttention
     if names.q_layernorm is RMSNorm:
         names.q_layernorm = names.k_layernorm = ExactNorm
     mlp = parts.mlp.keywords["submodules"]
@@ -178,6 +180,12 @@ class ExactAttention(PackedAttention):
         offsets = tuple(host_offsets(pack).tolist())
         usual = super()._kernel(pack, cp_size, cp_rank, where, scale)
         return _ExactKernel(*key_rows(offsets, where, shared), scale, usual)
+
+
+class ExactFlashAttention(ExactAttention):
+    """`ExactAttention` with gradients by the kernels of FlashAttention 4."""
+
+    gpu_kernel = FlashAttention4
 
 
 class _ExactKernel:
