@@ -56,7 +56,8 @@ def reference_args(args: Namespace) -> Namespace:
     if args.ref_micro_batch_size:
         own = replaced(own, micro_batch_size=args.ref_micro_batch_size, max_tokens_per_microbatch=None)
     if has_own_parallel_configuration(args):
-        own = _with_parallel_configuration(own, args, "ref")
+        # The layers of --exact-log-probs are for one tensor-parallel rank.
+        own = replaced(_with_parallel_configuration(own, args, "ref"), exact_log_probs=False)
     _check_micro_batches(own, "ref", "--ref-micro-batch-size")
     if args.ref_load_hf:
         config = hf.read_config(args.ref_load_hf)
@@ -83,7 +84,7 @@ def teacher_args(args: Namespace) -> list[Namespace]:
 def _teacher_args(args: Namespace, directory: str) -> Namespace:
     # Its log-probabilities are targets: quantization would only add noise. A reference quantizes as the policy does,
     # so that the KL of equal weights is 0.
-    plain = {"load_hf": directory, "fp8_format": None, "sync_ref_model": False}
+    plain = {"load_hf": directory, "fp8_format": None, "sync_ref_model": False, "exact_log_probs": False}
     own = replaced(args, **_WITHOUT_TRAINING | plain | default_architecture())
     own = replaced(own, **architecture_of(own, directory, args.model_family))  # of a text policy, read as text
     if own.vocab_size != args.vocab_size:

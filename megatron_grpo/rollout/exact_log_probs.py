@@ -66,7 +66,6 @@ SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         (False,),
         _KERNEL,
     ),
-    ("fp32_residual_connection", (False,), "vLLM rounds the residual: leave it out"),
     ("swiglu", (True,), "the kernel is of SwiGLU"),
     ("vllm_speculative_config", (None,), "a step of drafts has several logits of a sequence: leave it out"),
     ("max_staleness", (0,), "tokens of earlier weights have other log-probabilities: give 0"),

@@ -1,0 +1,136 @@
+"""What test_exact_log_probs.py asks the kernels in Triton's interpreter; prints the answers."""
+
+import json
+import os
+import sys
+from itertools import pairwise
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+from megatron_grpo.patches import cpu_backend
+
+cpu_backend.install()  # before megatron.core is imported
+
+import numpy as np
+import torch
+
+from megatron_grpo.data.pack import SharedPrompts
+from megatron_grpo.models.exact import kernels
+from megatron_grpo.models.exact.layers import key_rows
+
+HEADS, GROUPS, SIZE, BLOCK = 6, 2, 64, 16
+LENGTHS = [70, 5, 130, 1]
+found: dict[str, float | bool] = {}
+
+
+def heads(tokens: int, count: int) -> torch.Tensor:
+    return torch.randn(tokens, count, SIZE)
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of the last tokens of one sequence in float64, and the logarithms of its sums."""
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(HEADS // GROUPS, 0) for x in (k, v))
+    scores = q @ k.transpose(1, 2) * SIZE**-0.5
+    before = k.shape[1] - q.shape[1]
+    scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(before + 1), float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1)
+
+
+def gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.double() - other.double()).abs().max())
+
+
+def paged(k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cache of blocks in some order, NaN where no token lies, and the blocks of each sequence."""
+    counts = [-(-length // BLOCK) for length in LENGTHS]
+    order = torch.randperm(sum(counts) + 3).tolist()
+    cache = torch.full((len(order), GROUPS, BLOCK, 2 * SIZE), float("nan"))
+    table = torch.zeros(len(LENGTHS), max(counts), dtype=torch.int32)
+    for s, count in enumerate(counts):
+        for b in range(count):
+            table[s, b] = number = order.pop()
+            tokens = slice(int(starts[s]) + b * BLOCK, min(int(starts[s]) + (b + 1) * BLOCK, int(starts[s + 1])))
+            length = tokens.stop - tokens.start
+            cache[number, :, :length] = torch.cat([k[tokens], v[tokens]], -1).transpose(0, 1)
+    return cache, table
+
+
+def attention() -> None:
+    """A prompt against float64; decode steps, and the end of a prompt, over a cache of blocks against the prompt.
+
+    The interpreter's products depend on the place of a row among 64: the rows that are compared have the same.
+    """
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0)
+    q, k, v = heads(sum(LENGTHS), HEADS), heads(sum(LENGTHS), GROUPS), heads(sum(LENGTHS), GROUPS)
+    packed = kernels.Pages(*key_rows(tuple(starts.tolist()), torch.device("cpu"), None), 1)
+    out, log_sum = kernels.attention(q, k[:, None], v[:, None], packed, SIZE**-0.5)
+    parts = [slice(*pair) for pair in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+    wanted = [dense(q[part], k[part], v[part]) for part in parts]
+    found["attention"] = gap(out, torch.cat([one for one, _ in wanted]))
+    found["log_sum"] = gap(log_sum, torch.cat([one for _, one in wanted], 1))
+    cache, table = paged(k, v, starts)
+    keys, values = cache.transpose(1, 2).split(SIZE, -1)
+    queries = kernels.QUERIES_AND_HEADS // 4  # of a program: three heads of a group fill four rows
+    places = [(s, p) for s, length in enumerate(LENGTHS) for p in range(0, length, queries)]
+    at = torch.tensor([int(starts[s]) + p for s, p in places])
+    lengths = torch.tensor([p + 1 for _, p in places], dtype=torch.int32)
+    each = kernels.Pages(torch.arange(len(at) + 1).int(), lengths, table[[s for s, _ in places]], BLOCK)
+    steps, sums = kernels.attention(q[at], keys, values, each, SIZE**-0.5)
+    found["decode steps"] = torch.equal(steps, out[at]) and torch.equal(sums, log_sum[:, at])
+    ends = [length // queries * queries // 2 // queries * queries for length in LENGTHS]
+    rest = torch.cat([torch.arange(part.start + end, part.stop) for part, end in zip(parts, ends, strict=True)])
+    counts = torch.tensor([0, *(length - end for length, end in zip(LENGTHS, ends, strict=True))]).cumsum(0).int()
+    chunked = kernels.Pages(counts, torch.tensor(LENGTHS, dtype=torch.int32), table, BLOCK)
+    found["part of a prompt"] = torch.equal(kernels.attention(q[rest], keys, values, chunked, SIZE**-0.5)[0], out[rest])
+
+
+def shared_prompts() -> None:
+    """Completions of a prompt that is in the pack once, against whole sequences in float64."""
+    prompt, completions = 20, [7, 30]
+    starts = np.cumsum([0, prompt, *completions])
+    keys = [np.arange(prompt)] + [np.append(np.arange(prompt), np.arange(a, b)) for a, b in pairwise(starts[1:])]
+    cu_keys = np.cumsum([0, *map(len, keys)]).astype(np.int32)
+    shared = SharedPrompts.__new__(SharedPrompts)
+    vars(shared).update(cu_keys=cu_keys, keys=np.concatenate(keys))
+    pages = kernels.Pages(*key_rows(tuple(starts.tolist()), torch.device("cpu"), shared), 1)
+    total = int(starts[-1])
+    q, k, v = heads(total, HEADS), heads(total, GROUPS), heads(total, GROUPS)
+    out, _ = kernels.attention(q, k[:, None], v[:, None], pages, SIZE**-0.5)
+    wanted = [
+        dense(q[a:b], k[own], v[own])[0] for a, b, own in zip(starts[:-1], starts[1:], keys, strict=True)
+    ]  # fmt: skip
+    found["shared prompts"] = gap(out, torch.cat(wanted))
+
+
+def products() -> None:
+    """Sizes that no tile divides, with and without a bias, in both tiles and in several numbers of rows."""
+    x, weight, bias = torch.randn(150, 200), torch.randn(300, 200), torch.randn(300)
+    wanted = x.double() @ weight.double().T
+    for name, tile in (("narrow", kernels.NARROW), ("wide", kernels.WIDE)):
+        found[f"{name} tiles"] = gap(kernels.linear(x, weight, tile=tile), wanted)
+        found[f"{name} tiles, bias"] = gap(kernels.linear(x, weight, bias, tile=tile), wanted + bias)
+    logits = torch.empty(150, 320)[:, :300]
+    kernels.linear(x, weight, out=logits)
+    found["rows with an end"] = gap(logits, wanted)
+
+
+def elementwise() -> None:
+    x, weight = torch.randn(9, 3, 96), torch.randn(96)
+    found["norm"] = gap(kernels.rms_norm(x, weight, 1e-6)[0], torch.nn.functional.rms_norm(x, (96,), weight, 1e-6))
+    gate_and_up = torch.randn(7, 2 * 1500)
+    gate, up = gate_and_up.double().chunk(2, -1)
+    found["activation"] = gap(kernels.silu_and_mul(gate_and_up), torch.nn.functional.silu(gate) * up)
+    parts, positions = torch.randn(5, 2, 4, SIZE), torch.tensor([3, 0, 90, 17, 4])
+    inv_freq = 10000.0 ** -(torch.arange(0, SIZE, 2) / SIZE)
+    table = kernels.rotation_table(inv_freq, 100, 1.0, torch.device("cpu"))
+    pairs = torch.complex(*parts[:, :, :3].double().chunk(2, -1))  # a slice: heads of one kind lie between others
+    turned = pairs * torch.exp(1j * positions[:, None] * inv_freq.double())[:, None, None]
+    wanted = torch.cat([turned.real, turned.imag], -1).flatten(1, 2)
+    found["rotation"] = gap(kernels.rotate(parts[:, :, :3], positions, table), wanted)
+
+
+torch.manual_seed(0)
+for question in (attention, shared_prompts, products, elementwise):
+    question()
+json.dump(found, sys.stdout)

@@ -1,0 +1,116 @@
+"""--exact-log-probs on a CPU: its kernels in Triton's interpreter, its layers and gradients, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from good_args import MODEL, RUN, validated
+from ranks import real_torchrun
+from slow import slow_except
+
+from megatron_grpo.rollout.exact_log_probs import SUPPORTED, check_equal, check_exact_log_probs
+from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.errors import GrpoError
+
+HERE = Path(__file__).parent
+ROUNDING = 1e-5  # of float32
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), *sys.path])}
+    command = [sys.executable, str(HERE / "exact_kernels_worker.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_kernels_compute_what_float64_computes(answers):
+    gaps = {name: answer for name, answer in answers.items() if not isinstance(answer, bool)}
+    assert len(gaps) == 11
+    assert max(gaps.values()) < 1e-4, gaps
+
+
+def test_decode_steps_and_parts_of_prompts_are_prompts_bit_for_bit(answers):
+    equal = {name: answer for name, answer in answers.items() if isinstance(answer, bool)}
+    assert equal == {"decode steps": True, "part of a prompt": True}
+
+
+LAYERS = {
+    "packs": "--model-family qwen3 --qk-layernorm --micro-batch-size 4",
+    "shared prompts": """--model-family qwen2 --add-qkv-bias --max-tokens-per-microbatch 90
+        --gradient-accumulation-fusion""",
+    "untied": "--model-family llama --untie-embeddings-and-output-weights --micro-batch-size 2",
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("flags", slow_except(["shared prompts"], LAYERS))
+def test_layers_and_gradients_are_those_of_the_local_layers(flags):
+    """A process of its own: forked ranks have imported Triton without its interpreter."""
+    command = [str(HERE / "exact_worker.py"), *LAYERS[flags].split()]
+    status, output = real_torchrun(1, command, os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, 600)
+    assert status == 0, output
+    found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    assert found["log_probs"] < ROUNDING
+    assert len(found["gradients"]) > 10 and max(found["gradients"].values()) < ROUNDING, found
+
+
+SHAPE = f"{MODEL} {RUN} --bf16 --kv-channels 64 --exact-log-probs --dry-run"
+
+
+def test_a_supported_run():
+    assert validated("", base=SHAPE).exact_log_probs
+    assert validated("--attention-backend flash --pipeline-model-parallel-size 2 --beta 0.1", base=SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ("--tensor-model-parallel-size 2", "no common order"),
+        ("--context-parallel-size 2", "keys of other ranks"),
+        ("--kv-channels 16", "64 or 128 channels"),
+        ("--lora-rank 4", "adapter"),
+        ("--vllm-quantization fp8", "8 bits"),
+        ("--vllm-dtype float32", "bfloat16"),
+        ("--vllm-mode server --vllm-server-base-url http://host:8000", "a server builds"),
+        ("--rollout-engine megatron", "only vLLM's layers"),
+        ("--cuda-graphs", "recorded"),
+        ("--window-size 8,0", "sliding windows"),
+        ("--temperature 0.8 --presence-penalty 1 --mismatch-sample-rate 0", "compared"),
+        ("--mismatch-sample-rate 0.5", "compared"),
+        ("--top-k 5", "truncated"),
+        ("--model-family qwen3_moe --num-experts 8", "supported are qwen2, qwen3, llama"),
+        ('--vllm-engine-kwargs {"compilation_config":3}', "may choose other kernels"),
+        ("--partial-rollouts", "earlier weights"),
+    ],
+)
+def test_what_is_refused(flags, word):
+    with pytest.raises(GrpoError, match=f"--exact-log-probs.*{word}"):
+        validated(flags, base=SHAPE)
+
+
+def test_each_row_of_the_rules_refuses_other_values():
+    """Every attribute of the table exists, has a supported value in a plain run, and refuses another one."""
+    args = validated("", base=SHAPE)
+    for dests, values, _ in SUPPORTED:
+        for dest in dests.split():
+            assert getattr(args, dest) in values, dest
+            with pytest.raises(GrpoError, match="--exact-log-probs with"):
+                check_exact_log_probs(replaced(args, **{dest: "another value"}))
+
+
+def test_a_cpu_is_refused():
+    with pytest.raises(GrpoError, match=r"--exact-log-probs .* needs a GPU"):
+        validated("", base=SHAPE.replace("--dry-run", ""))
+
+
+def test_a_difference_ends_the_run():
+    check_equal(3, {"mismatch/max_abs": 0.0, "mismatch/mean_abs": 0.0})
+    with pytest.raises(GrpoError, match=r"in update 3 .* up to 0\.25 nats"):
+        check_equal(3, {"mismatch/max_abs": 0.25, "mismatch/mean_abs": 1e-3})
+    with pytest.raises(GrpoError, match="in update 4"):
+        check_equal(4, {"mismatch/max_abs": float("nan")})
