@@ -136,11 +136,18 @@ def differences(args, engine: Any, model: Any, batch: RolloutBatch) -> Iterator[
     The last token is not computed, because nothing follows it.
     """
     ids = batch.tokens.tolist()[:-1]
-    named = list(places(args.num_layers))
-    theirs = of_engine(engine, [ids], {name: place for name, place, _ in named})
+    theirs = of_engine(engine, [ids], {name: place for name, place, _ in places(args.num_layers)})
+    yield from against(args, theirs, model, batch)
+
+
+def against(
+    args, theirs: dict[str, torch.Tensor], model: Any, batch: RolloutBatch
+) -> Iterator[tuple[str, int, int, float]]:
+    """Yield what `differences` yields, given the rows of the engine."""
+    named, count = list(places(args.num_layers)), len(batch.tokens) - 1
     ours = of_trainer(args, model, batch, {name: place for name, _, place in named})
     for name, _, place in named:
-        one, other = theirs[name][: len(ids)], ours[name][: len(ids)]
+        one, other = theirs[name][:count], ours[name][:count]
         if place.module.endswith("linear_qkv"):
             other = in_engines_order(args, other)
         yield name, *gap(one, other)

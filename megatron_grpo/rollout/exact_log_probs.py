@@ -69,7 +69,6 @@ SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("swiglu", (True,), "the kernel is of SwiGLU"),
     ("vllm_speculative_config", (None,), "a step of drafts has several logits of a sequence: leave it out"),
     ("max_staleness", (0,), "tokens of earlier weights have other log-probabilities: give 0"),
-    ("partial_rollouts", (False,), "continued completions have tokens of earlier weights: leave it out"),
     ("mismatch_sample_rate", (1.0,), "every rollout is compared: leave it out"),
     ("top_p", (1.0,), _TRUNCATED),
     ("top_k", (-1,), _TRUNCATED),

@@ -1,0 +1,109 @@
+"""--exact-log-probs on a GPU: log-probabilities of engine and trainer are equal, bit for bit."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from launch import REPO, engine_flags, torchrun
+from models import make
+from run_files import metrics_of
+
+if not torch.cuda.is_available():  # the kernels need Triton
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from megatron_grpo.models.exact import kernels
+
+FLAGS = """--bf16 --transformer-impl local --exact-log-probs --temperature 1 --beta 0 --max-prompt-length 200
+    --max-completion-length 64 --vllm-max-num-seqs 128 --vllm-enable-prefix-caching""".split()
+UPDATES = """--global-batch-size 64 --micro-batch-size 16 --num-generations 8 --train-iters 4 --lr 1e-3 --no-save-hf
+    --use-distributed-optimizer""".split()
+PLANTED = {
+    "": None,
+    "rms_norm": "layer 0: input norm",
+    "linear": "layer 0: query, key, value",
+    "rotate": "layer 0: rotated queries",
+    "attention": "layer 0: attention",
+    "silu_and_mul": "layer 0: activation",
+    "token_log_probs": "log-probabilities",
+}
+DEVICE = torch.device("cuda", 0)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).bfloat16()
+
+
+@pytest.mark.parametrize(("columns", "depth"), [(1152, 896), (896, 4864), (6144, 2560), (4100, 250)])
+def test_products_do_not_depend_on_other_rows(columns, depth):
+    x, weight, bias = random(3000, depth), random(columns, depth), random(columns)
+    whole = kernels.linear(x, weight, bias)
+    for first, count in ((5, 1), (77, 3), (3, 64), (9, 200), (31, 257), (7, 1000)):
+        assert torch.equal(kernels.linear(x[first : first + count], weight, bias), whole[first : first + count])
+    wanted = x.float() @ weight.float().T + bias.float()
+    assert (whole.float() - wanted).norm() < 5e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(14, 2, 64), (32, 8, 128), (4, 4, 64), (40, 8, 128)])
+def test_attention_of_decode_steps_is_that_of_prompts(heads, groups, size):
+    lengths, block = [1, 63, 64, 65, 300, 1000, 15], 16
+    starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    q, k, v = random(sum(lengths), heads, size), random(sum(lengths), groups, size), random(sum(lengths), groups, size)
+    of_lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    rows = (starts[:-1, None] + torch.arange(max(lengths), device=DEVICE)).clamp(max=sum(lengths) - 1).int()
+    pages = kernels.Pages(starts, of_lengths, rows, 1)
+    out, log_sum = kernels.attention(q, k[:, None], v[:, None], pages, size**-0.5)
+    shape = max(lengths), max(lengths), 0.0, True, False
+    wanted = torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, *shape, scale=size**-0.5)
+    assert (out.float() - wanted[0].float()).norm() < 5e-3 * wanted[0].float().norm()
+    assert (log_sum - wanted[1]).abs().max() < 1e-3
+
+    counts = [-(-length // block) for length in lengths]
+    order = torch.randperm(sum(counts) + 3).tolist()
+    cache = torch.full((len(order), groups, block, 2 * size), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for s, count in enumerate(counts):
+        for b in range(count):
+            table[s, b] = number = order.pop()
+            first, length = int(starts[s]) + b * block, min(block, lengths[s] - b * block)
+            both = torch.cat([k[first : first + length], v[first : first + length]], -1)
+            cache[number, :, :length] = both.transpose(0, 1)
+    keys, values = cache.transpose(1, 2).split(size, -1)
+    for before_end in (0, 1, 7):
+        own = [s for s, length in enumerate(lengths) if length > before_end]
+        at = (starts[1:].long() - 1 - before_end)[own]
+        each = kernels.Pages(
+            torch.arange(len(own) + 1, device=DEVICE).int(), of_lengths[own] - before_end, table[own].to(DEVICE), block
+        )
+        steps, _ = kernels.attention(q[at], keys, values, each, size**-0.5)
+        assert torch.equal(steps, out[at])
+
+
+@pytest.mark.alone
+def test_engine_and_trainer_are_equal_and_planted_differences_are_found(tmp_path):
+    model = make(tmp_path / "model", "qwen3", 10.0)
+    output = torchrun(1, "tests/gpu/planted_worker.py", "--load-hf", model, *FLAGS, *engine_flags(256))
+    found = json.loads(next(line for line in output.splitlines() if line.startswith('{"steps"')))
+    assert len(found["steps"]) == 6 and all(found["steps"].values()), found
+    assert found["mismatch"] == 0
+    assert found["first"] == PLANTED
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("flags", ["", "--temperature 0.7 --steps-per-generation 2 --max-tokens-per-microbatch 4096"])
+def test_a_run_has_no_mismatch(tmp_path, flags):
+    """Updates of an untrained model with a large learning rate: its weights change in each of them."""
+    sizes = "--steps 0 --hidden-size 128 --ffn-hidden-size 256 --kv-channels 64 --num-layers 4".split()
+    for script, *words in (
+        ("data/arithmetic.py", "--save", tmp_path / "data", "--digits", "2", "--reversed"),
+        ("make_tiny_model.py", "--save", tmp_path / "model", *sizes),
+    ):
+        subprocess.run([sys.executable, REPO / "tools" / script, *map(str, words)], check=True, capture_output=True)
+    places = "--load-hf", tmp_path / "model", "--train-data-path", tmp_path / "data/train.jsonl"
+    plugins = "--reward-funcs", "even_tokens", "--external-plugins", REPO / "tools/benchmark/even_tokens.py"
+    words = [*FLAGS, *UPDATES, *engine_flags(64), *places, *plugins, "--save", tmp_path / "run", *flags.split()]
+    torchrun(1, "pretrain_grpo.py", *words)
+    rows = metrics_of(tmp_path / "run")
+    assert len(rows) == 4
+    assert all(row["mismatch/max_abs"] == 0 and row["mismatch/kl"] == 0 for row in rows)
