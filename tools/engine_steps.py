@@ -76,6 +76,7 @@ def decode(engine: Any, prompts: Sequence[list[int]], tokens: int) -> Scores:
     engine._drop_prefix_cache()
     found: Scores = {}
     for completion in generate(engine, [Request(i, prompt, sampling) for i, prompt in enumerate(prompts)]):
+        assert completion.log_probs is not None
         pairs = zip(completion.token_ids, completion.log_probs, strict=True)
         found |= {(completion.id, k): pair for k, pair in enumerate(pairs)}
     return found

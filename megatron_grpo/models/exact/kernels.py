@@ -283,7 +283,7 @@ def _attention(
     token = (begin + own).to(tl.int64)
     channel = (group * HEADS + head)[:, None] * D + d[None, :]
     queries = tl.load(query + token[:, None] * query_token + channel, mask=real[:, None], other=0.0)
-    of_sequence = table + sequence.to(tl.int64) * table_row
+    of_sequence = table + tl.cast(sequence, tl.int64) * table_row
     inner = (1 << shift) - 1
     peak = tl.full([QUERIES * WIDE], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * WIDE], tl.float32)

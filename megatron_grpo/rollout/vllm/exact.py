@@ -115,20 +115,20 @@ def _product(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None 
 
 
 def _exact_linear(kind: type) -> type:
-    class ExactLinear(kind):  # type: ignore[misc,valid-type]
+    class ExactLinear(kind):
         """A linear layer with the product of `kernels.linear`."""
 
         def __init__(self, *args: Any, **options: Any):
             super().__init__(*args, **options)
             if type(self.quant_method) is not UnquantizedLinearMethod:
                 raise GrpoError(f"--exact-log-probs: vLLM quantizes its layers ({type(self.quant_method).__name__})")
-            vars(self.quant_method)["apply"] = _product  # the class stays: `can_load_in_place` knows it
+            self.quant_method.apply = _product  # the class stays: `can_load_in_place` knows it
 
     return ExactLinear
 
 
 def _exact_rotation(kind: type, rotation: Callable[[torch.device], torch.Tensor]) -> type:
-    class ExactRotation(kind):  # type: ignore[misc,valid-type]
+    class ExactRotation(kind):
         """The rotation of `kernels.rotate`, by the angles of the trainer."""
 
         def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
