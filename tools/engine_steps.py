@@ -4,7 +4,6 @@ A token's log-probability comes from a decode step, or from the last position of
 it. The prompt may be computed at once, in parts, or partly found in the prefix cache, next to any number of others.
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,10 +36,10 @@ def answers(args: Any, engine: Any) -> Iterator[Answer]:
     decoded = decode(engine, prompts, tokens)
     whole = [[*prompt, *(decoded[i, k][0] for k in range(tokens))] for i, prompt in enumerate(prompts)]
 
-    def prefilled(every: int = 1) -> Scores:
+    def prefilled(every: int = 1, cached: bool = False) -> Scores:
         """Each token after a prompt that holds all tokens before it, or some of these tokens."""
         places = [(i, k) for i in range(PROMPTS) for k in range(i % every, tokens, every)]
-        found = decode(engine, [whole[i][: len(prompts[i]) + k] for i, k in places], 1)
+        found = decode(engine, [whole[i][: len(prompts[i]) + k] for i, k in places], 1, cached)
         return {place: found[number, 0] for number, place in enumerate(places)}
 
     yield compare("decode steps once more", decoded, decode(engine, prompts, tokens))
@@ -55,25 +54,18 @@ def answers(args: Any, engine: Any) -> Iterator[Answer]:
         with steps_of(engine, PART):
             yield compare(f"prompts in parts of {PART} tokens", decoded, prefilled(EVERY))
     if args.vllm_enable_prefix_caching:
-        with keeping_cache(engine):
-            prefilled()
-            yield compare("prompts with hits of the prefix cache", decoded, prefilled())
+        prefilled()
+        yield compare("prompts with hits of the prefix cache", decoded, prefilled(cached=True))
 
 
-@contextlib.contextmanager
-def keeping_cache(engine: Any) -> Iterator[None]:
-    """Context in which `decode` finds prefixes of earlier calls."""
-    vars(engine)["_drop_prefix_cache"] = lambda: None
-    try:
-        yield
-    finally:
-        del vars(engine)["_drop_prefix_cache"]
+def decode(engine: Any, prompts: Sequence[list[int]], tokens: int, cached: bool = False) -> Scores:
+    """Return the greedy completions of ``prompts`` with their log-probabilities.
 
-
-def decode(engine: Any, prompts: Sequence[list[int]], tokens: int) -> Scores:
-    """Return the greedy completions of ``prompts`` with their log-probabilities."""
+    ``cached``: leave the prefix cache of earlier calls.
+    """
     sampling = Sampling(tokens, 0.0, log_probs=True)
-    engine._drop_prefix_cache()
+    if not cached:
+        engine._drop_prefix_cache()
     found: Scores = {}
     for completion in generate(engine, [Request(i, prompt, sampling) for i, prompt in enumerate(prompts)]):
         assert completion.log_probs is not None

@@ -109,9 +109,11 @@ class ExactLogits(LogitsProcessor):
         return kernels.linear(hidden_states, lm_head.weight, embedding_bias, out)
 
 
-def _product(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    weight: Any = layer.weight
-    return kernels.linear(x, weight, bias)
+class ExactLinearMethod(UnquantizedLinearMethod):
+    """The product of `kernels.linear`."""
+
+    def apply(self, layer, x, bias=None):
+        return kernels.linear(x, layer.weight, bias)
 
 
 def _exact_linear(kind: type) -> type:
@@ -122,7 +124,7 @@ def _exact_linear(kind: type) -> type:
             super().__init__(*args, **options)
             if type(self.quant_method) is not UnquantizedLinearMethod:
                 raise GrpoError(f"--exact-log-probs: vLLM quantizes its layers ({type(self.quant_method).__name__})")
-            self.quant_method.apply = _product  # the class stays: `can_load_in_place` knows it
+            self.quant_method = ExactLinearMethod()
 
     return ExactLinear
 

@@ -11,6 +11,14 @@ from megatron_grpo.rollout.vllm.loading_shapes import IN_PLACE_EXPERTS, loading_
 from megatron_grpo.utils.errors import GrpoError
 
 Weights = Iterator[tuple[str, torch.Tensor]]
+# Classes of layers' methods whose products read the weights as loaded; the last one is of `exact`.
+PLAIN = {
+    "NoneType",
+    "UnquantizedLinearMethod",
+    "UnquantizedEmbeddingMethod",
+    "UnquantizedFusedMoEMethod",
+    "ExactLinearMethod",
+}
 
 
 def load_weights(worker, weights: Weights) -> None:
@@ -116,7 +124,7 @@ def can_load_in_place(model: torch.nn.Module) -> bool:
         return False
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
     return (
-        methods <= {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+        methods <= PLAIN
         and all(method.unquantized_backend.name in IN_PLACE_EXPERTS for method in _expert_methods(model))
         and all(_copies_are_views(m) for m in model.modules() if type(m).__name__ == "MLAAttention")
     )

@@ -85,7 +85,6 @@ def test_a_supported_run():
         ("--top-k 5", "truncated"),
         ("--model-family qwen3_moe --num-experts 8", "supported are qwen2, qwen3, llama"),
         ('--vllm-engine-kwargs {"compilation_config":3}', "may choose other kernels"),
-        ("--partial-rollouts --max-staleness 1", "earlier weights"),
     ],
 )
 def test_what_is_refused(flags, word):
