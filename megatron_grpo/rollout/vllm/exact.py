@@ -120,6 +120,8 @@ def _exact_linear(kind: type) -> type:
     class ExactLinear(kind):
         """A linear layer with the product of `kernels.linear`."""
 
+        quant_method: Any
+
         def __init__(self, *args: Any, **options: Any):
             super().__init__(*args, **options)
             if type(self.quant_method) is not UnquantizedLinearMethod:
