@@ -118,7 +118,7 @@ class _LogProbs(torch.autograd.Function):
         )
         of_logits, gradient = [], hidden.new_empty(early, hidden.shape[1])  # of log p
         for part in chunks(len(labels), chunk):
-            product = float32_logits
+            product = None
             if exact:
                 from megatron_grpo.models.exact.head import float32_logits as product  # Triton exists with a GPU only
             at = _Chunk(hidden[part], weight, labels[part], None if kept is None else kept[part], first, rows, product)
@@ -187,11 +187,11 @@ class _Chunk:
     if another rank holds it; ``mine`` ``[t, k]``: kept tokens that this rank holds, None without kept tokens.
     """
 
-    def __init__(self, hidden, weight, labels, kept, first: int, rows: int, product: Callable = float32_logits):
+    def __init__(self, hidden, weight, labels, kept, first: int, rows: int, product: Callable | None = None):
         self._weight, self._rows = weight, rows
         self.columns = self.mine = None
         if kept is None:
-            self.logits, self.column = product(hidden, weight[:rows]), labels - first
+            self.logits, self.column = (product or float32_logits)(hidden, weight[:rows]), labels - first
         else:
             self.logits, self.columns, self.mine = _kept_logits(hidden, weight, kept - first, rows)
             self.column = _column(kept, labels, self.mine)
