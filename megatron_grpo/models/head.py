@@ -24,6 +24,7 @@ kept tokens are gathered from those of the vocabulary, and all other arithmetic 
 
 from collections.abc import Callable
 from functools import wraps
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -117,10 +118,9 @@ class _LogProbs(torch.autograd.Function):
             0 if entropy_gradient or not of_hidden else min(len(labels), KEPT * chunk if ctx.trained else len(labels))
         )
         of_logits, gradient = [], hidden.new_empty(early, hidden.shape[1])  # of log p
+        own = _exact_head() if exact else None
         for part in chunks(len(labels), chunk):
-            product = None
-            if exact:
-                from megatron_grpo.models.exact.head import float32_logits as product  # Triton exists with a GPU only
+            product = own.float32_logits if own else None
             at = _Chunk(hidden[part], weight, labels[part], None if kept is None else kept[part], first, rows, product)
             logits, inner_cap = at.logits, cap
             if at.mine is not None:
@@ -133,10 +133,8 @@ class _LogProbs(torch.autograd.Function):
             mass, target, moment = sums
             log_z[part] = mass.log() + peak
             chosen[part] = target - mass.log()
-            if exact:
-                from megatron_grpo.models.exact.head import token_log_probs
-
-                chosen[part] = token_log_probs(logits, labels[part], temperature)
+            if own:
+                chosen[part] = own.token_log_probs(logits, labels[part], temperature)
             entropy[part] = mass.log() - moment / mass
             if part.start < early:
                 grad = at.gradient(log_z[part], None, torch.ones_like(mass), None, temperature, cap)
@@ -178,6 +176,13 @@ class _LogProbs(torch.autograd.Function):
         if ctx.main_grad is not None:
             grad_weight = placeholder(weight)
         return grad_hidden, grad_weight if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 10
+
+
+def _exact_head() -> ModuleType:
+    """Return the module of `exact`; Triton, which it imports, exists with a GPU only."""
+    from megatron_grpo.models.exact import head
+
+    return head
 
 
 class _Chunk:
