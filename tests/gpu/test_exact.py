@@ -13,21 +13,14 @@ from run_files import metrics_of
 if not torch.cuda.is_available():  # the kernels need Triton
     pytest.skip("needs a GPU", allow_module_level=True)
 
+from planted import FIRST
+
 from megatron_grpo.models.exact import kernels
 
 FLAGS = """--bf16 --transformer-impl local --exact-log-probs --temperature 1 --beta 0 --max-prompt-length 200
     --max-completion-length 64 --vllm-max-num-seqs 128 --vllm-enable-prefix-caching""".split()
 UPDATES = """--global-batch-size 64 --micro-batch-size 16 --num-generations 8 --train-iters 4 --lr 1e-3 --no-save-hf
     --use-distributed-optimizer""".split()
-PLANTED = {
-    "": None,
-    "rms_norm": "layer 0: input norm",
-    "linear": "layer 0: query, key, value",
-    "rotate": "layer 0: rotated queries",
-    "attention": "layer 0: attention",
-    "silu_and_mul": "layer 0: activation",
-    "token_log_probs": "log-probabilities",
-}
 DEVICE = torch.device("cuda", 0)
 
 
@@ -87,7 +80,7 @@ def test_engine_and_trainer_are_equal_and_planted_differences_are_found(tmp_path
     found = json.loads(next(line for line in output.splitlines() if line.startswith('{"steps"')))
     assert len(found["steps"]) == 6 and all(found["steps"].values()), found
     assert found["mismatch"] == 0
-    assert found["first"] == PLANTED
+    assert found["first"] == {"": None, **FIRST}
 
 
 @pytest.mark.alone

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 1 tests/unit/models/exact_worker.py FLAGS
 
-Prints the largest differences of log-probabilities and of gradients, relative to the norm of all of them.
+Prints the largest differences of log-probabilities and of gradients, relative to the norm of all of them, and the first
+tensor that a change of one bit in each kernel reaches.
 """
 
 import json
@@ -14,8 +15,10 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 import made_up  # first of ours: it prepares for machines without a GPU
 import numpy as np
+import tensor_differences
 import torch
 from megatron.core.utils import unwrap_model
+from planted import FIRST, LOG_PROBS, planted
 
 import pretrain_grpo
 from megatron_grpo.algorithm.mixing import with_token_weights
@@ -55,9 +58,36 @@ def results(flags: list[str], exact: bool) -> tuple[np.ndarray, dict[str, torch.
     return log_probs, gradients
 
 
+def first_differences() -> dict[str, str | None]:
+    """Return by kernel the first tensor of the trainer that a change of one bit reaches."""
+    args = replaced(made_up.parse([*MODEL, *sys.argv[1:]], 1), exact_log_probs=True)
+    initialize_distributed(args)
+    trainer = made_up.trainer(args)
+    batch, _ = made_up.one_update(args, [9, 5, 12, 7] * 4)
+    one = batch.select([2])
+    named = list(tensor_differences.places(args.num_layers))
+    rows = tensor_differences.of_trainer(args, trainer.model, one, {name: place for name, _, place in named})
+    for name, _, place in named:
+        if place.module.endswith("linear_qkv"):
+            rows[name] = tensor_differences.in_engines_order(args, rows[name])
+    log_probs = forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, one)
+    found: dict[str, str | None] = {}
+    for kernel in FIRST:
+        with planted(kernel):
+            items = tensor_differences.against(args, rows, trainer.model, one)
+            found[kernel] = next((name for name, count, *_ in items if count), None)
+            again = forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, one)
+        if found[kernel] is None and not np.array_equal(again, log_probs, equal_nan=True):
+            found[kernel] = LOG_PROBS
+    made_up.release(trainer)
+    return found
+
+
 head.token_log_probs = of_torch
 plain, of_plain = results(sys.argv[1:], exact=False)
 exact, of_exact = results(sys.argv[1:], exact=True)
 size = torch.stack([gradient.norm() for gradient in of_plain.values()]).norm()
 found = {name: float((of_exact[name] - gradient).norm() / size) for name, gradient in of_plain.items()}
-print(json.dumps({"log_probs": float(np.nanmax(np.abs(plain - exact))), "gradients": found}))
+print(
+    json.dumps({"log_probs": float(np.nanmax(np.abs(plain - exact))), "gradients": found, "first": first_differences()})
+)

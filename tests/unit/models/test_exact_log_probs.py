@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from good_args import MODEL, RUN, validated
+from planted import FIRST
 from ranks import real_torchrun
 from slow import slow_except
 
@@ -57,6 +58,7 @@ def test_layers_and_gradients_are_those_of_the_local_layers(flags):
     found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     assert found["log_probs"] < ROUNDING
     assert len(found["gradients"]) > 10 and max(found["gradients"].values()) < ROUNDING, found
+    assert found["first"] == FIRST
 
 
 SHAPE = f"{MODEL} {RUN} --bf16 --kv-channels 64 --exact-log-probs --dry-run"

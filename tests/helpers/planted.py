@@ -1,0 +1,44 @@
+"""A difference of one bit in each kernel of --exact-log-probs, and the first tensor that it reaches."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+LOG_PROBS = "log-probabilities"
+FIRST = {
+    "rms_norm": "layer 0: input norm",
+    "linear": "layer 0: query, key, value",
+    "rotate": "layer 0: rotated queries",
+    "attention": "layer 0: attention",
+    "silu_and_mul": "layer 0: activation",
+    "token_log_probs": LOG_PROBS,
+}
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Context in which a kernel changes the last bit of one number of its result."""
+    from megatron_grpo.models.exact import head, kernels  # they import Triton, whose interpreter a test may choose
+
+    module: Any = head if name == "token_log_probs" else kernels
+    kernel = getattr(module, name)
+    setattr(module, name, _changed(kernel))
+    try:
+        yield
+    finally:
+        setattr(module, name, kernel)
+
+
+def _changed(kernel: Callable) -> Callable:
+    def changed(*args, **options):
+        found = kernel(*args, **options)
+        value = found[0] if isinstance(found, tuple) else found
+        row = value[len(value) // 2 :][:1].view(-1)
+        number = row[len(row) // 2 :][:1]
+        bits = number.view(torch.int32 if number.dtype == torch.float32 else torch.int16)
+        bits ^= 1
+        return found
+
+    return changed
