@@ -87,7 +87,7 @@ def test_engine_and_trainer_are_equal_and_planted_differences_are_found(tmp_path
 @pytest.mark.parametrize("flags", ["", "--temperature 0.7 --steps-per-generation 2 --max-tokens-per-microbatch 4096"])
 def test_a_run_has_no_mismatch(tmp_path, flags):
     """Updates of an untrained model with a large learning rate: its weights change in each of them."""
-    sizes = "--steps 0 --hidden-size 128 --ffn-hidden-size 256 --kv-channels 64 --num-layers 4".split()
+    sizes = "--steps 0 --hidden-size 128 --ffn-hidden-size 256 --kv-channels 64 --max-position-embeddings 512".split()
     for script, *words in (
         ("data/arithmetic.py", "--save", tmp_path / "data", "--digits", "2", "--reversed"),
         ("make_tiny_model.py", "--save", tmp_path / "model", *sizes),
