@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 
 WIDE = Tile(128, 256, 64, 8, 3)  # of many rows: training and prompts
 NARROW = Tile(64, 64, 128, 4, 4)  # of few rows: decode steps
-FEW_ROWS = 256
+FEW_PROGRAMS = 128  # of wide tiles: fewer leave a part of a GPU idle
 
 
 def linear(
@@ -55,14 +55,19 @@ def linear(
         raise ValueError(f"a weight of strides {weight.stride()} is not contiguous")
     made = flat.new_empty(rows, columns) if out is None else out
     if tile is None:
-        tile = NARROW if rows <= FEW_ROWS and narrow_agrees(flat.device) else WIDE
+        few = _programs(WIDE, rows, columns) < FEW_PROGRAMS
+        tile = NARROW if few and narrow_agrees(flat.device) else WIDE
     if rows:
-        _linear[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
+        _linear[(_programs(tile, rows, columns),)](
             flat, weight, made if bias is None else bias, made, rows, columns, depth, made.stride(0),
             BIASED=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
             EVEN=depth % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, **PLAIN,
         )  # fmt: skip
     return made.view(*x.shape[:-1], columns) if out is None else made
+
+
+def _programs(tile: Tile, rows: int, columns: int) -> int:
+    return triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
 
 
 @functools.cache
