@@ -79,7 +79,7 @@ _KNOWN: dict[tuple, frozenset[int]] = {}
 
 
 def _tried(*kind: Any) -> frozenset[int]:
-    """Return `rows_of_torch` of a kind of product; none in Triton's interpreter, and where a graph is captured first."""
+    """Return `rows_of_torch` of a kind of product; none in Triton's interpreter and if a graph is captured first."""
     if kind not in _KNOWN:
         if kind[-1].type != "cuda" or torch.cuda.is_current_stream_capturing():
             return frozenset()
