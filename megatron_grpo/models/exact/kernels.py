@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 
 WIDE = Tile(128, 256, 64, 8, 3)  # of many rows: training and prompts
 NARROW = Tile(64, 64, 128, 4, 4)  # of few rows: decode steps
-FEW_ROWS = 256
+FEW_PROGRAMS = 128  # of wide tiles: fewer leave a part of a GPU idle
 STEP, MOST_ROWS, MOST_NUMBERS = 128, 2**14, 2**28  # rows that torch's product is tried with, and numbers of its result
 
 
@@ -125,12 +125,17 @@ def _own_linear(
 ) -> None:
     rows, (columns, depth) = len(x), weight.shape
     if tile is None:
-        tile = NARROW if rows <= FEW_ROWS and narrow_agrees(x.device) else WIDE
-    _linear[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](
+        few = _programs(WIDE, rows, columns) < FEW_PROGRAMS
+        tile = NARROW if few and narrow_agrees(x.device) else WIDE
+    _linear[(_programs(tile, rows, columns),)](
         x, weight, out if bias is None else bias, out, rows, columns, depth, out.stride(0),
         BIASED=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
         EVEN=depth % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, **PLAIN,
     )  # fmt: skip
+
+
+def _programs(tile: Tile, rows: int, columns: int) -> int:
+    return triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
 
 
 @functools.cache
