@@ -11,6 +11,7 @@ and of the first engine rank.
 """
 
 import argparse
+import contextlib
 import cProfile
 import datetime
 import os
@@ -48,12 +49,14 @@ def seconds(work: Callable[[], object], links: Links) -> float:
     work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    took = torch.tensor(time.perf_counter() - begun, dtype=torch.float64, device="cpu")
+    took = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)  # of vLLM's model is another default
     dist.all_reduce(took, dist.ReduceOp.MAX, group=links.host)
     return took.item()
 
 
-def measure(transfer: Transfer, run: Callable[[], object], size: int, links: Links, options: argparse.Namespace) -> None:
+def measure(
+    transfer: Transfer, run: Callable[[], object], size: int, links: Links, options: argparse.Namespace
+) -> None:
     """Print the seconds of each sync, and of plain messages of the bytes of an engine rank."""
     rank, half = links.host.rank(), links.host.size() // 2
     for number in range(options.syncs):
@@ -108,7 +111,9 @@ def main() -> None:
             print(f"{size * half / 1e9:.2f} GB, planned in {time.perf_counter() - begun:.1f} s", flush=True)
         measure(transfer, lambda: transfer.send(shards), size, links, options)
     else:
-        with torch.device(device), model_of_rank(options.config, rank - half, half, dtype="bfloat16") as model:
+        with contextlib.ExitStack() as stack:
+            with torch.device(device):
+                model = stack.enter_context(model_of_rank(options.config, rank - half, half, dtype="bfloat16"))
             transfer = Transfer(args, links, weights, reads=lambda tensors: trace(model, tensors, in_place=True))
             if rank == half:
                 print(f"{len(transfer._direct)} of {len(tensors)} tensors go straight into parameters", flush=True)
