@@ -160,13 +160,13 @@ def update(
     batch, of_update = update_statistics(args, batch, completions, trainer.iteration, scores)
     packs = forward.micro_batches(args, batch, completions)
     of_demonstrations = demonstration_args(args)
-    others = forward.micro_batches_of_demonstrations(of_demonstrations, demonstrations)
-    count = len(packs) + len(others)
-    step = partial(forward_step, args=args, num_microbatches=count, of_demonstrations=of_demonstrations)
-    metrics = train_step(step, packs + others, trainer.model, trainer.optimizer, trainer.scheduler, trainer.bad_updates)
+    count = len(packs)
+    packs += forward.micro_batches_of_demonstrations(of_demonstrations, demonstrations)
+    step = partial(forward_step, args=args, num_microbatches=len(packs), of_demonstrations=of_demonstrations)
+    metrics = train_step(step, packs, trainer.model, trainer.optimizer, trainer.scheduler, trainer.bad_updates)
     trainer.bad_updates.react(trainer.iteration + 1, batch, completions, metrics)
-    metrics |= of_update | trainer.flops.of_update(packs, batch, completions)
-    return metrics | mixture_metrics(args, trainer, metrics, others, demonstrations)
+    metrics |= of_update | trainer.flops.of_update(packs[:count], batch, completions)
+    return metrics | mixture_metrics(args, trainer, metrics, packs[count:], demonstrations)
 
 
 def evaluate(args, trainer: Trainer) -> dict[str, float]:

@@ -27,6 +27,7 @@ class Sampling:
     structured_outputs: str = ""  # JSON of vLLM's StructuredOutputsParams, a constraint of the text; "": none
     log_probs: bool = False
     kept_token_ids: bool = False  # return the tokens that top_k, top_p and min_p keep; needs log_probs
+    routed_experts: bool = False  # return the experts of each token
 
     @property
     def num_kept(self) -> int:

@@ -180,13 +180,8 @@ class MicroBatches(Sequence[Pack]):
         return self._packs[number]
 
     def __add__(self, others: "MicroBatches") -> "MicroBatches":
-        if self.length and others.length:  # pipeline stages exchange packs of one length
-            self.length = others.length = max(self.length, others.length)
-
-        def made(packs: MicroBatches, number: int, _: int | None) -> Pack:
-            return packs[number]
-
-        return MicroBatches([partial(made, packs, i) for packs in (self, others) for i in range(len(packs))])
+        """Return the packs of both, not made yet: pipeline stages exchange packs of one length."""
+        return MicroBatches([*self._makers, *others._makers], max(self.length or 0, others.length or 0) or None)
 
     def make_next(self) -> None:
         """Make the first pack that nothing has read yet."""

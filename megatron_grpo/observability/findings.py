@@ -302,24 +302,8 @@ def _seconds(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
             yield Finding(since, "perf/tokens_per_second", f"it fell from {early:,.0f} to {late:,.0f}")
 
 
-def rank_seconds(
-    engines: int, trainers: int, step: float, engine_idle: float, trainer_wait: float
-) -> tuple[float, float]:
-    """Return the seconds that engine ranks and trainer ranks are busy in a step, summed over the ranks of each side."""
-    return engines * (step - engine_idle), trainers * (step - trainer_wait)
-
-
-def balanced_ranks(engines: int, trainers: int, step: float, engine_idle: float, trainer_wait: float) -> float:
-    """Return how many of all ranks would be engines if engines and trainers were busy equally long.
-
-    The seconds are those of a step; the work is spread over any number of ranks without loss.
-    """
-    generate, train = rank_seconds(engines, trainers, step, engine_idle, trainer_wait)
-    return (engines + trainers) * generate / (generate + train)
-
-
 class Split(NamedTuple):
-    """Measured seconds of a step of one split: all of it, an engine idle, the trainers waiting (means over batches)."""
+    """Measured seconds of steps of one split: in all, an engine idle, the trainers waiting."""
 
     engines: int
     trainers: int
@@ -327,9 +311,18 @@ class Split(NamedTuple):
     engine_idle: float
     trainer_wait: float
 
+    def rank_seconds(self) -> tuple[float, float]:
+        """Return the seconds that engines and trainers are busy, summed over the ranks of each side."""
+        return self.engines * (self.step - self.engine_idle), self.trainers * (self.step - self.trainer_wait)
+
     def sides(self) -> Sides:
         """Return the seconds of both sides under other splits: each side's work, spread over its ranks without loss."""
-        return measured(*rank_seconds(*self))
+        return measured(*self.rank_seconds())
+
+    def balanced(self) -> float:
+        """Return how many of all ranks would be engines if engines and trainers were busy equally long."""
+        generate, train = self.rank_seconds()
+        return (self.engines + self.trainers) * generate / (generate + train)
 
     def line(self, possible: Sequence[int], max_staleness: int) -> str:
         """Return which side waits, and the best one of ``possible`` numbers of engine ranks, as a line."""
@@ -346,7 +339,7 @@ class Split(NamedTuple):
 
 
 def measured_split(rows: Sequence[Mapping[str, Any]], placed: tuple[int, int], updates_per_batch: int) -> Split | None:
-    """Return the seconds of the batches of one launch, without evaluations and saves; None for fewer than FEW rows.
+    """Return the means of the batches of one launch, without evaluations and saves; None for fewer than FEW rows.
 
     The first row is left out: in it engines start, and kernels are compiled. ``placed``: see `findings`.
     """
@@ -389,7 +382,8 @@ def _waits(rows: Sequence[Mapping[str, Any]], placed: tuple[int, int] | None) ->
             seconds = (
                 sum(row[name] for row in last) for name in ("time/step", "stream/engine_idle", "stream/trainer_wait")
             )
-            text += f", and --rollout-ranks {balanced_ranks(*placed, *seconds):.1f} of {sum(placed)} would balance them"
+            balanced = Split(*placed, *seconds).balanced()
+            text += f", and --rollout-ranks {balanced:.1f} of {sum(placed)} would balance them"
         yield Finding(series.since(partial(lt, limit)), name, text)
 
 

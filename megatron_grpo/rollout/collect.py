@@ -20,6 +20,7 @@ from megatron_grpo.rollout.dispatcher import PromptDispatcher
 from megatron_grpo.rollout.engine import Completion, GeneratingEngine, Request, generate
 from megatron_grpo.rollout.ledger.recording import KnownFirst
 from megatron_grpo.rollout.plan import RolloutPlan
+from megatron_grpo.rollout.routed_experts import check_every_layer
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import divided, joined
 from megatron_grpo.vision.images import RowImages
@@ -184,6 +185,8 @@ def to_batch(
         return none if completion.kept_token_ids is None else completion.kept_token_ids
 
     of = [members[completion.id] for completion in completions]
+    experts = [c.routed_experts for c in completions if c.routed_experts is not None]
+    check_every_layer(experts)
     groups = [places[member.group] for member in of]
     batch = RolloutBatch.from_completions(
         prompts=[c.prompt_ids or prompts[member.group].ids for c, member in zip(completions, of, strict=True)],
@@ -194,7 +197,7 @@ def to_batch(
         row_ids=[prompts[member.group].id for member in of],
         sample_ids=[group * member.size + member.place for group, member in zip(groups, of, strict=True)],
         finish_reasons=[FinishReason[completion.finish_reason.upper()] for completion in completions],
-        routed_experts=[c.routed_experts for c in completions if c.routed_experts is not None],
+        routed_experts=experts,
         kept_token_ids=[kept(completion) for completion in completions] if num_kept else None,
         response_masks=[completion.response_mask for completion in completions],
         turns=[completion.turns for completion in completions],

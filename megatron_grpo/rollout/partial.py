@@ -30,7 +30,6 @@ from megatron_grpo.rollout.unfinished import (
     DIRECTORY,
     Group,
     PartialRollouts,
-    Unfinished,
     prompts_of,
     with_completion,
 )
@@ -59,8 +58,8 @@ class PartialSource(WholeRollouts):
         """See `RolloutSource.follow`."""
         super().follow(record)
         assert record.started is not None
-        groups = self.replay.unfinished(record.number, self.groups.replica, prompts_of(self.dataset))
-        self.groups.state = Unfinished(groups, record.started["started"], record.started["version"])
+        prompt_of = prompts_of(self.dataset)
+        self.groups.take_over(record.started, lambda replica: self.replay.unfinished(record.number, replica, prompt_of))
 
     def state(self) -> SourceState:
         """See `RolloutSource.state`; the lead rank of each replica writes its unfinished groups."""

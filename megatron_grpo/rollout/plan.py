@@ -41,14 +41,15 @@ def training_sampling(args, rollout: int) -> Sampling:
     """Return the sampling parameters of training rollout number ``rollout`` (from 1).
 
     The engine returns log-probabilities in every rollout if a loss or a mask uses them or kept tokens are replayed,
-    otherwise in a fraction --mismatch-sample-rate of the rollouts.
+    otherwise in a fraction --mismatch-sample-rate of the rollouts. Evaluations ask for none and for no experts.
     """
     rate = args.mismatch_sample_rate
     compared = int(rollout * rate) > int((rollout - 1) * rate)
     sampling = _sampling(args)
     replayed = replays_top_k(args)
     wanted = (compared or replayed or uses_engine_log_probs(args) is not None) and not sampling.structured_outputs
-    return replace(sampling, log_probs=wanted, kept_token_ids=replayed)
+    experts = args.router_replay_mode == "R3"
+    return replace(sampling, log_probs=wanted, kept_token_ids=replayed, routed_experts=experts)
 
 
 def evaluation_plans(args, prompts: Sequence[Prompt]) -> dict[str, RolloutPlan]:

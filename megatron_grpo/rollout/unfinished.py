@@ -72,9 +72,12 @@ class PartialRollouts:
         """Return this replica's groups with the new ones of ``prompts``, which are those of all replicas."""
         groups = dict(self.state.groups)
         for number, prompt in enumerate(prompts, start=self.state.started):
-            if number % self.num_groups % self.num_replicas == self.replica:
+            if self._is_own(number):
                 groups[number] = Group(prompt, self.state.version, (None,) * self.num_generations)
         return groups
+
+    def _is_own(self, place: int) -> bool:
+        return place % self.num_groups % self.num_replicas == self.replica
 
     def to_take(self, groups: Mapping[int, Group]) -> list[int] | None:
         """Return the groups of the next batch, or None while the engine has to generate further."""
@@ -101,9 +104,22 @@ class PartialRollouts:
 
     def load(self, directory: Path, position: Mapping[str, int], dataset: PromptDataset) -> None:
         """Continue with the groups of a checkpoint; GrpoError if they are another run's or the data has changed."""
-        names = ("num_groups", "num_generations", "max_staleness", "num_replicas")
+        names = ("num_groups", "num_generations", "max_staleness")
         check_same_run(position, {name: getattr(self, name) for name in names})
-        groups = read_groups(directory, self.replica, prompts_of(dataset))
+        self.take_over(position, lambda replica: read_groups(directory, replica, prompts_of(dataset)))
+
+    def take_over(self, position: Mapping[str, int], groups_of: Callable[[int], dict[int, Group]]) -> None:
+        """Continue at ``position`` with the groups that ``groups_of`` returns of each replica of then.
+
+        Another number of replicas shares the groups, in order, as it shares new ones. The groups that are due k batches
+        later are as many as k + 1 batches have, and the oldest: each replica then has its quota of them.
+        """
+        if position["num_replicas"] == self.num_replicas:
+            groups = groups_of(self.replica)
+        else:
+            found = [item for replica in range(position["num_replicas"]) for item in groups_of(replica).items()]
+            found.sort(key=lambda item: item[0])
+            groups = dict(item for place, item in enumerate(found) if self._is_own(place))
         self.state = Unfinished(groups, position["started"], position["version"])
 
 
@@ -113,7 +129,6 @@ def check_same_run(was: Mapping[str, Any], now: Mapping[str, int]) -> None:
         "num_groups": "the prompts of a rollout (--generation-batch-size / --num-generations)",
         "num_generations": "--num-generations",
         "max_staleness": "--max-staleness",
-        "num_replicas": "the number of engine replicas",
     }
     for name, number in now.items():
         if was[name] != number:

@@ -86,7 +86,8 @@ def _of_resumed_run(
 ) -> tuple[int | None, Split | None]:
     """Return the engine ranks of the run's last start, None with another launch, and what it has measured since then.
 
-    None for both if the files are absent or damaged, or the run had another batch, model or parallel configuration.
+    None for both if no update followed, the files are absent or damaged, or the run had another batch, model or
+    parallel configuration.
     """
     directory = run_directory(args.load)
     files = [directory / name for name in ("args.json", "environment.json", "metrics.jsonl")]
@@ -102,6 +103,8 @@ def _of_resumed_run(
         if any(was[dest] != now[dest] for dest in OF_TIMES):
             return None, None
         since = [row for row in rows if row["iteration"] > start]
+        if not since:  # this split may be the reason why
+            return None, None
         return present, measured_split(since, placed, was["updates_per_rollout"])
     except (GrpoError, KeyError, TypeError, ArithmeticError):  # damaged files do not refuse a resume
         return None, None

@@ -9,12 +9,14 @@ import shutil
 import signal
 import sys
 import traceback
+from functools import partial as partial_of
 from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 from selection_engine import GENERATIONS, InterruptibleEngine, Letters, TableScorer, prompts
 
+from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
@@ -26,7 +28,7 @@ from megatron_grpo.rollout.ledger.recording import Recording
 from megatron_grpo.rollout.ledger.replay import Replay
 from megatron_grpo.rollout.partial import collect_partial_rollout
 from megatron_grpo.rollout.plan import RolloutPlan
-from megatron_grpo.rollout.unfinished import PartialRollouts, Unfinished
+from megatron_grpo.rollout.unfinished import PartialRollouts
 
 GROUPS, BATCHES, SAVE_EVERY, STALENESS = 3, 6, 2, 2
 
@@ -82,6 +84,11 @@ class Dataset:
         return prompts(1, first=number)[0]
 
 
+def prompt_of(row: int, ids: list[int]) -> Prompt:
+    """Return the prompt of a row."""
+    return prompts(1, first=row)[0]
+
+
 def checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints of a run, the oldest first."""
     return sorted(root.glob("checkpoint-*[0-9]"))
@@ -113,8 +120,7 @@ def run(root: Path, partial: bool, batches: int = BATCHES, keep: int | None = No
         if record is not None:
             batch, drawn = replay.collect(record, everything), record.sampler["drawn"]
             if groups is not None:
-                left = replay.unfinished(number, 0, lambda row, ids: prompts(1, first=row)[0])
-                groups.state = Unfinished(left, record.started["started"], record.started["version"])
+                groups.take_over(record.started, partial_of(replay.unfinished, number, prompt_of=prompt_of))
         else:
             new = prompts(groups.prompts_to_draw() if groups is not None else GROUPS, first=100 + drawn)
             drawn += len(new)

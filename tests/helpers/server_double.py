@@ -10,6 +10,7 @@ import contextlib
 import copy
 import datetime
 import io
+import itertools
 import json
 import pickle
 import re
@@ -115,7 +116,7 @@ class Double(ThreadingHTTPServer):
         self.asleep: set[str] = set()
         self.instead = lambda path: None  # an answer of 200 that is not the server's own; it may wait, too
         self.stall, self.stalled = None, threading.Event()  # of streams
-        self.paused = False
+        self.paused, self.on_the_way = False, 0  # tokens that a pause finds sampled and not sent
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def restart(self) -> None:
@@ -184,6 +185,12 @@ def sample(
     return ids, log_probs, "length"
 
 
+def spans_of(labels: list[str]) -> list[dict]:
+    """Return runs of equal labels as vLLM 0.32 does."""
+    ends = [i for i in range(1, len(labels) + 1) if i == len(labels) or labels[i] != labels[i - 1]]
+    return [{"version": labels[end - 1], "start": start, "end": end} for start, end in itertools.pairwise([0, *ends])]
+
+
 class Handler(BaseHTTPRequestHandler):
     """Common base of the request handlers: JSON, API keys, and faults."""
 
@@ -236,16 +243,18 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             double.running -= generating
         if body and body.get("stream") and code == 200:
-            self.stream(answer["choices"][0], body)
+            self.stream(answer["choices"][0], body | body.get("sampling_params", {}))
         else:
             self.reply(code, answer)
 
     def stream(self, choice: dict, body: dict) -> None:
         """Send a completion token by token; after ``stall`` tokens a stream waits for a fault.
 
-        A paused server sends nothing, and samples the rest again if it has other weights then.
+        A paused server sends nothing. If it has other weights then, it samples again what follows ``on_the_way``.
         """
         double, ids, log_probs, loads = self.server, choice["token_ids"], choice["logprobs"], len(self.server.reloads)
+        prompt = body["token_ids"] if self.path == TOKENS_IN else body["prompt"]
+        labels = [double.weight_version] * len(ids)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
@@ -256,13 +265,15 @@ class Handler(BaseHTTPRequestHandler):
                 double.stalled.set()
                 time.sleep(0.01)
             if len(double.reloads) > loads:
-                loads, begun = len(double.reloads), ids[:place]
-                rest = body | {"max_tokens": body["max_tokens"] - place}
-                with LOCK:
-                    new = sample(double.model, body["prompt"] + begun, rest, body["seed"], body["stop_token_ids"])
-                ids, choice["finish_reason"] = begun + new[0], new[2]
-                log_probs["tokens"] = [f"token_id:{token}" for token in ids]
-                log_probs["token_logprobs"] = log_probs["token_logprobs"][:place] + new[1]
+                loads, begun = len(double.reloads), ids[: place + double.on_the_way]
+                rest = body | {"max_tokens": body["max_tokens"] - len(begun)}
+                if len(begun) < len(ids):
+                    with LOCK:
+                        new = sample(double.model, prompt + begun, rest, body["seed"], body["stop_token_ids"])
+                    ids, choice["finish_reason"] = begun + new[0], new[2]
+                    labels = labels[: len(begun)] + [double.weight_version] * len(new[0])
+                    again = self.logged(*new[:2])
+                    log_probs = {name: log_probs[name][: len(begun)] + again[name] for name in again}
             token = ids[place]
             if double.fault == "die":
                 self.close_connection = True
@@ -276,11 +287,22 @@ class Handler(BaseHTTPRequestHandler):
             event = {"choices": [part]}
             if self.path == TOKENS_IN:
                 part["routed_experts"] = choice["routed_experts"] if reason else None
+                part["weight_versions"] = spans_of(labels) if reason and not double.config.get("old") else None
             elif place == 0:
                 part["prompt_token_ids"] = choice["prompt_token_ids"]
             self.chunk(f"data: {json.dumps(event)}\n\n")
         self.chunk("data: [DONE]\n\n")
         self.chunk("")
+
+    def logged(self, ids: list[int], log_probs: list[float]) -> dict:
+        """Return log-probabilities as this path writes them."""
+        if self.path != TOKENS_IN:
+            return {"tokens": [f"token_id:{token}" for token in ids], "token_logprobs": log_probs}
+        old = self.server.config.get("old")
+        named = [{"token": f"token_id:{token}"} if old else {"token_id": token} for token in ids]
+        return {
+            "content": [name | {"logprob": p, "top_logprobs": []} for name, p in zip(named, log_probs, strict=True)]
+        }
 
     def chunk(self, text: str) -> None:
         self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
@@ -399,7 +421,8 @@ class VllmHandler(Handler):
                 return 200, {"results": [None]}
             case "/openapi.json":
                 there = config.get("old") or config.get("scale_out")  # 0.32: --enable-scale-out
-                return 200, {"paths": {"/v1/completions": {}} | ({TOKENS_IN: {}} if there else {})}
+                paths = {"/v1/completions": {}} | ({TOKENS_IN: {}} if there else {})
+                return 200, {"paths": paths | ({} if config.get("old") else {"/weight_info": {}})}
             case "/v1/completions":
                 return 200, self.completions(body)
             case "/inference/v1/generate" if config.get("old") or config.get("scale_out"):
@@ -414,14 +437,7 @@ class VllmHandler(Handler):
         for choice in answer["choices"]:
             del choice["prompt_token_ids"], choice["text"]
             if choice["logprobs"] is not None:
-                pairs = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
-                named = "token" if self.server.config.get("old") else "token_id"
-                choice["logprobs"] = {
-                    "content": [
-                        {named: f"token_id:{token}" if named == "token" else token, "logprob": p, "top_logprobs": []}
-                        for token, p in pairs
-                    ]
-                }
+                choice["logprobs"] = self.logged(choice["token_ids"], choice["logprobs"]["token_logprobs"])
         return answer if self.server.config.get("old") else answer | {"prompt_token_ids": body["token_ids"]}
 
     def printed(self) -> str:

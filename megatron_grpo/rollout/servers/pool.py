@@ -212,14 +212,18 @@ class ServerPool:
         self.each(sleep_one, "go to sleep")
 
     def each(self, function: Callable[[Server], Coroutine], purpose: str = "load the weights") -> None:
-        """Await ``function`` for every serving server, concurrently; exclude a server that raises Fault.
+        """Await ``function`` for every serving server, concurrently; exclude a server at once if it raises Fault.
 
         The first EngineLost cancels the other calls of ``function``.
         """
-        servers = self.serving()
-        for server, outcome in zip(servers, self._call_servers(function, servers), strict=True):
-            if isinstance(outcome, Fault):
-                self._exclude(server, f"it did not {purpose}: {outcome}")
+
+        async def call(server: Server) -> None:
+            try:
+                await function(server)
+            except Fault as fault:
+                self._exclude(server, f"it did not {purpose}: {fault}")
+
+        self._call_servers(call, self.serving())
 
     def _call_servers(self, function: Callable[[Server], Coroutine], servers: Sequence[Server]) -> list[Any]:
         """Return for each server the result of ``function``, or the Fault or GrpoError that the call raised."""

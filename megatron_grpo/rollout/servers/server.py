@@ -1,7 +1,6 @@
 """State and requests of one inference server, for vllm/server.py and sglang/server.py."""
 
 import base64
-import math
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -46,6 +45,10 @@ class Streamed:
         new = Completion(self.request.id, list(self.ids), log_probs, reason, list(self.versions), self.routed_experts)
         return new.after(self.request.begun)
 
+    def drop(self) -> None:
+        """Drop what has arrived."""
+        self.ids, self.versions, self.log_probs = [], [], []
+
     def continued(self) -> Request:
         """Return the request for what is missing."""
         return replace(self.request, begun=self.completion()) if self.ids else self.request
@@ -72,7 +75,7 @@ class Server(Client, ABC):
 
     @abstractmethod
     async def check(self) -> None:
-        """Raise Fault, with the flag to change, if this server cannot serve this run."""
+        """Raise Fault, with the flag to change, if this server cannot serve this run; resume it if it is paused."""
 
     @abstractmethod
     async def status(self, timeout: float) -> Status:
@@ -95,7 +98,7 @@ class Server(Client, ABC):
         """Finish a weight update: drop caches of the old weights and set the version."""
 
     async def pause(self) -> None:
-        """Let running requests wait until `resume`, with their keys and values."""
+        """Let running requests wait until `resume` or `check`, with their keys and values."""
         raise NotImplementedError
 
     async def resume(self) -> None:
@@ -165,14 +168,8 @@ def routed_experts(
     """
     if encoded is None:
         raise Fault("its answer has no routed_experts: start it with --enable-return-routed-experts")
-    reported, shape = decoded(base64.b64decode(encoded)), (tokens, args.num_layers, args.moe_router_topk)
-    if reported.shape not in (shape, (math.prod(shape),)):
-        raise Fault(
-            f"it returned experts of the shape {list(reported.shape)} for {tokens} routed tokens, {args.num_layers} "
-            f"layers and {args.moe_router_topk} experts of each token: start it with the same model"
-        )
     try:
-        return of_moe_layers(args, reported.reshape(shape))
+        return of_moe_layers(args, decoded(base64.b64decode(encoded)), tokens)
     except GrpoError as error:
         raise Fault(str(error)) from error
 
@@ -199,6 +196,12 @@ def refuse_quantized(quantization: str | None) -> None:
             f"its model is quantized ({quantization}), and the trainer's weights are not: start it without "
             "--quantization, on a directory in bf16 (tools/checkpoint/convert.py writes one from a quantized model)"
         )
+
+
+def tagged_version(tag: str) -> int | None:
+    """Return the version of the weights that have a `weight_tag`; None if this process has not named them."""
+    run, _, version = tag.partition(":")
+    return int(version) if run == _RUN_ID else None
 
 
 def weight_tag(version: int) -> str:

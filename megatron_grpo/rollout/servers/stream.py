@@ -17,7 +17,6 @@ from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.servers.engine import WeightTransfer
 from megatron_grpo.rollout.servers.pool import Job, Load, ServerPool
 from megatron_grpo.rollout.servers.server import Server, Streamed
-from megatron_grpo.utils.http_client import Fault
 from megatron_grpo.weights.transfer_plan import HfTensor, Reads, whole
 
 POLL = 0.02  # seconds that a poll waits at most: the producer looks for commands between two
@@ -40,23 +39,22 @@ class StreamPool(ServerPool):
     With ``keeps`` running requests wait while their server loads weights, and go on under the new ones.
     """
 
-    joins, keeps = True, False
+    joins = True
+
+    def __init__(self, servers: Sequence[Server], timeout: float, max_in_flight: int, keeps: bool = False):
+        super().__init__(servers, timeout, max_in_flight)
+        self._keeps = keeps
 
     async def _update(self, server: Server, version: int, load: Load | None) -> None:
-        if not self.keeps:
+        if not self._keeps:
             return await super()._update(server, version, load)
         await server.pause()
-        try:
-            await super()._update(server, version, load)
-            # The tokens before the pause have arrived: loading takes longer than their way.
-            for job, owner in self._running.values():
-                if owner is server and isinstance(job, StreamedJob) and job.streamed is not None:
-                    job.streamed.version = version
-        except Fault as fault:  # it may hold a part of the new weights: nothing of what it samples now counts
-            self._exclude(server, f"it did not load the weights: {fault}")
-            raise
-        finally:
-            await server.resume()
+        await super()._update(server, version, load)  # if it fails, a part of the new weights may be there: no resume
+        # The tokens before the pause have arrived: loading takes longer than their way.
+        for job, owner in self._running.values():
+            if owner is server and isinstance(job, StreamedJob) and job.streamed is not None:
+                job.streamed.version = version
+        await server.resume()
 
     def submit_streams(self, requests: Iterable[Request]) -> None:
         """Queue requests."""
@@ -116,8 +114,7 @@ class ServerStream:
     ):
         self.replica: int | None = replica
         self.has_weights = False
-        self._transfer, self._pool = transfer, StreamPool(servers, timeout, max_in_flight)
-        self._pool.keeps = keeps
+        self._transfer, self._pool = transfer, StreamPool(servers, timeout, max_in_flight, keeps)
         self._pool.check()
 
     def submit(self, requests: Iterable[Request]) -> None:

@@ -110,7 +110,6 @@ class SglangServer(Server):
             **sampling_parameters(sampling),
             "ignore_eos": not sampling.stop_token_ids,  # if true, SGLang also ignores stop_token_ids
         }
-        with_experts = self._args.router_replay_mode == "R3"
 
         async def ask(places: range) -> list[dict[str, Any]]:
             body = {
@@ -118,7 +117,7 @@ class SglangServer(Server):
                 # With "n", all samples would have the same seed and be equal.
                 "sampling_params": [one | {"sampling_seed": seed + place} for place in places],
                 "return_logprob": sampling.log_probs,
-            } | ({"return_routed_experts": True} if with_experts else {})
+            } | ({"return_routed_experts": True} if sampling.routed_experts else {})
             found = await self.call("POST", "/generate", body)
             if len(found) != len(places):
                 raise Fault(f"it returned {len(found)} completions for {len(places)} requests")
@@ -126,7 +125,7 @@ class SglangServer(Server):
 
         # One answer with the experts of a group could have a gigabyte: 64 MiB for 32,768 tokens, 48 layers, 8 experts.
         places = range(len(requests))
-        parts = [places[n : n + 1] for n in places] if with_experts else [places]
+        parts = [places[n : n + 1] for n in places] if sampling.routed_experts else [places]
         answers = [answer for found in await asyncio.gather(*map(ask, parts)) for answer in found]
         return [
             self._completion(request, answer, len(prompt), version, weights)
@@ -152,7 +151,7 @@ class SglangServer(Server):
                 raise Fault("its log-probabilities do not belong to the sampled tokens")
             log_probs = [pair[0] for pair in pairs]
         experts = None
-        if self._args.router_replay_mode == "R3":
+        if sampling.routed_experts:
             routed, encoded = prompt_length + len(ids) - 1, meta.get("routed_experts")
             experts = routed_experts(self._args, encoded, routed, _int32)
         return Completion(request.id, ids, log_probs, reason, [version] * len(ids), experts)

@@ -84,7 +84,6 @@ class VllmColocate:
         self._sleep_level = args.sleep_level
         self._vocab_size, self._max_model_len = args.vocab_size, args.vllm_max_model_len
         self._sees_images = bool(args.vision_config)
-        self._reads_experts = args.router_replay_mode == "R3"
         # The default padding token of a family in transformers may lie outside a smaller vocabulary.
         hf_config = {**hf_config, "pad_token_id": 0}
         if self._sees_images:  # transformers warns of default ids beyond the vocabulary
@@ -179,12 +178,12 @@ class VllmColocate:
                 ids = list(sample.token_ids)
                 log_probs, kept = _log_probs(sample.logprobs, len(ids))
                 reason = sample.finish_reason or "length"
-                experts = None
-                if self._reads_experts:
-                    reported, routed = sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1
-                    experts = of_moe_layers(self._args, None if reported is None else reported[:routed])
                 request_id = _number(output.request_id)
                 under_way = self._under_way.pop(request_id)
+                experts = None
+                if under_way.request.sampling.routed_experts:
+                    reported, routed = sample.routed_experts, len(output.prompt_token_ids) + len(ids) - 1
+                    experts = of_moe_layers(self._args, None if reported is None else reported[:routed], routed)
                 self._check_prompt(under_way.request, output.prompt_token_ids)
                 versions = under_way.versions(len(ids), self._version)
                 completion = Completion(request_id, ids, log_probs, reason, versions, experts, kept)

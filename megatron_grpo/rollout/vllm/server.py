@@ -6,7 +6,8 @@ The development mode enables the requests that a trainer needs (loading weights,
 
 Images (0.32, --enable-scale-out): /v1/completions takes token ids without images, and /v1/chat/completions takes images
 without token ids. /inference/v1/generate takes both: the prompt with one token for each image, and the images. Its
-streams have the experts of --router-replay-mode R3, which those of /v1/completions have not; 0.26 always has the path.
+streams have the experts of --router-replay-mode R3 and, in 0.32, the weight version of each token, which those of
+/v1/completions have not; 0.26 always has the path.
 """
 
 import io
@@ -38,6 +39,7 @@ from megatron_grpo.rollout.servers.server import (
     refuse_quantized,
     routed_experts,
     sampling_parameters,
+    tagged_version,
     weight_tag,
 )
 from megatron_grpo.rollout.servers.stream import ServerStream
@@ -86,6 +88,7 @@ class VllmServer(Server):
         self.model = ""  # the model's name at the server
         self.adapter: str | None = None  # name of the adapter that completes requests
         self.load = ""  # name of the newest load of weights
+        self._records_versions = False  # of the tokens of streams, while weights change under them
         self._video_flags: dict[str, Any] = {}  # of its --media-io-kwargs
 
     @reads_answers
@@ -110,13 +113,15 @@ class VllmServer(Server):
         if args.vision_config:
             multimodal = info["vllm_config"]["model_config"].get("multimodal_config") or {}
             self._video_flags = (multimodal.get("media_io_kwargs") or {}).get("video") or {}
-        if args.vision_config or (args.router_replay_mode == "R3" and args.rollout_ranks):
+        needed = args.vision_config or (args.router_replay_mode == "R3" and args.rollout_ranks)
+        if needed or args.weight_update == "keep":
             paths = (await self.call("GET", "/openapi.json", timeout=PROBE_TIMEOUT))["paths"]
-            if _GENERATE not in paths:
+            if needed and _GENERATE not in paths:
                 lacks = "it takes no images beside token ids" if args.vision_config else "its streams have no experts"
                 raise Fault(f"{lacks}: start it (vLLM 0.32) with --enable-scale-out")
+            self._records_versions = args.weight_update == "keep" and {_GENERATE, "/weight_info"} <= paths.keys()
         paused = await self.call_if_able("GET", "/is_paused", None, PROBE_TIMEOUT)
-        if paused and paused["is_paused"]:  # by a run that was killed
+        if paused and paused["is_paused"]:  # by a run that was killed, or by an update that failed
             await self.resume()
         if not (await self.status(PROBE_TIMEOUT)).process:
             raise Fault(
@@ -251,8 +256,8 @@ class VllmServer(Server):
         assert self.version is not None
         streamed.version, request = self.version, streamed.request.with_begun_in_prompt()
         # Keys and values of older weights are never reused: the prefix cache is keyed by the version.
-        with_experts = self._args.router_replay_mode == "R3"
-        takes_ids = with_experts or _has_images(request)
+        with_experts = request.sampling.routed_experts
+        takes_ids = with_experts or _has_images(request) or self._records_versions
         path = _GENERATE if takes_ids else "/v1/completions"
         body = self._body_of_token_ids([request], seed) if takes_ids else self._body([request], seed)
         async for event in self.events(path, body | {"stream": True, "cache_salt": weight_tag(self.version)}):
@@ -275,9 +280,24 @@ class VllmServer(Server):
                 streamed.ids += ids
                 streamed.versions += [streamed.version] * len(ids)
                 if reason := choice.get("finish_reason"):
+                    if spans := choice.get("weight_versions"):
+                        self._take_versions(streamed, spans)
                     self.check_end(request, streamed.ids, reason, self._args.vocab_size)
                     return streamed.completion(reason)
         raise Fault(f"{path}: the stream has ended before the completion", retryable=True)
+
+    @staticmethod
+    def _take_versions(streamed: Streamed, spans: Sequence[dict[str, Any]]) -> None:
+        """Set the versions of all tokens by the server's record; Fault, without the tokens, if other weights sampled.
+
+        A token that was on its way while the server loaded weights has arrived under the next version.
+        """
+        found = [tagged_version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        versions = [version for version in found if version is not None]
+        if len(versions) != len(streamed.ids):
+            streamed.drop()
+            raise Fault(f"it sampled with the weights {spans}, which are not this run's", retryable=True)
+        streamed.versions = versions
 
     def _body(self, requests: Sequence[Request], seed: int) -> dict[str, Any]:
         """Return the body of a request for completions of one prompt."""
@@ -351,7 +371,7 @@ class VllmServer(Server):
             if sampling.kept_token_ids:
                 kept = _kept(ids, log_probs, choice["logprobs"]["top_logprobs"], sampling.top_k)
         experts = None
-        if self._args.router_replay_mode == "R3":
+        if sampling.routed_experts:
             experts = self._routed_experts(choice, len(prompt) + len(ids) - 1)
         return Completion(request.id, ids, log_probs, reason, [version] * len(ids), experts, kept)
 

@@ -88,6 +88,7 @@ def probe_plan(args: Namespace, prompts: list[Prompt], num_replicas: int) -> Rol
         max_tokens=min(PROBE_TOKENS, args.max_completion_length),
         temperature=args.temperature,
         log_probs=True,
+        routed_experts=args.router_replay_mode == "R3",
     )
     # Drop the rows' own sampling: log-probabilities of constrained completions are renormalised.
     prompts = [replace(prompts[i % len(prompts)], sampling_fields={}) for i in range(count)]

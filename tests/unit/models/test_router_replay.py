@@ -19,7 +19,9 @@ from megatron_grpo.models import forward
 from megatron_grpo.models.router import Router
 from megatron_grpo.observability.metrics import Timers
 from megatron_grpo.parallel import initialize
-from megatron_grpo.rollout.collect import collect_rollout
+from megatron_grpo.rewards.pool import GroupMember
+from megatron_grpo.rollout.collect import collect_rollout, to_batch
+from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm import colocate as vllm_colocate
 from megatron_grpo.utils.errors import GrpoError
@@ -154,8 +156,8 @@ class VllmDouble:
     (token, token + layer + 1) modulo their number, for all layers, dense ones too, and all tokens but the last.
     """
 
-    def __init__(self, layers: int, told: bool):
-        self.layers, self.told, self.waiting = layers, told, []
+    def __init__(self, layers: int, told: bool, missing: int):
+        self.layers, self.told, self.missing, self.waiting = layers, told, missing, []
         self.llm_engine = self
         self.vllm_config = SimpleNamespace(use_v2_model_runner=True)
 
@@ -171,32 +173,35 @@ class VllmDouble:
         name, prompt = self.waiting.pop()
         routed = np.array([*prompt, 1, 2])[:, None, None] + np.zeros((1, self.layers, TOPK), np.int64)
         routed[:, :, 1] += np.arange(self.layers) + 1
-        experts = (routed % EXPERTS if self.told else 0 * routed).astype(np.uint8)
+        experts = (routed % EXPERTS if self.told else 0 * routed).astype(np.uint8)[self.missing :]
         sample = CompletionOutput(0, "", [1, 2, 3], None, None, routed_experts=experts, finish_reason="length")
         return [RequestOutput(name, None, prompt, None, [sample], finished=True)]
 
 
 @pytest.fixture
 def vllm_double(one_rank, monkeypatch):
-    """``vllm_double(told)``: the engine class around the double; ``told`` says whether it knows its experts."""
+    """``vllm_double(told, missing)``: the engine class around the double; ``told`` says whether it knows its experts,
+    ``missing`` of how many tokens it returns none.
+    """
     args, _ = start("R3")
 
-    def engine(told: bool):
-        monkeypatch.setattr(vllm_colocate, "_build", lambda args, directory: VllmDouble(args.num_layers, told))
+    def engine(told: bool = True, missing: int = 0):
+        monkeypatch.setattr(vllm_colocate, "_build", lambda args, directory: VllmDouble(args.num_layers, told, missing))
         monkeypatch.setattr(vllm_colocate.scheduler, "collect_log_probs", lambda engine: None)  # it has no scheduler
         return vllm_colocate.VllmColocate(args, {})
 
     return engine
 
 
-def collect(engine):
+def collect(engine, routed_experts=True):
     prompts = [Prompt(id=i, ids=ids, row={}, source="made up") for i, ids in enumerate([[4, 5], [6, 7, 8]])]
-    return collect_rollout(engine, RolloutPlan(prompts, 1, Sampling(max_tokens=3), 0), None, None, Timers())[0]
+    plan = RolloutPlan(prompts, 1, Sampling(max_tokens=3, routed_experts=routed_experts), 0)
+    return collect_rollout(engine, plan, None, None, Timers())[0]
 
 
 @pytest.mark.vllm
 def test_the_engines_experts_reach_the_batch(vllm_double):
-    batch = collect(vllm_double(told=True))
+    batch = collect(vllm_double())
     assert batch.tokens.tolist() == [4, 5, 1, 2, 3, 6, 7, 8, 1, 2, 3]
     last = batch.cu_seqlens[1:] - 1
     assert (batch.routed_experts[last] == -1).all()
@@ -210,6 +215,32 @@ def test_the_engines_experts_reach_the_batch(vllm_double):
 def test_an_engine_that_does_not_tell(vllm_double, monkeypatch):
     with pytest.raises(GrpoError, match="does not report its choice of experts with the kernels"):
         collect(vllm_double(told=False))
+
+
+@pytest.mark.vllm
+def test_an_engine_that_returns_the_experts_of_too_few_tokens(vllm_double):
+    with pytest.raises(GrpoError, match=rf"returned experts of the shape \[4, 4, {TOPK}\] for 5 routed tokens"):
+        collect(vllm_double(missing=1))
+
+
+@pytest.mark.vllm
+def test_an_evaluation_reads_no_experts(vllm_double):
+    assert collect(vllm_double(missing=1), routed_experts=False).routed_experts is None
+
+
+def test_a_layer_that_does_not_tell_beside_one_that_does():
+    """With one expert of each token a zero can be a choice; of all completions' it is none."""
+    prompts = [Prompt(id=0, ids=[4, 5], row={}, source="made up")]
+    members = {number: GroupMember(0, number, 2) for number in range(2)}
+
+    def batch(*experts):
+        made = [np.array(of_one, np.int16)[..., None] for of_one in experts]
+        completions = [Completion(n, [1, 2], None, "length", [0, 0], of_one) for n, of_one in enumerate(made)]
+        return to_batch(prompts, completions, members, [0], num_kept=0)
+
+    assert batch([[0, 3], [0, 0], [0, 1]], [[2, 0], [0, 0], [-1, -1]]).routed_experts.shape == (8, 2, 1)
+    with pytest.raises(GrpoError, match="does not report its choice of experts with the kernels"):
+        batch([[0, 3], [0, 0], [0, 1]], [[0, 0], [0, 2], [-1, -1]])
 
 
 @pytest.mark.vllm

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_grpo.observability.findings import balanced_ranks, findings, lines, measured_split
+from megatron_grpo.observability.findings import Split, findings, lines, measured_split
 from megatron_grpo.observability.metric_guide import METRICS, remedy
 from megatron_grpo.observability.metrics import aggregate
 
@@ -219,8 +219,8 @@ def test_slow_phases_waits_and_a_falling_speed():
 
 def test_a_wait_names_the_ranks_that_would_balance():
     """Steps of 4 s: two engines work 3.5 s and two trainers 2 s, 7 and 4 rank seconds: 4 x 7 / 11 = 2.55 engines."""
-    assert balanced_ranks(2, 2, 4.0, 0.5, 2.0) == pytest.approx(28 / 11)
-    assert balanced_ranks(1, 1, 7.31, 0.0, 5.6) == pytest.approx(2 * 7.31 / (7.31 + 1.71))
+    assert Split(2, 2, 4.0, 0.5, 2.0).balanced() == pytest.approx(28 / 11)
+    assert Split(1, 1, 7.31, 0.0, 5.6).balanced() == pytest.approx(2 * 7.31 / (7.31 + 1.71))
     rows = [row | {"time/step": 4.0, "stream/trainer_wait": 2.0, "stream/engine_idle": 0.5} for row in healthy()]
     wait = "the trainer waits for the engines for 50% of the step"
     (found,) = [one for one in findings(rows, (2, 2)) if one.metric == "stream/trainer_wait"]

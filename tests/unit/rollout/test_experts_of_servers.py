@@ -1,5 +1,7 @@
 """--router-replay-mode R3 with servers: the experts are transformers', and what else a server says is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from server_double import EOS, EXPERTS, TOKENS_IN, TOPK, called, routed_experts, tiny_mixture
@@ -15,7 +17,8 @@ from megatron_grpo.rollout.vllm.server import VllmServer
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 
-REQUESTS = ALL[:6]
+PLAIN = ALL[:6]  # as of an evaluation
+REQUESTS = [replace(r, sampling=replace(r.sampling, routed_experts=True)) for r in PLAIN]
 R3 = {"router_replay_mode": "R3", "num_experts": EXPERTS, "moe_router_topk": TOPK, "moe_layer_freq": [0, 1]}
 VLLM = {"device": "cuda", "routed_experts": True}
 SERVERS = {
@@ -52,11 +55,15 @@ def test_experts_are_the_models_own(start, weights, tmp_path, server):
     pool.close()
 
 
-def test_without_r3_nobody_asks_for_experts(start, weights, tmp_path):
-    double = start("sglang", make_model=lambda: tiny_mixture(99), enable_return_routed_experts=True)
-    pool = synced_pool([double], weights, tmp_path, kind="sglang", **R3 | {"router_replay_mode": "R2"})
-    assert all(completion.routed_experts is None for completion in finish(pool, REQUESTS[:1]))
+@pytest.mark.parametrize("server", SERVERS)
+def test_requests_without_experts(start, weights, tmp_path, server):
+    """vLLM's answers have them nevertheless; SGLang returns a group in one answer."""
+    kind, config = SERVERS[server]
+    double = start(kind, make_model=lambda: tiny_mixture(99), **config)
+    pool = synced_pool([double], weights, tmp_path, kind=kind, **R3)
+    assert all(completion.routed_experts is None for completion in finish(pool, PLAIN))
     assert not any("return_routed_experts" in body for path, body in double.calls if path == "/generate")
+    assert called(double, "/generate|/v1/completions") == 2
     pool.close()
 
 
@@ -85,8 +92,8 @@ def test_a_server_that_returns_no_experts_is_refused_at_the_start(start, kind, c
 
 
 WRONG = {
-    "a layer less": r"it returned experts of the shape \[\d+(, 1, 2)?\] for \d+ routed tokens, 2 layers and 2 experts",
-    "a token less": r"it returned experts of the shape \[\d+(, 2, 2)?\] for \d+ routed tokens, 2 layers and 2 experts",
+    "a layer less": r"returned experts of the shape \[\d+(, 1, 2)?\] for \d+ routed tokens, 2 layers and 2 experts",
+    "a token less": r"returned experts of the shape \[\d+(, 2, 2)?\] for \d+ routed tokens, 2 layers and 2 experts",
     "redundant experts": "the engine reports the expert 4, and the trainer's layers have 4",
     "kernels do not tell": "does not report its choice of experts with the kernels that it uses here: give R2",
 }
@@ -128,7 +135,7 @@ def test_experts_of_older_weights_are_not_replayed():
 
 
 LONGEST = 8
-SAMPLING = Sampling(LONGEST, temperature=1.0, stop_token_ids=(EOS,), log_probs=True)
+SAMPLING = Sampling(LONGEST, temperature=1.0, stop_token_ids=(EOS,), log_probs=True, routed_experts=True)
 
 
 @pytest.mark.parametrize("old", [False, True])

@@ -53,6 +53,13 @@ def test_kept_tokens_are_asked_for_in_every_rollout_if_the_engine_can_return_the
     assert not any(plan.sampling.kept_token_ids for plan in evaluation_plans(args, []).values())
 
 
+def test_experts_are_asked_for_where_updates_replay_them():
+    for mode, wanted in (("R3", True), ("R2", False)):
+        args = replaced(parse_args(["--eval-num-generations", "2"]), router_replay_mode=mode)
+        assert training_sampling(args, 1).routed_experts == wanted
+        assert not any(plan.sampling.routed_experts for plan in evaluation_plans(args, []).values())
+
+
 def test_evaluations_ask_for_none_and_the_greedy_one_changes_nothing():
     flags = "--temperature 0.7 --top-p 0.9 --top-k 5 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 1"
     flags += " --frequency-penalty 1 --eval-num-generations 2 --stop-words a --max-completion-length 9"

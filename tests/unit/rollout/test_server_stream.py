@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from server_double import EOS, Double, called, sample, tiny_model
+from server_double import EOS, TOKENS_IN, Double, called, sample, tiny_model
 from slow import slow_except
 from test_servers import PROMPTS, arguments
 
@@ -147,6 +147,14 @@ def test_interrupted_completions_go_on_under_new_weights(engine, doubles):
 
 
 @pytest.fixture
+def recording(doubles):
+    """Servers of vLLM 0.32 with --enable-scale-out, which record the weights of each token."""
+    for double in doubles:
+        double.config["scale_out"] = True
+    return doubles
+
+
+@pytest.fixture
 def keeping(doubles, tmp_path):
     """An engine of --weight-update keep."""
     servers = [VllmServer(double.url, arguments(weight_update="keep")) for double in doubles]
@@ -176,18 +184,51 @@ def test_kept_completions_go_on_under_new_weights(keeping, doubles):
     assert sum(called(double, "/v1/completions") for double in doubles) == 6  # none has begun again
 
 
-def test_a_server_that_does_not_load_the_weights_resumes_without_requests(keeping, doubles, monkeypatch):
+def test_tokens_on_their_way_at_a_pause_are_of_the_weights_that_sampled_them(recording, keeping):
+    """They arrive after the load; the servers' record tells."""
+    for double in recording:
+        double.on_the_way = 2
+    finished = stalled(keeping, recording, 2)
+    keeping.update_weights(iter(tiny_model(2).state_dict().items()), 2)
+    for double in recording:
+        double.stall = None
+    whole = finished + finish(keeping, 6 - len(finished))
+    versions = [list(completion.weight_versions) for completion in whole if len(completion.token_ids) > 4]
+    assert versions and all(of_one[:4] == [1] * 4 and set(of_one[4:]) == {2} for of_one in versions)
+    for completion in whole:
+        check_versions(completion)
+    assert sum(called(double, TOKENS_IN) for double in recording) == 6
+
+
+def test_tokens_of_weights_that_are_not_the_runs_are_dropped(recording, keeping, monkeypatch):
+    """As of a server that has restarted, before a probe finds that."""
+    until(keeping, lambda: not keeping._pool._probes)
+    monkeypatch.setattr(pools, "WATCH_INTERVAL", 1000.0)
+    for server in keeping._pool.servers:
+        server.next_probe = time.monotonic() + 1000
+    recording[0].restart()
+    keeping.submit(requests())
+    for completion in finish(keeping, 6):
+        assert completion.token_ids == expected(requests()[completion.id])[0]
+        check_first_version([completion])
+    assert called(recording[0], TOKENS_IN)
+
+
+def test_a_server_that_does_not_load_the_weights_stays_paused_until_it_joins(keeping, doubles, monkeypatch):
     """Its completions go on elsewhere."""
     finished = stalled(keeping, doubles, 2)
 
     async def fail(directory, timeout):
         raise Fault("no room")
 
-    monkeypatch.setattr(keeping._pool.servers[0], "load_weights", fail)
-    keeping.update_weights(iter(tiny_model(2).state_dict().items()), 2)
-    assert [double.paused for double in doubles] == [False, False]
+    with monkeypatch.context() as failing:
+        failing.setattr(keeping._pool.servers[0], "load_weights", fail)
+        keeping.update_weights(iter(tiny_model(2).state_dict().items()), 2)
+    assert [double.paused for double in doubles] == [True, False]
     doubles[1].stall = None
     assert len(finished + finish(keeping, 6 - len(finished))) == 6
+    joined(keeping, doubles[0], 2)
+    assert not doubles[0].paused
 
 
 def test_nothing_counts_that_a_half_loaded_server_samples(keeping, doubles, monkeypatch):

@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
+from selection_engine import prompts
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.rollout.engine import Completion
-from megatron_grpo.rollout.unfinished import Group, from_arrays, to_arrays, with_completion
+from megatron_grpo.rollout.unfinished import Group, PartialRollouts, from_arrays, to_arrays, with_completion
 
 PROMPT = Prompt(7, [1, 2], {}, "rows.jsonl:8")
 
@@ -65,3 +68,45 @@ def test_a_failed_episode_without_a_token_is_finished():
     group = with_completion(Group(PROMPT, 0, (None,)), 0, Completion(0, [], None, "failed", []))
     assert group.complete
     assert not with_completion(group, 0, Completion(0, [], None, "abort", [])).complete
+
+
+class Rows:
+    """The prompts by number."""
+
+    def __getitem__(self, number):
+        return prompts(1, first=number)[0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_other_replicas_continue_the_groups_of_a_checkpoint(tmp_path, seed):
+    """Every batch is whole, with no group too old; each group is trained on once, with the tokens that it has."""
+    rng = np.random.default_rng(seed)
+    batch, staleness, batches = int(rng.integers(2, 9)), int(rng.integers(1, 4)), 8
+    taken, position = {}, None
+    for version in range(batches):
+        replicas = int(rng.integers(1, batch + 1))
+        for replica in range(replicas):
+            engine = SimpleNamespace(replica=replica, num_replicas=replicas)
+            own = PartialRollouts(engine, batch, 1, staleness)
+            if position is not None:
+                own.load(tmp_path / f"{version}", position, Rows())
+            new = own.prompts_to_draw()
+            groups = own.with_new(prompts(new, first=own.state.started))
+            while (found := own.to_take(groups)) is None:
+                number = int(rng.choice([number for number, group in groups.items() if not group.complete]))
+                begun = groups[number].completions[0]
+                ids = [*(begun.token_ids if begun else ()), number]
+                reason = "stop" if rng.random() < 0.3 else "abort"
+                completion = Completion(number, ids, [-1.0] * len(ids), reason, [version] * len(ids))
+                groups[number] = with_completion(groups[number], 0, completion)
+            assert len(found) == len(range(batch)[replica::replicas])
+            for number in found:
+                group = groups[number]
+                assert number not in taken and group.prompt.id == number and version - group.birth <= staleness
+                assert set(group.completions[0].token_ids) == {number}
+                taken[number] = version
+            own.take(groups, found, new)
+            own.save(tmp_path / f"{version + 1}", own.state)
+        position = own.position(own.state)
+    assert len(taken) == batch * batches and position["started"] == batch * (batches + staleness)
+    assert len(set(taken) | set(range(batch * (batches - staleness)))) == len(taken)

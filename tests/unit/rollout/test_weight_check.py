@@ -96,12 +96,15 @@ def test_what_an_engine_says_is_passed_on(one_process, differing, wanted):
 
 def test_the_probe_is_sampled_without_what_its_rows_set(monkeypatch):
     monkeypatch.setattr(weight_check.parallel_state, "get_data_parallel_world_size", lambda: 1)
-    args = SimpleNamespace(pipeline_model_parallel_size=1, max_completion_length=99, temperature=0.7)
+    args = SimpleNamespace(
+        pipeline_model_parallel_size=1, max_completion_length=99, temperature=0.7, router_replay_mode="R3"
+    )
     prompt = Prompt(3, [5], {}, "made up", {"structured_outputs": "{}", "max_tokens": 1})
     plan = weight_check.probe_plan(args, [prompt], 2)
     prompts, sampling = plan.prompts, plan.sampling
     assert len(prompts) == 2 * weight_check.PROMPTS_PER_REPLICA
-    assert all(p.sampling(sampling) is sampling and p.id == 3 for p in prompts) and sampling.log_probs
+    assert all(p.sampling(sampling) is sampling and p.id == 3 for p in prompts)
+    assert sampling.log_probs and sampling.routed_experts
 
 
 def probe_batch():

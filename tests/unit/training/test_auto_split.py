@@ -67,6 +67,13 @@ def test_a_run_that_has_measured_too_little_keeps_its_split(tmp_path, capsys):
     assert "3 of 8: as before" in capsys.readouterr().out
 
 
+def test_a_split_without_any_update_is_not_kept(tmp_path, capsys):
+    """As a number of engines whose trainers ran out of memory in their first update, and then auto."""
+    folder_of_run(tmp_path, 3, 5, rows=5, start=5)
+    assert resolve_split(args_of(f"--load {tmp_path}"), 8) == resolve_split(args_of(), 8) != 3
+    assert capsys.readouterr().out.count("estimated") == 2
+
+
 def test_an_estimate_for_a_new_run_and_for_another_batch(tmp_path, capsys):
     """Trainers with the passes of a reference model and four updates need more ranks than those with one update."""
     new = resolve_split(args_of(), 8)

@@ -19,6 +19,7 @@ from slow import slow_except
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_grpo.estimate.dry_run import dry_run_report
+from megatron_grpo.models.forward import MicroBatches
 from megatron_grpo.training.mixture import Mixture, parts_of_groups
 from megatron_grpo.utils.errors import GrpoError
 
@@ -252,3 +253,16 @@ def test_the_dry_run_names_it():
     assert line in dry_run_report(validated(f"{MIX} {flags} --dry-run --beta 0"), 8)
     line = "demonstrations beside the rollout: one of each prompt that has one (demos.jsonl), loss luffy"
     assert line in dry_run_report(validated(f"{MIX} luffy --dry-run --beta 0"), 8)
+
+
+def test_packs_of_rollout_and_demonstrations_have_one_length():
+    """The longer one; packs without a length are as long as they are. The parts stay as they were."""
+    rollout, demonstrations = (
+        MicroBatches([lambda length: ("rollout", length)] * 2, 8),
+        MicroBatches([lambda length: length], 16),
+    )
+    both = rollout + demonstrations
+    assert list(both) == [("rollout", 16)] * 2 + [16]
+    assert (list(rollout), list(demonstrations)) == ([("rollout", 8)] * 2, [16])
+    assert list(rollout + MicroBatches([])) == [("rollout", 8)] * 2
+    assert (MicroBatches([lambda length: length]) + MicroBatches([lambda length: length]))[:] == [None, None]
