@@ -139,11 +139,15 @@ def mtp_draft(model, mtp, ids: list[int]) -> list[int]:
     return text[len(ids) :]
 
 
+def skip_without_package(method: str) -> None:
+    if method.startswith("suffix") and missing("arctic_inference"):
+        pytest.skip("needs arctic-inference, which is not installed")
+
+
 @pytest.fixture(scope="module", params=slow_except((), METHODS))
 def found(request, tmp_path_factory):
     """What a method gave; the default test is test_a_draft_model_that_is_the_policy_is_always_accepted."""
-    if request.param.startswith("suffix") and missing("arctic_inference"):
-        pytest.skip("needs arctic-inference, which is not installed")
+    skip_without_package(request.param)
     return run(tmp_path_factory.mktemp("speculative"), request.param)
 
 
@@ -331,6 +335,8 @@ def test_tokens_before_new_weights_have_the_old_version(found):
 
 
 @pytest.mark.slow
-def test_a_wrong_acceptance_of_drafts_is_found(tmp_path):
-    found = run(tmp_path, "draft_model", "--wrong-acceptance")
+@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+def test_a_wrong_acceptance_of_drafts_is_found(tmp_path, method):
+    skip_without_package(method)
+    found = run(tmp_path, method, "--wrong-acceptance")
     assert p_value(found, found.sampled) < 1e-6
