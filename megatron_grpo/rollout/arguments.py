@@ -98,7 +98,7 @@ ROLLOUT: tuple[FlagRow, ...] = (
         "--vllm-speculative-config",
         dict,
         None,
-        "speculative decoding of a colocated engine, as vllm serve --speculative-config: ngram, draft_model or mtp",
+        "speculative decoding of a colocated engine, as vllm serve has it: ngram, suffix, draft_model or mtp",
     ),
     ("--vllm-engine-kwargs", dict, None, "more arguments of vllm.LLM; they override the flags"),
     ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine; always on a CPU"),

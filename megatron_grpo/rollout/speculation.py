@@ -1,5 +1,6 @@
 """Speculative decoding of a colocated vLLM (``--vllm-speculative-config``): its methods, and what it excludes."""
 
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ from megatron_grpo.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_config
+from megatron_grpo.utils.packages import require
 from megatron_grpo.utils.rules import flag
 from megatron_grpo.weights import families
 from megatron_grpo.weights.arguments import default_architecture, resolve_architecture
 
 FLAG = "--vllm-speculative-config"
-METHODS = ("ngram", "draft_model", "mtp")
+METHODS = ("ngram", "suffix", "draft_model", "mtp")
+WITHOUT_MODEL = ("ngram", "suffix")
 # Keys that are known to keep the distribution of the samples, for methods with a model that drafts.
 _KEYS = {"method", "model", "num_speculative_tokens", "draft_sample_method"}
 
@@ -52,10 +55,13 @@ def draft_args(args: Namespace) -> Namespace | None:
 def longest_of_engine(args: Namespace) -> int:
     """Return the engine's longest sequence: --vllm-max-model-len, and room behind it for drafts where the model has it.
 
-    vLLM lets nothing draft for a whole batch while a single sequence of it, with its draft, is nearer than a draft to
-    the engine's longest one: without the room, every completion that nears its limit would stop the drafts of all.
+    vLLM drafts for no sequence while one of them is within a draft of the longest length: without the room, every
+    completion that nears its limit would stop the drafts of all.
     """
-    tokens = (args.vllm_speculative_config or {}).get("num_speculative_tokens")
+    config = args.vllm_speculative_config or {}
+    tokens = config.get("num_speculative_tokens")
+    if tokens is None and method_of(args) == "suffix":  # vLLM's default
+        tokens = config.get("suffix_decoding_max_tree_depth", 24)
     room = 2 * tokens if isinstance(tokens, int) else 0
     most = args.max_position_embeddings
     if (args.rope_scaling or {}).get("rope_type") == "longrope":  # as `check_rope` says
@@ -85,7 +91,15 @@ def check_speculation(args: Namespace) -> None:
             f"{FLAG}: rejection_sample_method is {acceptance!r}: leave it out, because only the standard method is "
             "known to keep the distribution of the samples"
         )
-    if method != "ngram":
+    if method == "suffix":
+        if not args.dry_run:
+            require(f"{FLAG} with method suffix", "arctic_inference", instead="give ngram")
+        if os.environ.get("ARCTIC_INFERENCE_ENABLED") == "1":
+            raise GrpoError(
+                f"ARCTIC_INFERENCE_ENABLED=1 and {FLAG} with method suffix cannot both be given: arctic-inference "
+                "would replace vLLM's model runner; unset the variable, which vLLM's suffix decoding does not need"
+            )
+    if method not in WITHOUT_MODEL:
         _check_model_that_drafts(args, config)
     for dest, given, reason in (
         ("min_p", args.min_p, "vLLM has no min_p with drafts"),

@@ -7,6 +7,7 @@ from megatron_grpo.utils.errors import GrpoError, prints_for_host, record_for_to
 
 # Module: the name of its package where it differs, and the command where `pip install NAME` is not enough.
 NAMES = {
+    "arctic_inference": "arctic-inference",
     "cutlass": "nvidia-cutlass-dsl",
     "cv2": "opencv-python-headless",
     "fla": "fla-core",
@@ -18,6 +19,7 @@ NAMES = {
 # vLLM pins versions of these, so pip gets them with it.
 ENVIRONMENT = "pip install -r requirements-gpu.txt (without a GPU: requirements-cpu.txt)"
 COMMANDS = {
+    "arctic_inference": "pip install arctic-inference==0.3.0",
     "cutlass": "pip install -r requirements-gpu.txt",
     "quack": "pip install -r requirements-gpu.txt",
     "transformer_engine": 'pip install --no-build-isolation "transformer-engine[pytorch,core-cu13]==2.11.0"',

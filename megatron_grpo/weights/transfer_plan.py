@@ -32,7 +32,7 @@ from megatron_grpo.weights.parameter_mapping import Slice, Weight, not_in_the_mo
 
 Box = tuple[tuple[int, int], ...]  # (first, end) along each axis of a Hugging Face tensor
 Needs = Sequence[Sequence[Box]]  # of each tensor of `hf_tensors`; boxes can overlap
-ROUND_BYTES = 256 * 2**20
+ROUND_BYTES = 128 * 2**20  # two rounds are under way at a time
 PIECE_BYTES = 16 * 2**20  # a larger piece is divided, for the balance of the holders
 
 

@@ -342,18 +342,19 @@ class Cases:
         (transfer,) = getattr(self.trainer.engine, "_transfers", {}).values() or (None,)
         if transfer is None or not any(traffic.busy for traffic in transfer._traffic):
             return
-        exchange = transfer._exchange
+        take = transfer._take
 
-        def flip(traffic, sources):
-            parts, sums = exchange(traffic, sources)
+        def flip(exchange):
+            if exchange.work is not None:
+                exchange.work.wait()
             if self.rank == dist.get_world_size() - 1:
-                for _, part in parts[:1]:
+                for _, part in exchange.parts[:1]:
                     part.view(-1)[0].neg_()
-            return parts, sums
+            return take(exchange._replace(work=None))
 
-        transfer._exchange = flip
+        transfer._take = flip
         self.facts["flipped"] = says(lambda: EngineLifecycle.sync(self.trainer, 4))
-        transfer._exchange = exchange
+        transfer._take = take
 
     def check_weights(self, case: str) -> None:
         """Note what the two means of --check-weight-sync say of the engine as it is."""

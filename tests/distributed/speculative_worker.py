@@ -23,7 +23,7 @@ from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.rollout.engine import Completion, Request
-from megatron_grpo.rollout.speculation import draft_directory, method_of
+from megatron_grpo.rollout.speculation import WITHOUT_MODEL, draft_directory, method_of
 from megatron_grpo.rollout.vllm import draft
 from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.rollout.vllm.compare import compare_model
@@ -153,7 +153,7 @@ def main() -> None:
             found["differences"] += engine.compare_adapter(adapter)
 
     found: dict = {"differences": []}
-    if method_of(args) != "ngram":
+    if method_of(args) not in WITHOUT_MODEL:
         plan = Plan(args)
         found["estimated size"] = [plan.drafts(), plan.drafts_share_of_cache()]
         found["size"] = engine._llm.collective_rpc(draft_size)[0]
@@ -165,6 +165,7 @@ def main() -> None:
     found["greedy"] = [ask(engine, [Request(0, ids, GREEDY)]) for ids in PROMPTS]
     if not only_greedy:
         found["sampled"] = ask(engine, [Request(i, PROMPTS[0], sampled) for i in range(SAMPLES)])
+        found["again"] = ask(engine, [Request(i, PROMPTS[0], sampled) for i in range(AT_ONCE)])
         found["top_k"] = ask(engine, [Request(i, PROMPTS[0], truncated) for i in range(SAMPLES)])
     found["differences"] += engine.compare_weights(iter(tensors(model).items()))
     if not (wrong or only_greedy):

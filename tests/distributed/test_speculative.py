@@ -16,12 +16,15 @@ from speculative_worker import DISTURBED, GREEDY, PROMPTS, SAMPLED_TOKENS, SAMPL
 from toy_checkpoints import DELTA, HYBRID, add_mtp, make
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from megatron_grpo.utils.packages import missing
+
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
 VOCABULARY, TEMPERATURE = 6, 0.8
 TOLERANCE = 1e-5  # nats
 DRAFTS = 2  # tokens of a draft
-METHODS = ("ngram", "draft_model", "draft_model, sampled drafts", "mtp", "ngram, adapter", "draft_model, adapter")
+METHODS = ("ngram", "suffix", "draft_model", "draft_model, sampled drafts", "mtp")
+METHODS += ("ngram, adapter", "suffix, adapter", "draft_model, adapter")
 RANK = 2  # of the adapter
 
 
@@ -136,9 +139,15 @@ def mtp_draft(model, mtp, ids: list[int]) -> list[int]:
     return text[len(ids) :]
 
 
+def skip_without_package(method: str) -> None:
+    if method.startswith("suffix") and missing("arctic_inference"):
+        pytest.skip("needs arctic-inference, which is not installed")
+
+
 @pytest.fixture(scope="module", params=slow_except((), METHODS))
 def found(request, tmp_path_factory):
     """What a method gave; the default test is test_a_draft_model_that_is_the_policy_is_always_accepted."""
+    skip_without_package(request.param)
     return run(tmp_path_factory.mktemp("speculative"), request.param)
 
 
@@ -308,12 +317,26 @@ def test_disturbed_samples_have_the_distribution_of_the_model(found, disturbance
     assert p_value(found, getattr(found, disturbance)) > LEAST_P_VALUE
 
 
+def test_drafts_of_samples_are_accepted_and_rejected(found):
+    """Otherwise their distribution would not depend on the rule of acceptance."""
+    _, proposed, accepted = found.sampled["drafts"]
+    assert SAMPLES / 20 < accepted < proposed - SAMPLES / 20
+
+
+def test_a_seed_gives_the_same_samples_in_a_later_rollout(found):
+    """Drafts do not depend on the completions of earlier rollouts, and so a resumed run samples the same."""
+    again = np.array(found.again["ids"])
+    assert (again == np.array(found.sampled["ids"][: len(again)])).all()
+
+
 def test_tokens_before_new_weights_have_the_old_version(found):
     assert len(found.seams) == DISTURBED
     assert all(before == old for before, old in found.seams)
 
 
 @pytest.mark.slow
-def test_a_wrong_acceptance_of_drafts_is_found(tmp_path):
-    found = run(tmp_path, "draft_model", "--wrong-acceptance")
+@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+def test_a_wrong_acceptance_of_drafts_is_found(tmp_path, method):
+    skip_without_package(method)
+    found = run(tmp_path, method, "--wrong-acceptance")
     assert p_value(found, found.sampled) < 1e-6

@@ -226,7 +226,7 @@ class Worker:
         with torch.no_grad():
             for chunk in self.trainer.model:
                 for parameter in chunk.parameters():
-                    parameter.add_(0.5 * parameter.flip(0))
+                    parameter.add_(0.5 * parameter.flip(0) + 0.01)  # norms can be all zeros
         facts["stale"] = [len(self.differing()), self.mismatch(1.0)]
         seconds = []
         for version in range(2, 7):

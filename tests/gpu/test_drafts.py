@@ -13,9 +13,11 @@ ROUNDING = 0.15  # nats
 FLAGS = ("--bf16", *engine_flags(64))
 
 
-@pytest.mark.parametrize(
-    "method", ["ngram", "draft_model", "ngram, adapter", "draft_model, adapter", "mtp, qwen3_5_text", "mtp, qwen3_next"]
-)
+METHODS = ["ngram", "draft_model", "ngram, adapter", "draft_model, adapter", "mtp, qwen3_5_text", "mtp, qwen3_next"]
+SUFFIX = [pytest.param(method, marks=pytest.mark.needs("arctic_inference")) for method in ("suffix", "suffix, adapter")]
+
+
+@pytest.mark.parametrize("method", [*METHODS, *SUFFIX])
 def test_samples_have_the_distribution_of_the_model(tmp_path, method):
     facts = run(tmp_path, method, *FLAGS, EAGER, launch=torchrun, dtype=torch.bfloat16)
     for name in ("sampled", "interrupted", "kept"):

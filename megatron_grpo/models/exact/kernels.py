@@ -7,7 +7,7 @@ of a reduction follows the alignment of its loads.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +35,7 @@ class Tile(NamedTuple):
 WIDE = Tile(128, 256, 64, 8, 3)  # of many rows: training and prompts
 NARROW = Tile(64, 64, 128, 4, 4)  # of few rows: decode steps
 FEW_PROGRAMS = 128  # of wide tiles: fewer leave a part of a GPU idle
+STEP, MOST_ROWS, MOST_NUMBERS = 128, 2**14, 2**28  # rows that torch's product is tried with, and numbers of its result
 
 
 def linear(
@@ -46,7 +47,8 @@ def linear(
 ) -> torch.Tensor:
     """Return ``x`` ``[..., k]`` times ``weight`` ``[n, k]`` transposed, plus ``bias`` ``[n]``: ``[..., n]``.
 
-    ``out`` ``[t, n]``, of another dtype or row stride, receives the result instead of a new tensor like ``x``.
+    ``out`` ``[t, n]``, of another dtype or row stride, receives the result instead of a new tensor like ``x``. Rows for
+    which torch's product has the same bits are computed by it (`rows_of_torch`).
     """
     depth, columns = x.shape[-1], len(weight)
     flat = x.reshape(-1, depth).contiguous()
@@ -54,16 +56,82 @@ def linear(
     if not weight.is_contiguous():
         raise ValueError(f"a weight of strides {weight.stride()} is not contiguous")
     made = flat.new_empty(rows, columns) if out is None else out
+    first = 0
+    if tile is None:
+        equal = _tried(columns, depth, bias is not None, made.dtype, flat.device)
+        while made.is_contiguous() and (number := rows_at_once(rows - first, equal)):
+            part = slice(first, first + number)
+            _torch_linear(flat[part], weight, bias, made[part])
+            first += number
+    if first < rows:
+        _own_linear(flat[first:], weight, bias, made[first:], tile)
+    return made.view(*x.shape[:-1], columns) if out is None else made
+
+
+def rows_at_once(rows: int, equal: frozenset[int]) -> int:
+    """Return how many of ``rows`` the next product of torch takes: a number of `rows_of_torch`, or 0 for none."""
+    if rows in equal:
+        return rows
+    return max((number for number in equal if number < rows and number % STEP == 0), default=0)
+
+
+_KNOWN: dict[tuple, frozenset[int]] = {}
+
+
+def _tried(*kind: Any) -> frozenset[int]:
+    """Return `rows_of_torch` of a kind of product; none in Triton's interpreter and if a graph is captured first."""
+    if kind not in _KNOWN:
+        if kind[-1].type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return frozenset()
+        _KNOWN[kind] = rows_of_torch(*kind)
+    return _KNOWN[kind]
+
+
+def rows_of_torch(columns: int, depth: int, biased: bool, dtype: torch.dtype, device: torch.device) -> frozenset[int]:
+    """Return the numbers of rows with which torch's product, which is faster, has the bits of ours.
+
+    They are tried, with random numbers: all up to 16, those of CUDA graphs, and multiples of `STEP`. From now on torch
+    divides no sum among programs.
+    """
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False, False
+    most = min(MOST_ROWS, max(512, MOST_NUMBERS // columns // STEP * STEP))
+    draw = functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
+    x, weight = draw(most, depth).bfloat16(), (draw(columns, depth) * depth**-0.5).bfloat16()
+    bias = draw(columns).bfloat16() if biased else None
+    expected, made = (torch.empty(most, columns, dtype=dtype, device=device) for _ in range(2))
+    _own_linear(x, weight, bias, expected)
+    found = set()
+    for number in {*range(1, 17), *range(16, 513, 8), *range(STEP, most + 1, STEP)}:
+        _torch_linear(x[:number], weight, bias, made[:number])
+        if torch.equal(made[:number], expected[:number]):
+            found.add(number)
+    return frozenset(found)
+
+
+def _torch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if out.dtype != x.dtype:
+        torch.mm(x, weight.T, out_dtype=out.dtype, out=out)
+        if bias is not None:
+            out += bias
+    elif bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
+
+
+def _own_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile | None = None
+) -> None:
+    rows, (columns, depth) = len(x), weight.shape
     if tile is None:
         few = _programs(WIDE, rows, columns) < FEW_PROGRAMS
-        tile = NARROW if few and narrow_agrees(flat.device) else WIDE
-    if rows:
-        _linear[(_programs(tile, rows, columns),)](
-            flat, weight, made if bias is None else bias, made, rows, columns, depth, made.stride(0),
-            BIASED=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
-            EVEN=depth % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, **PLAIN,
-        )  # fmt: skip
-    return made.view(*x.shape[:-1], columns) if out is None else made
+        tile = NARROW if few and narrow_agrees(x.device) else WIDE
+    _linear[(_programs(tile, rows, columns),)](
+        x, weight, out if bias is None else bias, out, rows, columns, depth, out.stride(0),
+        BIASED=bias is not None, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+        EVEN=depth % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages, **PLAIN,
+    )  # fmt: skip
 
 
 def _programs(tile: Tile, rows: int, columns: int) -> int:

@@ -44,7 +44,7 @@ from megatron_grpo.rollout.arguments import replays_top_k
 from megatron_grpo.rollout.draft_counts import DraftCounts, no_drafts
 from megatron_grpo.rollout.engine import Completion, Request, generate, lost_on_failure, request_seed
 from megatron_grpo.rollout.routed_experts import of_moe_layers
-from megatron_grpo.rollout.speculation import draft_directory, longest_of_engine, mtp_prefixes
+from megatron_grpo.rollout.speculation import draft_directory, longest_of_engine, method_of, mtp_prefixes
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.vllm import draft, scheduler
 from megatron_grpo.rollout.vllm.compare import can_compare, compare_weights
@@ -107,6 +107,7 @@ class VllmColocate:
         if self._speculates:
             self.drafts = no_drafts()
             scheduler.count_drafts(self._engine, self.drafts)
+        self._drafts_from_completions = method_of(args) == "suffix"
         self._mtp_prefixes = mtp_prefixes(args)
         self._draft_directory = draft_directory(args)
         if self._draft_directory:
@@ -256,6 +257,8 @@ class VllmColocate:
             self._drop_prefix_cache()
             if self.drafts is not None:
                 self.drafts[:] = 0
+            if self._drafts_from_completions:  # earlier ones would change the samples of a seed
+                self._llm.collective_rpc(draft.forget_completions)
             yield
 
     def reads(self, tensors: Sequence[HfTensor]) -> Reads:

@@ -1,4 +1,4 @@
-"""Weights of the model that drafts in speculative decoding, which vLLM starts with random values, as the policy."""
+"""What drafts in speculative decoding: the weights of a model, which vLLM starts with random values; completions."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -75,6 +75,13 @@ def _keeping(weights: Weights, prefixes: Sequence[str], kept: list[tuple[str, to
         if drafts_with(name, prefixes):
             kept.append((name, tensor.clone()))
         yield name, tensor
+
+
+def forget_completions(worker) -> None:
+    """Drop the completions from which suffix decoding drafts."""
+    drafter = worker.model_runner.drafter
+    cache = drafter.suffix_cache
+    drafter.suffix_cache = type(cache)(cache.max_tree_depth, cache.max_cached_requests)
 
 
 def draft_model(worker) -> torch.nn.Module:

@@ -1,6 +1,7 @@
 """Loading of new weights into a running vLLM."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,9 +25,13 @@ PLAIN = {
 def load_weights(worker, weights: Weights) -> None:
     """Load all ``weights`` (Hugging Face names) into a worker's model, with the same result as loading from files.
 
-    Adapters of the model are lost. GrpoError if vLLM has rearranged gpt-oss's experts in a way that cannot be repeated.
+    Iterating can put weights straight into parameters: if none is left, the loaders do not run. Adapters of the model
+    are lost. GrpoError if vLLM has rearranged gpt-oss's experts in a way that cannot be repeated.
     """
-    runner = worker.model_runner
+    first = next(weights, None)
+    if first is None:
+        return
+    weights, runner = itertools.chain([first], weights), worker.model_runner
     with base_model(worker) as model:
         load_model(model, lambda weights: runner.reload_weights(weights_iterator=weights), weights)
 

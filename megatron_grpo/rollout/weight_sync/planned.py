@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,6 +104,17 @@ class _Traffic:
     received: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
     own: list[Piece] = field(default_factory=list)
     busy: bool = True
+
+
+class _Exchange(NamedTuple):
+    """A round under way. ``sent``: the buffer that is read until ``work``, if there is any, has been waited for."""
+
+    traffic: _Traffic
+    own: list[tuple[Piece, torch.Tensor]]
+    parts: list[tuple[Piece, torch.Tensor]]  # of other ranks, and their checksums
+    sums: list[torch.Tensor]
+    sent: torch.Tensor
+    work: dist.Work | None
 
 
 class Transfer:
@@ -200,26 +212,53 @@ class Transfer:
         parts are filled; one without any has no memory of its own. They may be views of the shards.
         """
         self._checks, self.differences = [], []
-        for traffic in self._traffic:
-            sources = self._sources(traffic, local) if local is not None else {}
-            own = [(piece, self._in_dtype(piece, sources[piece.weight][piece.spot])) for piece in traffic.own]
-            received, expected = self._exchange(traffic, sources)
-            direct = [(to, part) for piece, part in own + received for to in self._targets.get(id(piece), ())]
-            if direct:
-                torch._foreach_copy_([to for to, _ in direct], [part for _, part in direct])
-            if received:
-                self._check(received, expected)
-            if copied := [(piece, part) for piece, part in own if id(piece) in self._targets]:
-                self._check(copied, checksums([part for _, part in copied]))
-            staged: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
-            for piece, part in own + received:
-                staged[piece.tensor].append((piece, part))
-            for number in traffic.tensors if self._receives else ():
-                if number not in self._direct:
-                    name, dtype, shape = self._plan.tensors[number]
-                    yield name, _assembled(staged.get(number, []), shape, dtype, self._links.device)
+        ahead: _Exchange | None = None
+        for traffic in (*self._traffic, None):  # a round is under way while the one before it is taken
+            exchange = None if traffic is None else self._begin(traffic, local)
+            if ahead is not None:
+                yield from self._take(ahead)
+            ahead = exchange
         differing = [piece for pieces, differs in self._checks for piece, one in zip(pieces, differs.tolist()) if one]
         self.differences = list(dict.fromkeys(self._plan.tensors[piece.tensor].name for piece in differing))
+
+    def _begin(self, traffic: _Traffic, local: Mapping[str, torch.Tensor] | None) -> _Exchange:
+        """Begin to send the pieces of a round."""
+        progress.advance()
+        sources = self._sources(traffic, local) if local is not None else {}
+        own = [(piece, self._in_dtype(piece, sources[piece.weight][piece.spot])) for piece in traffic.own]
+        sent, views, sums = self._buffer(traffic.sent)
+        if views:
+            torch._foreach_copy_([view for _, view in views], [sources[p.weight][p.spot] for p, _ in views])
+            own_sums = checksums([view for _, view in views]).split([len(of_rank) for of_rank in sums])
+            torch._foreach_copy_(sums, list(own_sums))
+        received, parts, sums = self._buffer(traffic.received)
+        work = None
+        if traffic.busy:
+            ranks = range(self._links.host.size())
+            into, out = ([_nbytes(of.get(rank, ())) for rank in ranks] for of in (traffic.received, traffic.sent))
+            # The method of the group: that of all roles is not registered, as torch's function expects.
+            work = self._links.weights.alltoall_base(received, sent, into, out)
+        return _Exchange(traffic, own, parts, sums, sent, work)
+
+    def _take(self, exchange: _Exchange) -> Weights:
+        """Wait for the pieces of a round; put them into parameters, or yield the tensors that they complete."""
+        traffic, own, received = exchange.traffic, exchange.own, exchange.parts
+        if exchange.work is not None:
+            exchange.work.wait()
+        direct = [(to, part) for piece, part in own + received for to in self._targets.get(id(piece), ())]
+        if direct:
+            torch._foreach_copy_([to for to, _ in direct], [part for _, part in direct])
+        if received:
+            self._check(received, torch.cat(exchange.sums))
+        if copied := [(piece, part) for piece, part in own if id(piece) in self._targets]:
+            self._check(copied, checksums([part for _, part in copied]))
+        staged: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
+        for piece, part in own + received:
+            staged[piece.tensor].append((piece, part))
+        for number in traffic.tensors if self._receives else ():
+            if number not in self._direct:
+                name, dtype, shape = self._plan.tensors[number]
+                yield name, _assembled(staged.get(number, []), shape, dtype, self._links.device)
 
     def _sources(self, traffic: _Traffic, local: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the shards that this rank may send, by number, with the axes of the Hugging Face tensors."""
@@ -231,24 +270,6 @@ class Transfer:
 
     def _in_dtype(self, piece: Piece, part: torch.Tensor) -> torch.Tensor:
         return part.to(self._plan.tensors[piece.tensor].dtype)
-
-    def _exchange(
-        self, traffic: _Traffic, sources: Mapping[int, torch.Tensor]
-    ) -> tuple[list[tuple[Piece, torch.Tensor]], torch.Tensor]:
-        """Send the pieces of a round; return those that have arrived, and the checksums of their senders."""
-        progress.advance()
-        sent, views, sums = self._buffer(traffic.sent)
-        if views:
-            torch._foreach_copy_([view for _, view in views], [sources[p.weight][p.spot] for p, _ in views])
-            own_sums = checksums([view for _, view in views]).split([len(of_rank) for of_rank in sums])
-            torch._foreach_copy_(sums, list(own_sums))
-        received, parts, sums = self._buffer(traffic.received)
-        if traffic.busy:
-            ranks = range(self._links.host.size())
-            into, out = ([_nbytes(of.get(rank, ())) for rank in ranks] for of in (traffic.received, traffic.sent))
-            # The method of the group: that of all roles is not registered, as torch's function expects.
-            self._links.weights.alltoall_base(received, sent, into, out).wait()
-        return parts, torch.cat(sums) if sums else torch.empty(0, 2, dtype=torch.int64)
 
     def _buffer(
         self, by_rank: Mapping[int, list[Piece]]
@@ -318,6 +339,7 @@ def _words(part: torch.Tensor) -> torch.Tensor:
     return padded.view(torch.int64)[None]
 
 
+@lru_cache(maxsize=64)
 def _odd(count: int, where: torch.device) -> torch.Tensor:
     return torch.arange(1, 2 * count, 2, device=where)
 

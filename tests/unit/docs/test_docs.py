@@ -70,6 +70,7 @@ OTHERS += ["--no-hub-kernels", "--liger"]  # of tools/benchmark/peers
 OTHERS += ["--count"]  # of environments/libraries/of_verifiers.py
 OTHERS += "--one-run --saves --ranks --megabytes".split()  # of tools/resume_check.py, benchmark/save.py and exchange.py
 OTHERS += ["--mode", "--layers", "--steps"]  # of tools/ledger_check.py and check_engine.py
+OTHERS += ["--concurrency", "--tails"]  # of tools/benchmark/drafts.py
 OTHERS += ["--examples", "--sizes"]  # of tools/data/gsm8k.py and tools/benchmark/trees.py
 OTHERS += "--batch --group --check".split()  # of tools/ledger.py
 OTHERS += "--megatron-to-hf --verify --no-load-optim --no-load-rng --dist-ckpt-strictness".split()

@@ -52,12 +52,34 @@ def test_another_tokenizer(tmp_path):
         check_draft_tokenizer(args, policys)
 
 
-@pytest.mark.parametrize(("longest", "of_engine"), [(32, 40), (60, 64), (64, 64)])
-def test_room_for_drafts_behind_the_longest_sequence(longest, of_engine):
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+SUFFIX = {"method": "suffix"}
+
+
+@pytest.mark.parametrize(
+    ("config", "longest", "of_engine"),
+    [
+        (NGRAM, 32, 40),
+        (NGRAM, 60, 64),
+        (NGRAM, 64, 64),
+        (SUFFIX | {"num_speculative_tokens": 4}, 32, 40),
+        (SUFFIX, 12, 60),  # vLLM's default: as many tokens as its tree is deep, 24
+        (SUFFIX | {"suffix_decoding_max_tree_depth": 8}, 12, 28),
+    ],
+)
+def test_room_for_drafts_behind_the_longest_sequence(config, longest, of_engine):
     """Of twice the tokens of a draft, within the model's 64 positions."""
-    drafts = json.dumps({"method": "ngram", "num_speculative_tokens": 4})
+    drafts = json.dumps(config)
     lengths = ["--max-prompt-length", "8", "--max-completion-length", str(longest - 8)]
-    args = made_up.parse([*MODEL, *lengths, "--vllm-speculative-config", drafts], 1)
+    args = made_up.parse([*MODEL, *lengths, "--vllm-speculative-config", drafts, "--dry-run"], 1)
     assert (args.vllm_max_model_len, longest_of_engine(args)) == (longest, of_engine)
     args = replaced(args, vllm_speculative_config=None)
     assert longest_of_engine(args) == longest
+
+
+def test_arctic_inference_replaces_nothing_of_vllm(monkeypatch):
+    """With this variable the package, which is a plug-in of vLLM, would replace the model runner."""
+    monkeypatch.setenv("ARCTIC_INFERENCE_ENABLED", "1")
+    with pytest.raises(GrpoError, match=r"ARCTIC_INFERENCE_ENABLED=1 and .* cannot both be given: .* unset"):
+        made_up.parse([*MODEL, "--dry-run", "--vllm-speculative-config", json.dumps(SUFFIX)], 1)
+    made_up.parse([*MODEL, "--dry-run", "--vllm-speculative-config", json.dumps(NGRAM)], 1)

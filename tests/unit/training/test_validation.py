@@ -420,7 +420,7 @@ REFUSED = {
     ),
     '--vllm-engine-kwargs {"kv_offloading_size":4}': "kv_offloading_size would keep keys and values of earlier weights",
     '--vllm-engine-kwargs {"speculative_config":{}}': "speculative_config is set by this program",
-    '--vllm-speculative-config {"num_speculative_tokens":2}': "method is None: give one of ngram, draft_model, mtp",
+    '--vllm-speculative-config {"num_speculative_tokens":2}': "method is None: give one of ngram, suffix, draft_model",
     '--vllm-speculative-config {"method":"eagle"}': "method is 'eagle': give one of ngram",
     f'{NGRAM[:-1]},"rejection_sample_method":"synthetic"}}': "rejection_sample_method is 'synthetic': leave it out",
     f"{NGRAM} --min-p 0.1": "--min-p and --vllm-speculative-config cannot both be given",

@@ -92,6 +92,12 @@ def test_before_the_imports(module, flags, message, tmp_path, monkeypatch):
         ),
         (["tensorboard"], "--tensorboard-dir logs --bf16", "--tensorboard-dir needs the package tensorboard"),
         (["wandb"], "--wandb-project p --bf16", "--wandb-project p needs the package wandb"),
+        (
+            ["arctic_inference"],
+            '--vllm-speculative-config {"method":"suffix"}',
+            "--vllm-speculative-config with method suffix needs the package arctic-inference, which is not installed: "
+            "pip install arctic-inference==0.3.0, or give ngram",
+        ),
         (["swanlab"], "--swanlab-project p --bf16", "--swanlab-project p needs the package swanlab"),
     ],
 )

@@ -1,0 +1,126 @@
+"""Measure the planned transfer of weights from trainer ranks to engine ranks, without trainer and engine around it.
+
+    torchrun --nproc-per-node 2 tools/benchmark/planned_transfer.py --config DIRECTORY
+
+DIRECTORY holds a published config.json. The first half of the ranks hold the tensor-parallel shards of a trainer, with
+random weights; the second half have vLLM's model of each rank of one engine, whose loaders are traced, and whose
+parameters receive the weights. Prints for each sync the seconds until the last rank's device has finished, the
+gigabytes that an engine rank receives a second, with their checksums, and the same for plain messages of as many
+bytes between the same ranks. With --profile the host's functions of the last sync are listed, of the first trainer
+and of the first engine rank.
+"""
+
+import argparse
+import contextlib
+import cProfile
+import datetime
+import os
+import pstats
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_grpo.patches import cpu_backend
+
+cpu_backend.install()  # before megatron.core is imported
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_grpo.models.config import params_dtype
+from megatron_grpo.rollout.vllm.loader_trace import trace
+from megatron_grpo.rollout.weight_sync import planned
+from megatron_grpo.rollout.weight_sync.planned import Links, Transfer
+from megatron_grpo.weights import families, hf, transfer_plan
+from megatron_grpo.weights.transfer_plan import Holder
+from tools import made_up
+from tools.benchmark.published_shape import flags
+from tools.made_up_engine import model_of_rank
+
+
+def seconds(work: Callable[[], object], links: Links) -> float:
+    """Return the seconds of the slowest rank until its device has done the work. Collective."""
+    dist.barrier(group=links.host)
+    begun = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    took = torch.tensor(time.perf_counter() - begun, dtype=torch.float64)  # of vLLM's model is another default
+    dist.all_reduce(took, dist.ReduceOp.MAX, group=links.host)
+    return took.item()
+
+
+def measure(
+    transfer: Transfer, run: Callable[[], object], size: int, links: Links, options: argparse.Namespace
+) -> None:
+    """Print the seconds of each sync, and of plain messages of the bytes of an engine rank."""
+    rank, half = links.host.rank(), links.host.size() // 2
+    for number in range(options.syncs):
+        took = seconds(run, links)
+        if rank == 0:
+            print(f"sync {number}: {took:.4f} s, {size / took / 1e9:.0f} GB/s to an engine rank", flush=True)
+    assert not transfer.differences
+    if options.profile:
+        profile = cProfile.Profile()
+        profile.runcall(run)
+        for shown in (0, half):
+            dist.barrier(group=links.host)
+            if rank == shown:
+                pstats.Stats(profile).sort_stats("tottime").print_stats(12)
+    message = torch.empty(min(size, 2**30), dtype=torch.uint8, device=links.device)
+    counts = [0] * (2 * half)
+    counts[rank + half if rank < half else rank - half] = len(message)
+    sent, received = (counts, [0] * len(counts)) if rank < half else ([0] * len(counts), counts)
+    into = message if rank >= half else message[:0]
+    out = message if rank < half else message[:0]
+    plain = min(seconds(lambda: links.weights.alltoall_base(into, out, received, sent).wait(), links) for _ in range(4))
+    if rank == 0:
+        print(f"plain messages: {len(message) / plain / 1e9:.0f} GB/s", flush=True)
+
+
+def main() -> None:
+    """Parse the command line, make both sides, and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="DIRECTORY", help="holds config.json as published")
+    parser.add_argument("--syncs", type=int, default=5, metavar="N", help="syncs; the first one has further work [5]")
+    parser.add_argument("--profile", action="store_true", help="list the host's functions of a sync")
+    options = parser.parse_args()
+    config = hf.read_config(options.config)
+    args = made_up.parse([*flags(families.for_hf_config(config).args_from_hf(config)), "--bf16"], 1)
+    rank, half = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
+    links = Links(dist.group.WORLD, dist.new_group(backend="nccl" if on_gpu else "gloo"), device)
+    weights = planned.table(args, "weights")
+    tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
+    size = sum(tensor.nbytes for tensor in tensors) // half
+    begun = time.perf_counter()
+    if rank < half:
+        with torch.device(device):
+            shards = {w.name: torch.rand(w.shard_shape(half)).to(w.dtype or params_dtype(args)) for w in weights}
+        holder = Holder(np.ones(len(weights), np.bool_), 0, (rank, half), (rank, half))
+        transfer = Transfer(args, links, weights, holder)
+        if rank == 0:
+            print(f"{size * half / 1e9:.2f} GB, planned in {time.perf_counter() - begun:.1f} s", flush=True)
+        measure(transfer, lambda: transfer.send(shards), size, links, options)
+    else:
+        with contextlib.ExitStack() as stack:
+            with torch.device(device):
+                model = stack.enter_context(model_of_rank(options.config, rank - half, half, dtype="bfloat16"))
+            transfer = Transfer(args, links, weights, reads=lambda tensors: trace(model, tensors, in_place=True))
+            if rank == half:
+                print(f"{len(transfer._direct)} of {len(tensors)} tensors go straight into parameters", flush=True)
+            measure(transfer, lambda: list(transfer.run()), size, links, options)
+    dist.barrier(group=links.host)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
