@@ -19,6 +19,10 @@ PATCHES = REPO / "megatron_grpo" / "patches"
 # (file, what is assigned to): why.
 ALLOWED = {
     ("megatron_grpo/algorithm/trial.py", "dist.GroupMember.WORLD"): "in a fork, which ends",
+    (
+        "megatron_grpo/models/exact/kernels.py",
+        "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    ): "torch's setting for this",
     ("megatron_grpo/observability/trackers.py", "threading.excepthook"): "Python's hook for this",
     ("megatron_grpo/rewards/sandbox/sandbox_driver.py", "sys.stdin"): "files of a process that runs a program",
     ("megatron_grpo/rewards/sandbox/sandbox_driver.py", "sys.stdout"): "the same",
