@@ -176,13 +176,13 @@ def test_a_fault_of_the_transfer_names_its_tensor(fault, layout, colocated, dire
     weights, whole = model_weights.table(args), tensors_of(directory("qwen3"))
     tensors, check, spoilt = transfer_plan.hf_tensors(weights, params_dtype(args)), Transfer._check, []
 
-    def check_with_fault(transfer, parts, expected):
-        for piece, _ in parts:
+    def check_with_fault(transfer, packed, expected):
+        for piece in packed.pieces:
             (target,) = transfer._targets[id(piece)]
             if not spoilt and target.ndim == 2 and len(target) > 3:
                 spoilt.append(tensors[piece.tensor].name)
                 fault(target)
-        check(transfer, parts, expected)
+        check(transfer, packed, expected)
 
     monkeypatch.setattr(Transfer, "_check", check_with_fault)
     holders = world(args, layout, weights)

@@ -239,12 +239,12 @@ class Worker:
         facts["tensors"] = len(transfer._plan.tensors)
         check = transfer._check
 
-        def flipped(parts, expected):
-            for piece, _ in parts[:1]:
+        def flipped(packed, expected):
+            for piece in packed.pieces[:1]:
                 target = transfer._targets[id(piece)][0]
                 first = (0,) * target.ndim
                 target[first] = -target[first]
-            check(parts, expected)
+            check(packed, expected)
 
         transfer._check = flipped
         facts["flipped"] = says(lambda: EngineLifecycle.sync(self.trainer, 7))

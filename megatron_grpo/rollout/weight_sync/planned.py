@@ -33,16 +33,15 @@ from megatron_grpo.parallel.exchange import concatenated
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.utils import progress
-from megatron_grpo.utils.device import device
+from megatron_grpo.utils.device import device, to_device
 from megatron_grpo.weights import transfer_plan
 from megatron_grpo.weights.parameter_mapping import Dimensions, Weight, same
 from megatron_grpo.weights.stream import WeightStream, streamed, units
 from megatron_grpo.weights.transfer_plan import Box, HfTensor, Holder, Needs, Piece, Plan, Reads
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-ALIGNMENT = 16  # bytes; a piece begins where its dtype can be read
+ROW_BYTES = 4096  # of a buffer, whose pieces begin with a row; checksums add up rows of words of 8 bytes
 CHECKSUM_BYTES = 16
-STACKED_BYTES = 2**20  # smaller pieces of one shape are added up together
 
 
 def table(args: Namespace, what: str) -> list[Weight]:
@@ -106,14 +105,26 @@ class _Traffic:
     busy: bool = True
 
 
+class _Packed(NamedTuple):
+    """Pieces of a round in one buffer: of each other rank, in their order, its pieces and then their checksums."""
+
+    whole: torch.Tensor
+    pieces: list[Piece]
+    parts: list[torch.Tensor]  # the pieces
+    rows: torch.Tensor  # [2, pieces]: the first row of each, and the one after its last
+    sums: list[torch.Tensor]  # the checksums of each rank's pieces [n, 2]
+
+
 class _Exchange(NamedTuple):
-    """A round under way. ``sent``: the buffer that is read until ``work``, if there is any, has been waited for."""
+    """A round under way. ``sent`` is read until ``work``, if there is any, has been waited for.
+
+    ``own``: the pieces that this rank's engine reads of its trainer's shards.
+    """
 
     traffic: _Traffic
     own: list[tuple[Piece, torch.Tensor]]
-    parts: list[tuple[Piece, torch.Tensor]]  # of other ranks, and their checksums
-    sums: list[torch.Tensor]
-    sent: torch.Tensor
+    sent: _Packed
+    received: _Packed
     work: dist.Work | None
 
 
@@ -226,35 +237,37 @@ class Transfer:
         progress.advance()
         sources = self._sources(traffic, local) if local is not None else {}
         own = [(piece, self._in_dtype(piece, sources[piece.weight][piece.spot])) for piece in traffic.own]
-        sent, views, sums = self._buffer(traffic.sent)
-        if views:
-            torch._foreach_copy_([view for _, view in views], [sources[p.weight][p.spot] for p, _ in views])
-            own_sums = checksums([view for _, view in views]).split([len(of_rank) for of_rank in sums])
-            torch._foreach_copy_(sums, list(own_sums))
-        received, parts, sums = self._buffer(traffic.received)
+        sent, received = self._packed(traffic.sent), self._packed(traffic.received)
+        if sent.pieces:
+            torch._foreach_copy_(sent.parts, [sources[piece.weight][piece.spot] for piece in sent.pieces])
+            torch._foreach_copy_(sent.sums, list(checksums(sent.whole, sent.rows).split(list(map(len, sent.sums)))))
         work = None
         if traffic.busy:
             ranks = range(self._links.host.size())
             into, out = ([_nbytes(of.get(rank, ())) for rank in ranks] for of in (traffic.received, traffic.sent))
             # The method of the group: that of all roles is not registered, as torch's function expects.
-            work = self._links.weights.alltoall_base(received, sent, into, out)
-        return _Exchange(traffic, own, parts, sums, sent, work)
+            work = self._links.weights.alltoall_base(received.whole, sent.whole, into, out)
+        return _Exchange(traffic, own, sent, received, work)
 
     def _take(self, exchange: _Exchange) -> Weights:
         """Wait for the pieces of a round; put them into parameters, or yield the tensors that they complete."""
-        traffic, own, received = exchange.traffic, exchange.own, exchange.parts
+        traffic, own, received = exchange.traffic, exchange.own, exchange.received
         if exchange.work is not None:
             exchange.work.wait()
-        direct = [(to, part) for piece, part in own + received for to in self._targets.get(id(piece), ())]
+        arrived = [*own, *zip(received.pieces, received.parts, strict=True)]
+        direct = [(to, part) for piece, part in arrived for to in self._targets.get(id(piece), ())]
         if direct:
             torch._foreach_copy_([to for to, _ in direct], [part for _, part in direct])
-        if received:
-            self._check(received, torch.cat(exchange.sums))
+        if received.pieces:
+            self._check(received, torch.cat(received.sums))
         if copied := [(piece, part) for piece, part in own if id(piece) in self._targets]:
-            self._check(copied, checksums([part for _, part in copied]))
+            packed = self._packed({0: [piece for piece, _ in copied]})
+            torch._foreach_copy_(packed.parts, [part for _, part in copied])
+            self._check(packed, checksums(packed.whole, packed.rows))
         staged: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
-        for piece, part in own + received:
-            staged[piece.tensor].append((piece, part))
+        for piece, part in arrived:
+            if piece.tensor not in self._direct:
+                staged[piece.tensor].append((piece, part))
         for number in traffic.tensors if self._receives else ():
             if number not in self._direct:
                 name, dtype, shape = self._plan.tensors[number]
@@ -271,72 +284,53 @@ class Transfer:
     def _in_dtype(self, piece: Piece, part: torch.Tensor) -> torch.Tensor:
         return part.to(self._plan.tensors[piece.tensor].dtype)
 
-    def _buffer(
-        self, by_rank: Mapping[int, list[Piece]]
-    ) -> tuple[torch.Tensor, list[tuple[Piece, torch.Tensor]], list[torch.Tensor]]:
-        """Return a buffer for the bytes of a round: of each other rank, in their order, its pieces and their checksums.
-
-        Also return the view of each piece, and those of the checksums, [pieces, 2] of each rank.
-        """
-        of_ranks = [pieces for _, pieces in sorted(by_rank.items())]
-        buffer = torch.empty(sum(map(_nbytes, of_ranks)), dtype=torch.uint8, device=self._links.device)
-        views, sums = [], []
-        for pieces, of_rank in zip(
-            of_ranks, buffer.split(list(map(_nbytes, of_ranks))) if of_ranks else (), strict=True
-        ):
-            *parts, rest = of_rank.split([*map(_padded, pieces), CHECKSUM_BYTES * len(pieces)])
-            for piece, part in zip(pieces, parts, strict=True):
+    def _packed(self, by_rank: Mapping[int, list[Piece]]) -> _Packed:
+        """Return a buffer of zeros for pieces, by the rank that sends or receives them."""
+        pieces, parts, sums, rows = [], [], [], []
+        whole = torch.zeros(sum(map(_nbytes, by_rank.values())), dtype=torch.uint8, device=self._links.device)
+        begin = 0
+        for _, of_rank in sorted(by_rank.items()):
+            *own, rest = whole[begin : begin + _nbytes(of_rank)].split([*map(_padded, of_rank), _sums_nbytes(of_rank)])
+            for piece, part in zip(of_rank, own, strict=True):
                 dtype = self._plan.tensors[piece.tensor].dtype
-                views.append((piece, part[: piece.nbytes].view(dtype).view(piece.shape)))
-            sums.append(rest.view(torch.int64).view(-1, 2))
-        return buffer, views, sums
+                parts.append(part[: piece.nbytes].view(dtype).view(piece.shape))
+                rows.append((begin, begin + len(part)))
+                begin += len(part)
+            pieces += of_rank
+            sums.append(rest[: CHECKSUM_BYTES * len(of_rank)].view(torch.int64).view(-1, 2))
+            begin += len(rest)
+        ends = torch.tensor(rows, dtype=torch.int64).view(-1, 2).T.contiguous() // ROW_BYTES
+        return _Packed(whole, pieces, parts, to_device(ends, whole.device), sums)
 
-    def _check(self, parts: Sequence[tuple[Piece, torch.Tensor]], expected: torch.Tensor) -> None:
-        """Note which parts have other checksums than ``expected`` [parts, 2] where the engine has them."""
-        held = [
-            (number, tensor)
-            for number, (piece, part) in enumerate(parts)
-            for tensor in self._targets.get(id(piece), (part,))
-        ]
-        numbers = torch.tensor([number for number, _ in held], device=expected.device)
-        differs = (checksums([tensor for _, tensor in held]) != expected[numbers]).any(1)
-        self._checks.append(([parts[number][0] for number, _ in held], differs))
+    def _check(self, packed: _Packed, expected: torch.Tensor) -> None:
+        """Note which pieces have other checksums than ``expected`` [pieces, 2] where the engine has them.
+
+        What has gone into the engine's parameters is read back into the buffer.
+        """
+        targets = [self._targets.get(id(piece), ()) for piece in packed.pieces]
+        for place in range(max(1, *map(len, targets))):
+            back = [(part, of[place]) for part, of in zip(packed.parts, targets, strict=True) if len(of) > place]
+            if back:
+                torch._foreach_copy_([part for part, _ in back], [target for _, target in back])
+            self._checks.append((packed.pieces, (checksums(packed.whole, packed.rows) != expected).any(1)))
 
 
-def checksums(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return two checksums of the bytes of each tensor, [parts, 2], modulo 2^64: sums of words of 8 bytes.
+def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return two checksums of each piece of a buffer, [pieces, 2], modulo 2^64: sums of its words of 8 bytes.
 
-    The words are a matrix, whose rows are those along the last axis, or a single row where these are no whole words.
-    Word (r, c) has the factor 2 r + 1 in the first sum, and 2 c + 1 in the second. An odd factor has an inverse modulo
-    2^64, so a change of one word changes both sums.
+    ``rows`` [2, pieces]: the first row of each, and the one after its last. The word c of row r of a piece has the
+    factor 2 r + 1 in the first sum, and 2 c + 1 in the second. An odd factor has an inverse modulo 2^64, so a change
+    of one word changes both sums.
     """
-    found: Any = [None] * len(parts)
-    alike: dict[Any, list[int]] = defaultdict(list)
-    for number, part in enumerate(parts):
-        small = part.nbytes < STACKED_BYTES
-        alike[(part.shape, part.dtype) if small else number].append(number)
-    for numbers in alike.values():
-        of_parts = [_words(parts[number]) for number in numbers]
-        words = of_parts[0][None] if len(of_parts) == 1 else torch.stack(of_parts)
-        sums = [(words.sum(axis) * _odd(words.shape[3 - axis], words.device)).sum(1) for axis in (2, 1)]
-        for number, pair in zip(numbers, torch.stack(sums, 1).unbind(), strict=True):
-            found[number] = pair
-    return torch.stack(found) if found else torch.empty(0, 2, dtype=torch.int64)
-
-
-def _words(part: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes as int64, [rows, words]; the last word of a single row has zeros at its end."""
-    part = part.detach()
-    if part.ndim and part.shape[-1] * part.itemsize % 8 == 0:
-        rows = part.reshape(-1, part.shape[-1])
-        aligned = all(n * part.itemsize % 8 == 0 for n in (rows.stride(0), rows.storage_offset()))
-        if rows.stride(1) != 1 or not aligned:
-            rows = rows.clone(memory_format=torch.contiguous_format)
-        return rows.view(torch.int64)
-    given = part.contiguous().reshape(-1).view(torch.uint8)
-    padded = given.new_zeros(-(-len(given) // 8) * 8)
-    padded[: len(given)] = given
-    return padded.view(torch.int64)[None]
+    words = whole.view(torch.int64).view(-1, ROW_BYTES // 8)
+    by_row = words.sum(1)
+    sums = torch.stack(
+        [by_row, by_row * _odd(len(words), words.device), (words * _odd(words.shape[1], words.device)).sum(1)]
+    )
+    up_to = torch.nn.functional.pad(sums.cumsum(1), (1, 0))
+    first, last = rows
+    plain, by_rows, by_columns = up_to[:, last] - up_to[:, first]
+    return torch.stack([by_rows - 2 * first * plain, by_columns], 1)
 
 
 @lru_cache(maxsize=64)
@@ -427,9 +421,13 @@ def _needs_of_all(
 
 
 def _padded(piece: Piece) -> int:
-    return -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-piece.nbytes // ROW_BYTES) * ROW_BYTES
+
+
+def _sums_nbytes(pieces: Sequence[Piece]) -> int:
+    return -(-CHECKSUM_BYTES * len(pieces) // ROW_BYTES) * ROW_BYTES
 
 
 def _nbytes(pieces: Sequence[Piece]) -> int:
     """Return the bytes of pieces and their checksums in a buffer."""
-    return sum(map(_padded, pieces)) + CHECKSUM_BYTES * len(pieces)
+    return sum(map(_padded, pieces)) + _sums_nbytes(pieces)

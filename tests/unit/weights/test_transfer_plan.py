@@ -4,11 +4,14 @@ import datetime
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from made_up_trainers import LAYOUTS, shards_of, world
 from slow import slow_except
 from toy_checkpoints import make, toy_args
@@ -239,3 +242,31 @@ def test_needs_survive_their_message(arguments):
     tensors = transfer_plan.hf_tensors(model_weights.table(args), params_dtype(args))
     needs = drawn_needs(tensors, np.random.default_rng(2))
     assert transfer_plan.from_rows(transfer_plan.to_rows(needs, axes=3), tensors) == needs
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 2**32), st.data())
+def test_checksums_are_the_sums_of_the_definition(sizes, seed, data):
+    """Sums by Python's integers modulo 2^64; a change of one word changes both sums of its piece, and no other."""
+    width = planned.ROW_BYTES // 8
+    words = np.random.default_rng(seed).integers(-(2**63), 2**63, (sum(sizes) + 1, width), dtype=np.int64)
+    ends = np.cumsum([1, *sizes])  # the first row belongs to no piece
+    rows = torch.from_numpy(np.stack([ends[:-1], ends[1:]]))
+
+    def found():
+        return planned.checksums(torch.from_numpy(words.view(np.uint8).reshape(-1)), rows)
+
+    def wanted(first, end):
+        own = words[first:end].tolist()
+        sums = [
+            sum(word * factor(r, c) for r, row in enumerate(own) for c, word in enumerate(row))
+            for factor in (lambda r, c: 2 * r + 1, lambda r, c: 2 * c + 1)
+        ]
+        return [(one + 2**63) % 2**64 - 2**63 for one in sums]
+
+    before = found()
+    assert before.tolist() == [wanted(*pair) for pair in pairwise(ends.tolist())]
+    piece = data.draw(st.integers(0, len(sizes) - 1))
+    row, column = data.draw(st.integers(ends[piece], ends[piece + 1] - 1)), data.draw(st.integers(0, width - 1))
+    words[row, column] ^= np.int64(1) << data.draw(st.integers(0, 62))
+    changed = found() != before
+    assert changed[piece].all() and changed.sum() == 2
