@@ -3,14 +3,13 @@
 import gc
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 
 import case_report
 import pytest
 import ranks
 from hypothesis import HealthCheck, settings
-from ranks import REPO, end_warm_ranks, run_torchrun
+from ranks import end_warm_ranks, run_torchrun
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -140,8 +139,7 @@ def world():
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory) -> dict[str, str]:
     """Hugging Face directories of tiny random models by family, with a byte tokenizer that has a chat template."""
-    sys.path.insert(0, str(REPO / "tools"))
-    import make_tiny_model
+    from tools import make_tiny_model
 
     root = tmp_path_factory.mktemp("models")
 

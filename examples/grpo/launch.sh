@@ -23,11 +23,14 @@ gpus_here() {  # those that a program sees; 1 without any, so that the program s
 }
 
 launch() {
-    local nodes=${NNODES:-1}
+    local nodes=${NNODES:-1} gpus=${GPUS_PER_NODE:-$(gpus_here)}
     if [[ ${DRY_RUN:-0} == 1 ]]; then
         WORLD_SIZE=$((nodes * ${GPUS_PER_NODE:-8})) python pretrain_grpo.py "$@" --dry-run
     else
-        exec torchrun --nproc-per-node "${GPUS_PER_NODE:-$(gpus_here)}" --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" \
+        if [[ ${PET_MAX_RESTARTS:-0} != 0 ]]; then # torchrun would try a wrong flag as often
+            WORLD_SIZE=$((nodes * gpus)) python -m megatron_grpo.training.command_line "$@" || exit
+        fi
+        exec torchrun --nproc-per-node "$gpus" --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" \
             --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}" pretrain_grpo.py "$@"
     fi
 }

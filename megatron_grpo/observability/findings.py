@@ -146,8 +146,9 @@ def _levels(rows: Sequence[Mapping[str, Any]]) -> Iterable[Finding]:
     for name, (limit, text) in ABOVE.items():
         series = _series(rows, name)
         none_scored = bool(rows) and rows[-1].get("reward/mean", 0) is None
-        if name == "reward/zero_std_groups" and (none_scored or _at_ceiling(rows) or _has_teacher(rows)):
-            continue  # nothing is left to learn, or the teacher is the signal
+        joined = any("sft/advantage" in row for row in rows)
+        if name == "reward/zero_std_groups" and (none_scored or _at_ceiling(rows) or _has_teacher(rows) or joined):
+            continue  # nothing is left to learn, or the signal is a teacher or a demonstration in the group
         if series and series.end() > limit:
             yield Finding(series.since(partial(lt, limit)), name, text.format(series.end()))
     name = "mismatch/effective_sample_size"
@@ -398,5 +399,6 @@ READ = {
     "mismatch/mean_abs",
     "teacher/kl",
     "teacher/divergence",
+    "sft/advantage",
 }
 READ |= {"mismatch/effective_sample_size", "perf/tokens_per_second"}

@@ -245,6 +245,13 @@ def build_parser() -> Parser:
         dest="save_hf",
         help="do not export to Hugging Face format at the end of the run",
     )
+    groups["checkpoints"].add_argument(
+        "--no-load",
+        action="store_const",
+        const=None,
+        dest="load",
+        help="start at update 0: takes back an earlier --load, as of a launch script",
+    )
     add_core_flags(parser)
     synonyms = parser.add_argument_group("from Megatron-LM scripts")
     synonyms.add_argument(

@@ -168,6 +168,7 @@ def check_flags(argv: Sequence[str]) -> None:
 
 
 def _check(argv: Sequence[str]) -> None:
+    """Do `check_flags` without its line; as a program, before torchrun (examples/grpo/launch.sh)."""
     words = [hyphens(word) for word in argv]
     table = json.loads(TABLE.read_text())
     parser = parser_from_table(table)
@@ -344,3 +345,7 @@ def similar_flag(flag: str, flags: Iterable[str]) -> str | None:
         )
     ]
     return max(found, key=lambda name: difflib.SequenceMatcher(None, flag, name).ratio(), default=None)
+
+
+if __name__ == "__main__":
+    _check(sys.argv[1:])

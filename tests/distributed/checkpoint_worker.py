@@ -11,17 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path.insert(0, str(ROOT))
 from megatron_grpo.patches import cpu_backend
 
 cpu_backend.install()
 
-import check_parallel
 import numpy as np
 import torch
 import torch.distributed as dist
-from made_up import fill as fill_with
-from made_up import off_policy, rollout
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -45,6 +42,9 @@ from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights.stream import stream_hf
+from tools import check_parallel
+from tools.made_up import fill as fill_with
+from tools.made_up import off_policy, rollout
 
 MODEL = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --kv-channels 8 --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm

@@ -19,8 +19,6 @@ from checkpoint_worker import fill, say
 
 # checkpoint_worker installs the CPU layer, which comes before megatron.core.
 # isort: split
-import check_parallel
-import made_up
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -40,6 +38,7 @@ from megatron_grpo.training.resolve import resolve_args
 from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights.stream import stream_hf
+from tools import check_parallel, made_up
 
 COMMON = """--num-layers 4 --hidden-size 8 --ffn-hidden-size 8 --num-attention-heads 2 --group-query-attention
     --num-query-groups 2 --kv-channels 4 --normalization RMSNorm --swiglu --disable-bias-linear --qk-layernorm

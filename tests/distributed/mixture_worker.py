@@ -13,9 +13,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools import made_up  # first of ours: it prepares for machines without a GPU
 
-import made_up  # first: it sets sys.path, and installs the CPU layer
+# isort: split
 import numpy as np
 import torch.distributed as dist
 

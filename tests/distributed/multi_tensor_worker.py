@@ -4,8 +4,10 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import made_up  # first of ours: it prepares for machines without a GPU
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools import made_up  # first of ours: it prepares for machines without a GPU
+
+# isort: split
 import megatron.core.optimizer
 import torch
 import torch.distributed as dist

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import checkpoint_worker
-import made_up
 import numpy as np
 import torch
 from checkpoint_worker import BUCKETS, DENSE, PARTS, SHARDED, enter, fill, say
@@ -30,6 +29,7 @@ from megatron_grpo.training.saves import Saves
 from megatron_grpo.training.trainer import Trainer
 from megatron_grpo.training.update_flops import UpdateFlops
 from megatron_grpo.utils.arguments import replaced
+from tools import made_up
 
 
 class Engine:

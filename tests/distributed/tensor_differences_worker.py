@@ -7,9 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import check_engine
-import tensor_differences
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools import check_engine, tensor_differences  # first of ours: it prepares for machines without a GPU
+
+# isort: split
 import torch
 from megatron.core.utils import unwrap_model
 

@@ -20,9 +20,7 @@ from safetensors.torch import load_file
 from slow import slow_except
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(REPO / "tools"))
-import check_parallel
-import made_up
+from tools import check_parallel, made_up
 
 SHARED = "--max-tokens-per-microbatch 70"  # common prefixes once
 BUDGET = f"{SHARED} --no-share-prompts"

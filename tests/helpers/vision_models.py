@@ -1,17 +1,14 @@
 """Tiny vision-language models with random weights, and pictures for them."""
 
 import io
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from ranks import REPO
 
-sys.path.insert(0, str(REPO / "tools"))
-import tiny_vision_model as tool
+from tools import tiny_vision_model as tool
 
 # Of a chat template: earlier turns of the policy are shown by their first letter.
 FORGETFUL = (

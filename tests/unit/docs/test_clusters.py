@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import good_args
 import pytest
 import yaml
 from bad_input_runs import launch
@@ -180,8 +181,8 @@ def test_the_command_that_a_user_reads_starts_a_run(file, name, slurm, tmp_path,
 def test_the_environment_of_a_job(slurm, tmp_path):
     """VENV goes first in PATH, by whatever path; without torchrun the job ends at once; flags of srun are handed on."""
     (tmp_path / "venv/bin").mkdir(parents=True)
-    (tmp_path / "venv/bin/torchrun").write_text("#!/bin/sh\necho of the venv\n")
-    (tmp_path / "venv/bin/torchrun").chmod(0o755)
+    stand_in(tmp_path / "venv/bin/torchrun", "echo of the venv")
+    stand_in(tmp_path / "venv/bin/python", "")
     bare = slurm | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     job = ["bash", "examples/slurm/train.sbatch", "examples/grpo/recipe.sh", "dapo"]
 
@@ -199,9 +200,35 @@ def test_the_environment_of_a_job(slurm, tmp_path):
     )
 
 
+def stand_in(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--learning-rate 1", "pretrain_grpo.py: error: ms-swift's and TRL's --learning-rate is --lr here"),
+        ("--reward-funcs acuracy", 'pretrain_grpo.py: error: --reward-funcs: unknown reward function "acuracy"'),
+        ("", None),
+    ],
+)
+def test_a_wrong_flag_ends_a_job_before_torchrun_tries_it_again(slurm, tmp_path, flags, message):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    stand_in(tmp_path / "torchrun", "echo started")
+    words = (
+        f"{good_args.MODEL} {good_args.RUN} --train-data-path {tmp_path}/train.jsonl --save {tmp_path} {flags}".split()
+    )
+    command = ["bash", "examples/slurm/train.sbatch", "examples/grpo/recipe.sh", "dapo", *words]
+    done = subprocess.run(command, cwd=REPO, env=slurm, capture_output=True, text=True)
+    assert done.stdout.count("started") == (0 if message else 2), done.stderr
+    if message:
+        assert done.returncode in (1, 2) and done.stderr.count(message) == 2  # of each node
+
+
 def test_a_preempted_job_goes_back_to_the_queue_with_the_code_of_its_run(slurm, tmp_path):
-    (tmp_path / "torchrun").write_text('#!/bin/sh\nmkdir -p "$SAVE"; touch "$SAVE/preempted"; exit 1\n')
-    (tmp_path / "torchrun").chmod(0o755)
+    stand_in(tmp_path / "torchrun", 'mkdir -p "$SAVE"; touch "$SAVE/preempted"; exit 1')
+    stand_in(tmp_path / "python", "")  # of the check of flags
     command = ["bash", "examples/slurm/train.sbatch", "examples/grpo/recipe.sh", "dapo"]
     done = subprocess.run(command, cwd=REPO, env=slurm, capture_output=True, text=True)
     assert done.returncode == 1 and "goes back to the queue" in done.stdout

@@ -4,8 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-import made_up  # first of ours: it prepares for machines without a GPU
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from tools import made_up  # first of ours: it prepares for machines without a GPU
+
+# isort: split
 import torch
 
 import pretrain_grpo

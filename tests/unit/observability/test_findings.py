@@ -87,6 +87,12 @@ def test_the_onset_is_where_the_mean_of_a_tenth_crosses():
     assert only(with_values("reward/zero_std_groups", lambda i: float(i > 60))) == ("reward/zero_std_groups", 70)
 
 
+def test_demonstrations_in_the_groups_are_a_signal():
+    """--sft-loss-type luffy: one has another reward than the group's completions."""
+    rows = with_values("reward/zero_std_groups", lambda i: 1.0)
+    assert findings([row | {"sft/advantage": 1.5} for row in rows]) == []
+
+
 def test_values_that_are_not_finite_and_counts_are_found_at_their_first_update():
     rows = with_values("grad_norm", lambda i: None if i in (7, 9) else 1.0)
     assert only(rows) == ("grad_norm", 7) and "2 rows" in findings(rows)[0].text

@@ -229,6 +229,13 @@ def test_recomputation_and_the_export_of_a_script_are_taken_back():
     assert validated("--save out --save-hf there --no-save-hf").save_hf is None
 
 
+def test_the_load_of_a_script_is_taken_back():
+    assert validated("--save out --load out --no-load").load is None
+    assert validated("--save out --no-load --load out").load == "out"
+    with pytest.raises(GrpoError, match="--finetune needs --load"):
+        validated("--save out --load out --finetune --no-load")
+
+
 def test_an_empty_system_prompt_is_none():
     assert validated("--system-prompt Think. --system-prompt=").system_prompt is None
     assert validated("--system-prompt Think.").system_prompt == "Think."

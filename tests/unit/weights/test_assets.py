@@ -1,19 +1,15 @@
 """Files of a model directory that checkpoints and exports copy, against transformers, which reads and writes them."""
 
 import json
-import sys
 
 import pytest
-from ranks import REPO
 from tokenizers import Tokenizer, models
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast, tokenization_utils_base, utils
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf
-
-sys.path.insert(0, str(REPO / "tools"))
-import tiny_vision_model as tool
+from tools import tiny_vision_model as tool
 
 # transformers' constants: settings and templates. Weights are written anew; the others are no files of these models.
 CONSTANTS = """CONFIG_NAME GENERATION_CONFIG_NAME FEATURE_EXTRACTOR_NAME IMAGE_PROCESSOR_NAME VIDEO_PROCESSOR_NAME
