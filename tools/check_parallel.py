@@ -7,9 +7,9 @@
 MODEL_FLAGS are flags of pretrain_grpo.py: a Hugging Face directory (--load-hf), or an architecture (--model-family
 qwen3 --num-layers 28 ...) with made-up weights that depend on the tensors' names. A layout is written as its sizes (TP,
 PP, VPP, CP, EP, ETP; the remaining ranks are DP), SP for sequence parallelism, and after a colon any further flags. The
-word LOSSES in a layout adds one update for each loss type, mask and KL estimator; layouts with the word are compared
-with each other. With --external-plugins FILE among MODEL_FLAGS these include the losses and advantage estimators of
-that file.
+word LOSSES in a layout adds one update for each loss type, mask and KL estimator that the other flags allow; layouts
+with the word are compared with each other, and the excluded ones are listed after the table. With --external-plugins
+FILE among MODEL_FLAGS these include the losses and advantage estimators of that file.
 
 Without torchrun the tool starts torchrun once for each world size and tries all layouts of that size in it, because
 starting ranks takes longer than the updates. Every layout is compared with the first one, which is a single process if
@@ -30,6 +30,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -186,11 +187,20 @@ def objectives() -> list[str]:
     return [*examples, *OBJECTIVES]
 
 
-def objective_updates(flags: list[str], trainer, batch) -> dict[str, dict]:
-    """Run one update for each of `objectives`, in sequence, so that a wrong gradient changes the next loss."""
+def parse_objectives(flags: list[str], world_size: int) -> tuple[dict[str, Namespace], dict[str, str]]:
+    """Return the arguments of each of `objectives` that ``flags`` allow, and the reason for each one excluded."""
+    allowed, excluded = {}, {}
+    for objective in objectives():
+        try:
+            allowed[objective] = parse([*flags, *objective.split()], world_size)
+        except GrpoError as error:
+            excluded[objective] = str(error)
+    return allowed, excluded
+
+
+def objective_updates(runs: dict[str, Namespace], trainer, batch) -> dict[str, dict]:
+    """Run one update for each objective, in sequence, so that a wrong gradient changes the next loss."""
     completions = np.arange(batch.num_completions // 2)
-    world_size = dist.get_world_size()
-    runs = {objective: parse([*flags, *objective.split()], world_size) for objective in objectives()}
     rows = {}
     for objective, args in runs.items():
         changed = batch
@@ -246,7 +256,8 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
         lacking = {"error": f"the tensors {sorted(missing)} are missing"} if missing else {}
         result |= {"worst_tensor": worst, "gap": gaps[worst]} | lacking
     if "LOSSES" in layout.partition(":")[0].split():
-        result["objectives"] = objective_updates([*flags, *flags_of(layout)], trainer, batch)
+        runs, result["excluded"] = parse_objectives([*flags, *flags_of(layout)], dist.get_world_size())
+        result["objectives"] = objective_updates(runs, trainer, batch)
     del model
     made_up.release(trainer)
     return result
@@ -307,9 +318,10 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
         if not moved <= FLIPS * sum(want):
             return f"DIFFERS: {moved:.0f} of {sum(want)} choices of experts in {layer}"
     wanted = first.get("objectives", {})
-    for objective, row in result.get("objectives", {}).items():
-        if objective not in wanted:
-            return f"DIFFERS: {objective} is not in {first['layout']}"
+    run = result.get("objectives", {})
+    if run and (only_one := sorted(run.keys() ^ wanted.keys())):
+        return f"DIFFERS: only one of this layout and {first['layout']} runs {only_one[0]}"
+    for objective, row in run.items():
         of_demonstrations = sorted({"sft/loss", "sft/tokens"} & wanted[objective].keys())
         for key in (*COMPARED, *of_demonstrations, *own_metrics(wanted[objective])):
             if not (gap := relative_gap(key, row, wanted[objective])) <= tolerance:
@@ -394,6 +406,9 @@ def main() -> int:
         options.tolerance = (1e-4 if loaded else 1e-5) if results[0].get("float32", True) else 2e-2
     lines = table(results, options.tolerance)
     print("\n".join(lines))
+    excluded = {name: reason for result in results for name, reason in result.get("excluded", {}).items()}
+    for objective, reason in excluded.items():
+        print(f"\nwithout {objective}: {reason}")
     wrong = sum(not line.endswith("| same |") for line in lines[2:])
     lost = len(layouts) - len(results)
     print(f"\n{len(results) - wrong} of {len(layouts)} layouts agree to {options.tolerance:g}; {lost} did not run")

@@ -1,10 +1,12 @@
 """What test_speculative.py runs: completions of vLLM with --vllm-speculative-config.
 
-    torchrun --nproc-per-node N tests/distributed/speculative_worker.py MODEL OUT FLAGS [--wrong-acceptance | --greedy]
+    torchrun --nproc-per-node N tests/distributed/speculative_worker.py MODEL OUT FLAGS [OPTION]
+
+OPTION is --wrong-acceptance, --greedy (only greedy completions) or --many (only greedy ones, of more prompts).
 
 The engine starts with other weights than those of the Hugging Face directory MODEL, which a weight sync then brings;
 with --lora-rank also the adapter of MODEL/adapter. OUT gets the completions, the number of engine steps, and the
-differences between the engine's weights and MODEL's. --greedy: only greedy completions.
+differences between the engine's weights and MODEL's.
 """
 
 import json
@@ -34,6 +36,7 @@ from megatron_grpo.weights import hf
 from tools import made_up
 
 PROMPTS = [[1, 2, 3, 1, 2], [4, 4, 4], [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]]  # the last one as long as may be
+MANY = [[(first + step * i) % 6 for i in range(5)] for step in (1, 2, 3, 4) for first in range(6)]
 GREEDY = Sampling(max_tokens=20, temperature=0.0, log_probs=True)
 SAMPLES, SAMPLED_TOKENS = 4000, 3  # of the first prompt
 DISTURBED = 1024  # of them in `disturbed`, each way
@@ -135,8 +138,9 @@ def tensors(directory: str) -> dict:
 
 def main() -> None:
     model, out, *flags = sys.argv[1:]
-    wrong, only_greedy = "--wrong-acceptance" in flags, "--greedy" in flags
-    flags = [flag for flag in flags if flag not in ("--wrong-acceptance", "--greedy")]
+    wrong, many = "--wrong-acceptance" in flags, "--many" in flags
+    only_greedy = many or "--greedy" in flags
+    flags = [flag for flag in flags if flag not in ("--wrong-acceptance", "--greedy", "--many")]
     sizes = "--max-prompt-length 12 --max-completion-length 20".split()
     sizes += ["--vllm-max-num-seqs", str(AT_ONCE)]
     args = made_up.parse(["--load-hf", model, *sizes, "--make-vocab-size-divisible-by", "1", *flags], 1)
@@ -162,7 +166,7 @@ def main() -> None:
         found["differences"] += engine.probe_adapter()
     sampled = replace(GREEDY, max_tokens=SAMPLED_TOKENS, temperature=args.temperature)
     truncated = replace(sampled, top_k=TOP_K, kept_token_ids=True)
-    found["greedy"] = [ask(engine, [Request(0, ids, GREEDY)]) for ids in PROMPTS]
+    found["greedy"] = [ask(engine, [Request(0, ids, GREEDY)]) for ids in (MANY if many else PROMPTS)]
     if not only_greedy:
         found["sampled"] = ask(engine, [Request(i, PROMPTS[0], sampled) for i in range(SAMPLES)])
         found["again"] = ask(engine, [Request(i, PROMPTS[0], sampled) for i in range(AT_ONCE)])

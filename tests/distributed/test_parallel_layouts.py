@@ -419,6 +419,29 @@ def test_the_other_dense_layouts_agree(tmp_path, tiny_models):
     assert f"{len(layouts)} of {len(layouts)} layouts agree" in printed
 
 
+OF_LOSSES = [layout for layout in LAYOUTS["dense"] if "LOSSES" in layout]
+
+
+@pytest.mark.parametrize("layout", OF_LOSSES)
+def test_sequence_masks_exclude_one_loss(layout, tiny_models):
+    """The updates of LOSSES; `test_layouts_of_pairs_agree` has the excluded one."""
+    flags = f"--load-hf {tiny_models['qwen3']} {CORRECTED}".split() + check_parallel.flags_of(layout)
+    allowed, excluded = check_parallel.parse_objectives(flags, check_parallel.world_size_of(layout))
+    assert list(excluded) == ["--loss-type dpo"]
+    assert "--rollout-importance-sampling-mode" in excluded["--loss-type dpo"]
+    assert len(allowed) + 1 == len(check_parallel.objectives())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_layouts_of_pairs_agree(tmp_path, tiny_models):
+    layouts = [layout.replace(" LOSSES", "") for layout in OF_LOSSES]
+    flags = f"--load-hf {tiny_models['qwen3']} --loss-type dpo"
+    status, printed = check(flags, "--out", tmp_path, "--layouts", *layouts)
+    assert status == 0, printed
+    assert f"{len(layouts)} of {len(layouts)} layouts agree" in printed
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("model", slow_except(FEW, [name for name in LAYOUTS if name != "dense"]))

@@ -12,7 +12,7 @@ import torch
 from ranks import run_torchrun
 from safetensors.torch import save_file
 from slow import slow_except
-from speculative_worker import DISTURBED, GREEDY, PROMPTS, SAMPLED_TOKENS, SAMPLES, TOP_K
+from speculative_worker import DISTURBED, GREEDY, MANY, PROMPTS, SAMPLED_TOKENS, SAMPLES, TOP_K
 from toy_checkpoints import DELTA, HYBRID, add_mtp, make
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -212,27 +212,31 @@ def test_the_dry_run_counts_the_memory_of_drafts(found):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", HYBRID)
 def test_drafts_of_a_hybrid(tmp_path, family):
-    """The engine is in bfloat16, all that vLLM computes of delta nets on a CPU: near ties may be broken anew."""
-    found = run(tmp_path, f"mtp, {family}", "--greedy")
+    """The engine is in bfloat16, the only type in which vLLM computes delta nets on a CPU.
+
+    Rounding breaks near ties of tokens, drafts and experts differently: the bounds are of averages over many prompts.
+    """
+    found = run(tmp_path, f"mtp, {family}", "--many")
     assert found.differences == []  # between the weights of the engine, also of its drafting layer, and the policy's
     parameters, share = getattr(found, "estimated size")
     assert parameters == found.size[0] and share == pytest.approx(found.size[1])
     given, steps, expected, wrong = [], [], [], []
-    for prompt, asked in zip(PROMPTS, found.greedy, strict=True):
+    below_best, from_exact = [], []  # of each token, nats
+    for prompt, asked in zip(MANY, found.greedy, strict=True):
         (ids,), (log_probs,) = asked["ids"], asked["log_probs"]
         table = exact(found.model, [[*prompt, *ids]], len(prompt))[0]
-        assert (table.max(-1) - of_tokens(table, ids)).max() < 0.1
+        below_best += list(table.max(-1) - of_tokens(table, ids))
         at_temperature_1 = table * TEMPERATURE - np.log(np.exp(table * TEMPERATURE).sum(-1, keepdims=True))
-        assert np.abs(of_tokens(at_temperature_1, ids) - log_probs).mean() < 0.05
+        from_exact += list(np.abs(of_tokens(at_temperature_1, ids) - log_probs))
         given.append(asked["drafts"]), steps.append(asked["steps"])
-        expected.append(drafts_of(found.model, found.draft, prompt, ids))
-        wrong.append(drafts_of(found.model, lambda text: found.draft([*text[:-1], text[-1] ^ 1]), prompt, ids))
+        expected.append(drafts_of(found.model, found.draft, prompt, ids)[1])
+        wrong.append(drafts_of(found.model, lambda text: found.draft([*text[:-1], text[-1] ^ 1]), prompt, ids)[1])
+    assert np.mean(below_best) < 0.02 and np.mean(from_exact) < 0.05
     assert [drafts for drafts, _, _ in given] == [count - 1 for count in steps]
-    assert sum(steps) < len(PROMPTS) * GREEDY.max_tokens  # a token a step, else
-    # Near ties move a draft or two, and drafts that are never right would differ by more; those after another token do.
-    differences = [abs(got[2] - want[1]) for got, want in zip(given, expected, strict=True)]
-    assert sum(differences) <= 2 < sum(accepted for _, accepted in expected), (given, expected)
-    assert sum(abs(got[2] - want[1]) for got, want in zip(given, wrong, strict=True)) > 2, (given, wrong)
+    assert sum(steps) < len(MANY) * GREEDY.max_tokens  # a token a step, else
+    # Drafts after another token are right about as often, but at other places.
+    differences, others = ([abs(got[2] - want) for got, want in zip(given, these)] for these in (expected, wrong))
+    assert sum(differences) < sum(others) / 2, (given, expected, wrong)
 
 
 def drafts_of(model, draft, prompt: list[int], ids: list[int]) -> tuple[int, int]:
