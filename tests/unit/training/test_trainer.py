@@ -25,9 +25,9 @@ from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 def check(versions, gap, synced=4, bf16=False, flags=()):
     lifecycle = SimpleNamespace(args=parse_args(["--bf16"] * bf16 + [*flags]), synced=Synced(synced))
-    row = {} if gap is None else {"mismatch/mean_abs": gap}
+    row = {} if gap is None else {"mismatch/mean_abs": gap, "mismatch/max_abs": gap}
     batch = SimpleNamespace(weight_version=np.array(versions), response_mask=np.ones(len(versions)))
-    EngineLifecycle.check(lifecycle, batch, row)
+    EngineLifecycle.check(lifecycle, batch, row, synced + 1)
 
 
 @pytest.mark.parametrize("gap, bf16", [(None, False), (1e-6, False), (0.01, True)])
@@ -59,6 +59,12 @@ def test_the_limit_of_the_mismatch_depends_on_precision_and_flag(flags, passes, 
         check([4], ends, flags=flags.split())
 
 
+def test_with_exact_log_probs_any_difference_ends_the_run():
+    check([4], 0.0, flags=["--exact-log-probs"])
+    with pytest.raises(GrpoError, match=r"in update 5 .* by up to 1e-06 nats"):
+        check([4], 1e-6, flags=["--exact-log-probs"])
+
+
 @pytest.mark.parametrize(
     ("update", "continued", "begun_anew", "passes"),
     [
@@ -80,7 +86,7 @@ def test_tokens_with_keys_and_values_of_older_weights_are_not_compared(update, c
     args = replaced(args, updates_per_rollout=1)
     lifecycle = SimpleNamespace(args=args, synced=Synced(4))
     with contextlib.nullcontext() if passes else pytest.raises(GrpoError, match="does not hold the trainer's weights"):
-        EngineLifecycle.check(lifecycle, batch, {"mismatch/newest_mean_abs": gaps[compared].mean()})
+        EngineLifecycle.check(lifecycle, batch, {"mismatch/newest_mean_abs": gaps[compared].mean()}, 5)
 
 
 class Lost:
