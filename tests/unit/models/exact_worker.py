@@ -60,7 +60,7 @@ def results(flags: list[str], exact: bool) -> tuple[np.ndarray, dict[str, torch.
 
 def first_differences() -> dict[str, str | None]:
     """Return by kernel the first tensor of the trainer that a change of one bit reaches."""
-    args = replaced(made_up.parse([*MODEL, *sys.argv[1:]], 1), exact_log_probs=True)
+    args = replaced(made_up.parse([*MODEL, *sys.argv[1:]], 1), exact_log_probs=True, micro_batch_size=1)
     initialize_distributed(args)
     trainer = made_up.trainer(args)
     batch, _ = made_up.one_update(args, [9, 5, 12, 7] * 4)
