@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
-import made_up  # first of ours: it prepares for machines without a GPU
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+from tools import made_up  # first of ours: it prepares for machines without a GPU
+
+# isort: split
 import numpy as np
-import tensor_differences
 import torch
 from megatron.core.utils import unwrap_model
 from planted import FIRST, LOG_PROBS, planted
@@ -26,6 +27,7 @@ from megatron_grpo.models import forward
 from megatron_grpo.models.exact import head
 from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.utils.arguments import replaced
+from tools import tensor_differences
 
 MODEL = """--num-layers 2 --hidden-size 96 --ffn-hidden-size 40 --num-attention-heads 6 --group-query-attention
     --num-query-groups 2 --kv-channels 16 --normalization RMSNorm --swiglu --disable-bias-linear --vocab-size 67
