@@ -30,7 +30,7 @@ def engine(**methods) -> VllmColocate:
     made.has_weights, made._awake, made._sleep_level, made._seeds_requests = True, True, 1, False
     made._sees_images, made._finished = False, []
     made._speculates, made._mtp_prefixes, made._draft_directory = False, (), None
-    made._adapter_request = None
+    made._adapter_request, made._drafts_from_completions = None, False
     made._llm = SimpleNamespace(**methods)
     made._engine = SimpleNamespace(**methods)
     return made

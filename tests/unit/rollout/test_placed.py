@@ -654,11 +654,11 @@ def test_other_bytes_than_the_trainer_sent_end_the_run(launch, monkeypatch):
         def update_weights(self, weights, version):
             dict(weights)  # as they are
 
-    def check_with_fault(transfer, parts, expected):
-        piece, part = parts[-1]
+    def check_with_fault(transfer, packed, expected):
+        piece, part = packed.pieces[-1], packed.parts[-1]
         if transfer._plan.tensors[piece.tensor].name == "b" and once.acquire(blocking=False):
             part.view(-1)[1].neg_()
-        check(transfer, parts, expected)
+        check(transfer, packed, expected)
 
     monkeypatch.setattr(planned.Transfer, "_check", check_with_fault)
     run = launch(engine=Engine)
