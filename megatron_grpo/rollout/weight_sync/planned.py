@@ -33,7 +33,7 @@ from megatron_grpo.parallel.exchange import concatenated
 from megatron_grpo.parallel.initialize import host_group
 from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.utils import progress
-from megatron_grpo.utils.device import device, to_device
+from megatron_grpo.utils.device import device
 from megatron_grpo.weights import transfer_plan
 from megatron_grpo.weights.parameter_mapping import Dimensions, Weight, same
 from megatron_grpo.weights.stream import WeightStream, streamed, units
@@ -93,8 +93,8 @@ class Links(NamedTuple):
 class _Traffic:
     """What this rank sends and receives in a step: pieces by the other's rank, and those of its own shards.
 
-    ``tensors``: those that its engine completes. ``owned``: the weights whose shards a trainer rank may send. ``busy``:
-    whether any rank sends to another one.
+    ``tensors``: those that its engine completes. ``owned``: the weights whose shards a trainer rank may send.
+    ``copied[0]``: those of ``own`` that go straight into parameters. ``busy``: whether any rank sends to another one.
     """
 
     tensors: range = range(0)
@@ -102,17 +102,31 @@ class _Traffic:
     sent: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
     received: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
     own: list[Piece] = field(default_factory=list)
+    copied: dict[int, list[Piece]] = field(default_factory=lambda: {0: []})
     busy: bool = True
 
 
-class _Packed(NamedTuple):
-    """Pieces of a round in one buffer: of each other rank, in their order, its pieces and then their checksums."""
+class _Layout(NamedTuple):
+    """Where pieces lie in a buffer: of each other rank, in their order, its pieces and then their checksums."""
 
-    whole: torch.Tensor
     pieces: list[Piece]
-    parts: list[torch.Tensor]  # the pieces
+    places: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]  # dtype, shape, strides, offset of each
     rows: torch.Tensor  # [2, pieces]: the first row of each, and the one after its last
-    sums: list[torch.Tensor]  # the checksums of each rank's pieces [n, 2]
+    sums: list[tuple[int, int]]  # of each rank's checksums: the first word, and how many pieces
+    nbytes: dict[int, int]  # of each rank
+
+
+class _Packed(NamedTuple):
+    """A buffer with a layout, and views of its pieces and of each rank's checksums [n, 2]."""
+
+    layout: _Layout
+    whole: torch.Tensor
+    parts: list[torch.Tensor]
+    sums: list[torch.Tensor]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return self.layout.pieces
 
 
 class _Exchange(NamedTuple):
@@ -182,6 +196,7 @@ class Transfer:
         dist.all_reduce(busy, dist.ReduceOp.MAX, group=links.host)
         for traffic, one in zip(self._traffic, busy.tolist(), strict=True):
             traffic.busy = bool(one)
+        self._layouts: dict[int, _Layout] = {}  # by the id of what `_packed` is given
         self._checks: list[tuple[list[Piece], torch.Tensor]] = []  # pieces, [n] whether they differ
         self.differences: list[str] = []  # of the newest sync, on an engine rank
 
@@ -205,6 +220,8 @@ class Transfer:
             self._direct.add(number)
             for piece in pieces[number]:
                 self._targets[id(piece)] = _places(piece, targets)
+        for traffic in self._traffic:
+            traffic.copied[0] = [piece for piece in traffic.own if id(piece) in self._targets]
 
     def send(self, local: Mapping[str, torch.Tensor]) -> None:
         """Send the pieces of this trainer rank's shards ``local``.
@@ -240,11 +257,12 @@ class Transfer:
         sent, received = self._packed(traffic.sent), self._packed(traffic.received)
         if sent.pieces:
             torch._foreach_copy_(sent.parts, [sources[piece.weight][piece.spot] for piece in sent.pieces])
-            torch._foreach_copy_(sent.sums, list(checksums(sent.whole, sent.rows).split(list(map(len, sent.sums)))))
+            sums = checksums(sent.whole, sent.layout.rows)
+            torch._foreach_copy_(sent.sums, list(sums.split(list(map(len, sent.sums)))))
         work = None
         if traffic.busy:
             ranks = range(self._links.host.size())
-            into, out = ([_nbytes(of.get(rank, ())) for rank in ranks] for of in (traffic.received, traffic.sent))
+            into, out = ([of.layout.nbytes.get(rank, 0) for rank in ranks] for of in (received, sent))
             # The method of the group: that of all roles is not registered, as torch's function expects.
             work = self._links.weights.alltoall_base(received.whole, sent.whole, into, out)
         return _Exchange(traffic, own, sent, received, work)
@@ -260,10 +278,10 @@ class Transfer:
             torch._foreach_copy_([to for to, _ in direct], [part for _, part in direct])
         if received.pieces:
             self._check(received, torch.cat(received.sums))
-        if copied := [(piece, part) for piece, part in own if id(piece) in self._targets]:
-            packed = self._packed({0: [piece for piece, _ in copied]})
-            torch._foreach_copy_(packed.parts, [part for _, part in copied])
-            self._check(packed, checksums(packed.whole, packed.rows))
+        if traffic.copied[0]:
+            packed = self._packed(traffic.copied)
+            torch._foreach_copy_(packed.parts, [part for piece, part in own if id(piece) in self._targets])
+            self._check(packed, checksums(packed.whole, packed.layout.rows))
         staged: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
         for piece, part in arrived:
             if piece.tensor not in self._direct:
@@ -284,23 +302,35 @@ class Transfer:
     def _in_dtype(self, piece: Piece, part: torch.Tensor) -> torch.Tensor:
         return part.to(self._plan.tensors[piece.tensor].dtype)
 
+    def _layout(self, by_rank: Mapping[int, list[Piece]]) -> _Layout:
+        pieces, places, rows, sums, nbytes = [], [], [], [], {}
+        begin = 0
+        for rank, of_rank in sorted(by_rank.items()):
+            first = begin
+            for piece in of_rank:
+                dtype = self._plan.tensors[piece.tensor].dtype
+                strides = torch.empty(piece.shape, device="meta").stride()
+                places.append((dtype, piece.shape, strides, begin // dtype.itemsize))
+                end = begin + -(-piece.nbytes // ROW_BYTES) * ROW_BYTES
+                rows.append((begin // ROW_BYTES, end // ROW_BYTES))
+                begin = end
+            pieces += of_rank
+            sums.append((begin // 8, len(of_rank)))
+            begin += -(-CHECKSUM_BYTES * len(of_rank) // ROW_BYTES) * ROW_BYTES
+            nbytes[rank] = begin - first
+        ends = torch.tensor(rows, dtype=torch.int64).view(-1, 2).T.contiguous()
+        return _Layout(pieces, places, ends.to(self._links.device), sums, nbytes)
+
     def _packed(self, by_rank: Mapping[int, list[Piece]]) -> _Packed:
         """Return a buffer of zeros for pieces, by the rank that sends or receives them."""
-        pieces, parts, sums, rows = [], [], [], []
-        whole = torch.zeros(sum(map(_nbytes, by_rank.values())), dtype=torch.uint8, device=self._links.device)
-        begin = 0
-        for _, of_rank in sorted(by_rank.items()):
-            *own, rest = whole[begin : begin + _nbytes(of_rank)].split([*map(_padded, of_rank), _sums_nbytes(of_rank)])
-            for piece, part in zip(of_rank, own, strict=True):
-                dtype = self._plan.tensors[piece.tensor].dtype
-                parts.append(part[: piece.nbytes].view(dtype).view(piece.shape))
-                rows.append((begin, begin + len(part)))
-                begin += len(part)
-            pieces += of_rank
-            sums.append(rest[: CHECKSUM_BYTES * len(of_rank)].view(torch.int64).view(-1, 2))
-            begin += len(rest)
-        ends = torch.tensor(rows, dtype=torch.int64).view(-1, 2).T.contiguous() // ROW_BYTES
-        return _Packed(whole, pieces, parts, to_device(ends, whole.device), sums)
+        if id(by_rank) not in self._layouts:
+            self._layouts[id(by_rank)] = self._layout(by_rank)
+        layout = self._layouts[id(by_rank)]
+        whole = torch.zeros(sum(layout.nbytes.values()), dtype=torch.uint8, device=self._links.device)
+        typed = {dtype: whole.view(dtype) for dtype in {torch.int64, *(dtype for dtype, *_ in layout.places)}}
+        parts = [typed[dtype].as_strided(shape, strides, first) for dtype, shape, strides, first in layout.places]
+        sums = [typed[torch.int64][first : first + 2 * count].view(-1, 2) for first, count in layout.sums]
+        return _Packed(layout, whole, parts, sums)
 
     def _check(self, packed: _Packed, expected: torch.Tensor) -> None:
         """Note which pieces have other checksums than ``expected`` [pieces, 2] where the engine has them.
@@ -312,7 +342,7 @@ class Transfer:
             back = [(part, of[place]) for part, of in zip(packed.parts, targets, strict=True) if len(of) > place]
             if back:
                 torch._foreach_copy_([part for part, _ in back], [target for _, target in back])
-            self._checks.append((packed.pieces, (checksums(packed.whole, packed.rows) != expected).any(1)))
+            self._checks.append((packed.pieces, (checksums(packed.whole, packed.layout.rows) != expected).any(1)))
 
 
 def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -418,16 +448,3 @@ def _needs_of_all(
     (rows,), source = concatenated([rows if group.rank() in senders else nothing], group)
     needs = [transfer_plan.from_rows(rows[source == sender], tensors) for sender in senders]
     return [needs[number] for number in kind.reshape(-1)], ranks.tolist()
-
-
-def _padded(piece: Piece) -> int:
-    return -(-piece.nbytes // ROW_BYTES) * ROW_BYTES
-
-
-def _sums_nbytes(pieces: Sequence[Piece]) -> int:
-    return -(-CHECKSUM_BYTES * len(pieces) // ROW_BYTES) * ROW_BYTES
-
-
-def _nbytes(pieces: Sequence[Piece]) -> int:
-    """Return the bytes of pieces and their checksums in a buffer."""
-    return sum(map(_padded, pieces)) + _sums_nbytes(pieces)
