@@ -319,7 +319,7 @@ def verdict(result: dict, first: dict, tolerance: float) -> str:
             return f"DIFFERS: {moved:.0f} of {sum(want)} choices of experts in {layer}"
     wanted = first.get("objectives", {})
     run = result.get("objectives", {})
-    if run and (only_one := sorted(run.keys() ^ wanted.keys())):
+    if "objectives" in result and (only_one := sorted(run.keys() ^ wanted.keys())):
         return f"DIFFERS: only one of this layout and {first['layout']} runs {only_one[0]}"
     for objective, row in run.items():
         of_demonstrations = sorted({"sft/loss", "sft/tokens"} & wanted[objective].keys())

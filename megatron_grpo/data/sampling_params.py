@@ -40,7 +40,7 @@ def uses_engine_log_probs(args: Namespace) -> str | None:
     for dest in ("rollout_importance_sampling_mode", "off_policy_sequence_mask_delta", "m2po_threshold"):
         if getattr(args, dest) is not None:
             return flag(dest)
-    return None
+    return "--exact-log-probs" if args.exact_log_probs else None
 
 
 def continues_on_servers(args: Namespace) -> bool:

@@ -768,6 +768,8 @@ def resolve_max_num_seqs(args: Namespace) -> dict[str, Any]:
         share = ceil(prompts / max(engines, 1)) * args.num_generations
         share = -(-share // 16) * 16
     most = (args.vllm_engine_kwargs or {}).get("max_num_batched_tokens", 512)  # vLLM demands as many of these
+    if type(most) is not int:
+        raise GrpoError(f"--vllm-engine-kwargs: max_num_batched_tokens is {most!r} and must be a whole number")
     return {"vllm_max_num_seqs": min(max(share, 256), max(most, 256), 512)}
 
 

@@ -23,6 +23,9 @@ FAMILIES = "qwen2", "qwen3", "llama"
 HEAD_SIZES = 64, 128
 ENGINE_ARGUMENTS = "max_num_batched_tokens", "enable_chunked_prefill", "block_size", "kv_cache_memory_bytes"
 
+CURE = "Leave --exact-log-probs out to train without it"
+MOST_HEADS = 64
+
 _KERNEL = "it has no kernel that trainer and engine share"
 _TENSOR = "the sums over tensor-parallel ranks have no common order yet: give 1"
 _TRUNCATED = "the trainer has no kernel of vLLM's truncated or penalized distributions: leave it out"
@@ -75,6 +78,7 @@ SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("min_p presence_penalty frequency_penalty", (0.0,), _TRUNCATED),
     ("repetition_penalty", (1.0,), _TRUNCATED),
     ("structured_outputs_regex", (None,), _TRUNCATED),
+    ("rollout_only", (False,), "a run without updates compares nothing"),
 )
 
 
@@ -85,7 +89,19 @@ def check_exact_log_probs(args: Namespace) -> None:
     for dests, values, missing in SUPPORTED:
         for dest in dests.split():
             if (value := getattr(args, dest)) not in values:
-                raise GrpoError(f"--exact-log-probs with {flag(dest)} {value}: {missing}")
+                raise GrpoError(f"--exact-log-probs with {flag(dest)} {value}: {missing}. {CURE}")
+    if args.loss_type == "dpo":
+        raise GrpoError(f"--exact-log-probs with --loss-type dpo: its updates compare no log-probabilities. {CURE}")
+    if (heads := args.num_attention_heads // (args.num_query_groups or args.num_attention_heads)) > MOST_HEADS:
+        raise GrpoError(
+            f"--exact-log-probs with {heads} heads of each key head: the kernel of attention takes {MOST_HEADS}. {CURE}"
+        )
+    size = (args.vllm_engine_kwargs or {}).get("block_size", 16)
+    if type(size) is not int or size < 16 or size & (size - 1):
+        raise GrpoError(
+            f"--exact-log-probs with --vllm-engine-kwargs: block_size is {size!r} and must be 16, 32, 64, ... for the "
+            "kernel of attention"
+        )
     for name in args.vllm_engine_kwargs or {}:
         if name not in ENGINE_ARGUMENTS:
             raise GrpoError(
@@ -93,14 +109,14 @@ def check_exact_log_probs(args: Namespace) -> None:
                 f"{', '.join(ENGINE_ARGUMENTS)}: leave it out"
             )
     if (scaling := args.rope_scaling) and scaling["rope_type"] == "longrope":
-        raise GrpoError("--exact-log-probs with --rope-scaling: LongRoPE has no common kernel: leave the first out")
+        raise GrpoError("--exact-log-probs with --rope-scaling: LongRoPE has no common kernel. " + CURE)
     if not args.dry_run and (not torch.cuda.is_available() or torch.version.hip is not None):
         raise needs_gpu("--exact-log-probs (Triton's kernels)", "leave it out")
 
 
 def check_equal(update: int, row: Mapping[str, float]) -> None:
     """Raise GrpoError if a token of an update has another log-probability than in the engine; ``row``: its metrics."""
-    if row.get("mismatch/max_abs", 0.0) == 0:
+    if row["mismatch/max_abs"] == 0:  # the update has refused tokens without a number of the engine
         return
     raise GrpoError(
         f"--exact-log-probs: in update {update} a token's log-probability in the trainer differs from the engine's by "

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from megatron_grpo.models.config import moe_layers
 from megatron_grpo.utils.errors import GrpoError
 
+FEW = 64  # more choices than these are not all of the first expert
 NOT_REPORTED = (
     "--router-replay-mode R3: the engine does not report its choice of experts with the kernels that it uses here: "
     "give R2"
@@ -31,7 +32,8 @@ def of_moe_layers(args, reported: npt.NDArray[np.integer] | None, tokens: int) -
         )
     experts = reported.reshape(shape)[:, np.flatnonzero(moe_layers(args))]
     # The buffers of vLLM and SGLang hold zeros where a kernel does not report its choice.
-    if args.moe_router_topk > 1 and (experts[..., 0] == experts[..., 1]).any():
+    several = args.moe_router_topk > 1
+    if (experts[..., 0] == experts[..., 1]).any() if several else experts.size > FEW and not experts.any():
         raise GrpoError(NOT_REPORTED)
     wrong = experts[(experts < 0) | (experts >= args.num_experts)]
     if wrong.size:
@@ -48,4 +50,5 @@ def check_every_layer(experts: Sequence[npt.NDArray[np.int16]]) -> None:
     One token's zero can be a choice where each token has one expert.
     """
     if experts and not np.any([(of_one > 0).any(axis=(0, 2)) for of_one in experts], axis=0).all():
-        raise GrpoError(NOT_REPORTED)
+        only = " (or the router of a layer chooses the first expert alone)" if experts[0].shape[2] == 1 else ""
+        raise GrpoError(NOT_REPORTED + only)

@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,17 @@ from megatron_grpo.weights.arguments import default_architecture, resolve_archit
 FLAG = "--vllm-speculative-config"
 METHODS = ("ngram", "suffix", "draft_model", "mtp")
 WITHOUT_MODEL = ("ngram", "suffix")
+# What suffix decoding takes, and what a value must be.
+_OF_SUFFIX: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_speculative_tokens": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+    "suffix_decoding_max_tree_depth": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+    "suffix_decoding_max_cached_requests": (lambda value: type(value) is int, "a whole number"),
+    "suffix_decoding_max_spec_factor": (
+        lambda value: type(value) in (int, float) and value >= 0,
+        "0 or a number above",
+    ),
+    "suffix_decoding_min_token_prob": (lambda value: type(value) in (int, float) and 0 <= value <= 1, "from 0 to 1"),
+}
 # Keys that are known to keep the distribution of the samples, for methods with a model that drafts.
 _KEYS = {"method", "model", "num_speculative_tokens", "draft_sample_method"}
 
@@ -80,6 +92,15 @@ def mtp_prefixes(args: Namespace) -> tuple[str, ...]:
 
 def check_speculation(args: Namespace) -> None:
     """Raise GrpoError for a method that cannot draft, and for flags that do not work with drafts."""
+    if (
+        args.rollout_engine == "vllm"
+        and args.vllm_mode == "colocate"
+        and os.environ.get("ARCTIC_INFERENCE_ENABLED") == "1"
+    ):
+        raise GrpoError(
+            "ARCTIC_INFERENCE_ENABLED=1: arctic-inference would replace vLLM's model runner; unset the variable, which "
+            "vLLM's suffix decoding does not need"
+        )
     config = args.vllm_speculative_config
     if not config:
         return
@@ -92,13 +113,14 @@ def check_speculation(args: Namespace) -> None:
             "known to keep the distribution of the samples"
         )
     if method == "suffix":
+        for key, value in config.items():
+            if key in ("method", "rejection_sample_method"):
+                continue
+            is_right, wanted = _OF_SUFFIX.get(key, (lambda _: False, "left out: suffix decoding does not know it"))
+            if not is_right(value):
+                raise GrpoError(f"{FLAG}: {key} is {value!r} and must be {wanted}")
         if not args.dry_run:
             require(f"{FLAG} with method suffix", "arctic_inference", instead="give ngram")
-        if os.environ.get("ARCTIC_INFERENCE_ENABLED") == "1":
-            raise GrpoError(
-                f"ARCTIC_INFERENCE_ENABLED=1 and {FLAG} with method suffix cannot both be given: arctic-inference "
-                "would replace vLLM's model runner; unset the variable, which vLLM's suffix decoding does not need"
-            )
     if method not in WITHOUT_MODEL:
         _check_model_that_drafts(args, config)
     for dest, given, reason in (

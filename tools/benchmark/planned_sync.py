@@ -6,8 +6,9 @@ As in scale.py the launch scripts of docs/model_sizes.md give the trainer's flag
 rank of each pipeline stage, and models are built on a device without memory. An engine is vLLM's model of the same
 size on each of --engine-ranks ranks, tensor-parallel with its experts divided, whose loaders are traced. The program's
 own plan says who sends what; seconds are the sum over its rounds of the bytes of the rank that sends or receives most,
-by --gpu-gigabytes a second. The floor is what an engine rank receives on average. A rank holds at most the bytes of a
-round twice: those that it sends, and those that it receives.
+by --gpu-gigabytes a second. The floor is what an engine rank receives on average. Two rounds are under
+way at a time: a rank holds at most the bytes of four, two that it sends and two that it receives, and for its
+checksums those of one more.
 Needs travel to all ranks at the start, those of one engine only.
 """
 

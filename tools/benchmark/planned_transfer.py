@@ -35,6 +35,7 @@ from megatron_grpo.models.config import params_dtype
 from megatron_grpo.rollout.vllm.loader_trace import trace
 from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.rollout.weight_sync.planned import Links, Transfer
+from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import families, hf, transfer_plan
 from megatron_grpo.weights.transfer_plan import Holder
 from tools import made_up
@@ -89,10 +90,14 @@ def main() -> None:
     parser.add_argument("--syncs", type=int, default=5, metavar="N", help="syncs; the first one has further work [5]")
     parser.add_argument("--profile", action="store_true", help="list the host's functions of a sync")
     options = parser.parse_args()
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world % 2:
+        parser.error(f"{world} ranks: start an even number of them by torchrun --nproc-per-node")
     config = hf.read_config(options.config)
     args = made_up.parse([*flags(families.for_hf_config(config).args_from_hf(config)), "--bf16"], 1)
-    rank, half = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2
-    on_gpu = torch.cuda.is_available()
+    rank, half, on_gpu = int(os.environ["RANK"]), world // 2, torch.cuda.is_available()
+    if args.num_experts and not on_gpu:
+        parser.error("vLLM's CPU build has no experts that are written in place: take a GPU")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
@@ -123,4 +128,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

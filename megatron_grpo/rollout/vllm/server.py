@@ -294,7 +294,7 @@ class VllmServer(Server):
         """
         found = [tagged_version(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
         versions = [version for version in found if version is not None]
-        if len(versions) != len(streamed.ids):
+        if not len(versions) == len(found) == len(streamed.ids):
             streamed.drop()
             raise Fault(f"it sampled with the weights {spans}, which are not this run's", retryable=True)
         streamed.versions = versions

@@ -350,13 +350,16 @@ def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
     ``rows`` [2, pieces]: the first row of each, and the one after its last. The word c of row r of a piece has the
     factor 2 r + 1 in the first sum, and 2 c + 1 in the second. An odd factor has an inverse modulo 2^64, so a change
-    of one word changes both sums.
+    of one word changes both sums. The upper half of a word is first added to the lower one, bit by bit, because two
+    changes of the highest bit alone, as of two signs, would cancel.
     """
-    words = whole.view(torch.int64).view(-1, ROW_BYTES // 8)
+    given = whole.view(torch.int64).view(-1, ROW_BYTES // 8)
+    words = given >> 32
+    words &= 2**32 - 1
+    words ^= given
     by_row = words.sum(1)
-    sums = torch.stack(
-        [by_row, by_row * _odd(len(words), words.device), (words * _odd(words.shape[1], words.device)).sum(1)]
-    )
+    words *= _odd(words.shape[1], words.device)
+    sums = torch.stack([by_row, by_row * _odd(len(words), words.device), words.sum(1)])
     up_to = torch.nn.functional.pad(sums.cumsum(1), (1, 0))
     first, last = rows
     plain, by_rows, by_columns = up_to[:, last] - up_to[:, first]

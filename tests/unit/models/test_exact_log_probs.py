@@ -12,6 +12,7 @@ from planted import FIRST
 from ranks import real_torchrun
 from slow import slow_except
 
+from megatron_grpo.data.sampling_params import constraint_refused
 from megatron_grpo.rollout.exact_log_probs import SUPPORTED, check_equal, check_exact_log_probs
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
@@ -82,8 +83,10 @@ def test_a_supported_run():
         ("--rollout-engine megatron", "only vLLM's layers"),
         ("--cuda-graphs", "recorded"),
         ("--window-size 8,0", "sliding windows"),
-        ("--temperature 0.8 --presence-penalty 1 --mismatch-sample-rate 0", "compared"),
         ("--mismatch-sample-rate 0.5", "compared"),
+        ("--loss-type dpo", "compare no log-probabilities"),
+        ('--vllm-engine-kwargs {"block_size":48}', "must be 16, 32, 64"),
+        ("--num-attention-heads 128 --num-query-groups 1", "takes 64"),
         ("--top-k 5", "truncated"),
         ("--model-family qwen3_moe --num-experts 8", "supported are qwen2, qwen3, llama"),
         ('--vllm-engine-kwargs {"compilation_config":3}', "may choose other kernels"),
@@ -102,6 +105,11 @@ def test_each_row_of_the_rules_refuses_other_values():
             assert getattr(args, dest) in values, dest
             with pytest.raises(GrpoError, match="--exact-log-probs with"):
                 check_exact_log_probs(replaced(args, **{dest: "another value"}))
+
+
+def test_a_row_may_not_be_constrained():
+    """The engine returns no log-probability of such a completion, and nothing would be compared."""
+    assert "--exact-log-probs" in constraint_refused(validated("", base=SHAPE))
 
 
 def test_a_cpu_is_refused():

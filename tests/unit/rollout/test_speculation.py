@@ -80,6 +80,22 @@ def test_room_for_drafts_behind_the_longest_sequence(config, longest, of_engine)
 def test_arctic_inference_replaces_nothing_of_vllm(monkeypatch):
     """With this variable the package, which is a plug-in of vLLM, would replace the model runner."""
     monkeypatch.setenv("ARCTIC_INFERENCE_ENABLED", "1")
-    with pytest.raises(GrpoError, match=r"ARCTIC_INFERENCE_ENABLED=1 and .* cannot both be given: .* unset"):
-        made_up.parse([*MODEL, "--dry-run", "--vllm-speculative-config", json.dumps(SUFFIX)], 1)
-    made_up.parse([*MODEL, "--dry-run", "--vllm-speculative-config", json.dumps(NGRAM)], 1)
+    for drafts in (SUFFIX, NGRAM, {}):
+        with pytest.raises(GrpoError, match=r"ARCTIC_INFERENCE_ENABLED=1: .* unset"):
+            made_up.parse([*MODEL, "--dry-run", "--vllm-speculative-config", json.dumps(drafts)], 1)
+    made_up.parse([*MODEL, "--dry-run", "--rollout-engine", "megatron"], 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0 and must be a whole number above 0"),
+        ({"num_speculative_tokens": True}, "is True and must be"),
+        ({"suffix_decoding_max_tree_depth": "x"}, "is 'x' and must be"),
+        ({"suffix_decoding_min_token_prob": 7}, "must be from 0 to 1"),
+        ({"model": "/nowhere"}, "model is '/nowhere' and must be left out"),
+    ],
+)
+def test_what_suffix_decoding_takes(more, said):
+    with pytest.raises(GrpoError, match=said):
+        made_up.parse([*MODEL, "--dry-run", "--vllm-speculative-config", json.dumps(SUFFIX | more)], 1)
