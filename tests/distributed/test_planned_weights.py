@@ -194,6 +194,26 @@ def test_a_fault_of_the_transfer_names_its_tensor(fault, layout, colocated, dire
         assert run(args, holders, weights, whole, reads, colocated)[2] == set(spoilt) != set()
 
 
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_large_pieces_of_a_colocated_trainer_are_compared(spoilt, directory, monkeypatch):
+    """They have no checksums: here all pieces count as large, and one bit of the first one that is compared differs."""
+    args = toy_args(directory("qwen3"))
+    weights, bits, seen = model_weights.table(args), planned._bits, []
+
+    def spoiling(tensor):
+        seen.append(bits(tensor).clone())
+        if spoilt and len(seen) == 1:
+            seen[0].view(-1)[0] ^= 1
+        return seen[-1]
+
+    monkeypatch.setattr(planned, "PIECE_BYTES", 0)
+    monkeypatch.setattr(planned, "_bits", spoiling)
+    with model_of_rank(directory("qwen3"), 0, 1, dtype="float32") as model:
+        reads = [trace(model, transfer_plan.hf_tensors(weights, params_dtype(args)), in_place=True)]
+        different = run(args, world(args, LAYOUTS[0], weights), weights, tensors_of(directory("qwen3")), reads, True)[2]
+    assert len(different) == spoilt and len(seen) > 40
+
+
 def run(args, holders, weights, whole, reads, colocated=False, width=1):
     """What the loaders of each engine rank receive, {name: tensor} each, whether each trainer has sent anything, and
     the names of tensors with other bytes.

@@ -37,11 +37,12 @@ from megatron_grpo.utils.device import device
 from megatron_grpo.weights import transfer_plan
 from megatron_grpo.weights.parameter_mapping import Dimensions, Weight, same
 from megatron_grpo.weights.stream import WeightStream, streamed, units
-from megatron_grpo.weights.transfer_plan import Box, HfTensor, Holder, Needs, Piece, Plan, Reads
+from megatron_grpo.weights.transfer_plan import PIECE_BYTES, Box, HfTensor, Holder, Needs, Piece, Plan, Reads
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 ROW_BYTES = 4096  # of a buffer, whose pieces begin with a row; checksums add up rows of words of 8 bytes
 CHECKSUM_BYTES = 16
+ROWS = 2**14  # of a buffer that are added up at a time: 64 MiB
 
 
 def table(args: Namespace, what: str) -> list[Weight]:
@@ -94,7 +95,8 @@ class _Traffic:
     """What this rank sends and receives in a step: pieces by the other's rank, and those of its own shards.
 
     ``tensors``: those that its engine completes. ``owned``: the weights whose shards a trainer rank may send.
-    ``copied[0]``: those of ``own`` that go straight into parameters. ``busy``: whether any rank sends to another one.
+    ``copied[0]``: those of ``own`` that go straight into parameters, up to `PIECE_BYTES`. ``busy``: whether any rank
+    sends to another one.
     """
 
     tensors: range = range(0)
@@ -221,7 +223,8 @@ class Transfer:
             for piece in pieces[number]:
                 self._targets[id(piece)] = _places(piece, targets)
         for traffic in self._traffic:
-            traffic.copied[0] = [piece for piece in traffic.own if id(piece) in self._targets]
+            own = (piece for piece in traffic.own if id(piece) in self._targets)
+            traffic.copied[0] = [piece for piece in own if piece.nbytes <= PIECE_BYTES]
 
     def send(self, local: Mapping[str, torch.Tensor]) -> None:
         """Send the pieces of this trainer rank's shards ``local``.
@@ -279,9 +282,13 @@ class Transfer:
         if received.pieces:
             self._check(received, torch.cat(received.sums))
         if traffic.copied[0]:
-            packed = self._packed(traffic.copied)
-            torch._foreach_copy_(packed.parts, [part for piece, part in own if id(piece) in self._targets])
+            packed, chosen = self._packed(traffic.copied), set(map(id, traffic.copied[0]))
+            torch._foreach_copy_(packed.parts, [part for piece, part in own if id(piece) in chosen])
             self._check(packed, checksums(packed.whole, packed.layout.rows))
+        for piece, part in own:
+            if piece.nbytes > PIECE_BYTES:  # of an embedding: a buffer for it would be as large
+                for target in self._targets.get(id(piece), ()):
+                    self._checks.append(([piece], (_bits(target) != _bits(part)).any()[None]))
         staged: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
         for piece, part in arrived:
             if piece.tensor not in self._direct:
@@ -353,17 +360,24 @@ def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     of one word changes both sums. The upper half of a word is first added to the lower one, bit by bit, because two
     changes of the highest bit alone, as of two signs, would cancel.
     """
-    given = whole.view(torch.int64).view(-1, ROW_BYTES // 8)
-    words = given >> 32
-    words &= 2**32 - 1
-    words ^= given
-    by_row = words.sum(1)
-    words *= _odd(words.shape[1], words.device)
-    sums = torch.stack([by_row, by_row * _odd(len(words), words.device), words.sum(1)])
+    by_row, by_column = [], []
+    for given in whole.view(torch.int64).view(-1, ROW_BYTES // 8).split(ROWS):
+        words = given >> 32
+        words &= 2**32 - 1
+        words ^= given
+        by_row.append(words.sum(1))
+        words *= _odd(words.shape[1], words.device)
+        by_column.append(words.sum(1))
+    of_rows = torch.cat(by_row)
+    sums = torch.stack([of_rows, of_rows * _odd(len(of_rows), of_rows.device), torch.cat(by_column)])
     up_to = torch.nn.functional.pad(sums.cumsum(1), (1, 0))
     first, last = rows
     plain, by_rows, by_columns = up_to[:, last] - up_to[:, first]
     return torch.stack([by_rows - 2 * first * plain, by_columns], 1)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
 @lru_cache(maxsize=64)
