@@ -116,7 +116,9 @@ def check_exact_log_probs(args: Namespace) -> None:
 
 def check_equal(update: int, row: Mapping[str, float]) -> None:
     """Raise GrpoError if a token of an update has another log-probability than in the engine; ``row``: its metrics."""
-    if row["mismatch/max_abs"] == 0:  # the update has refused tokens without a number of the engine
+    if "mismatch/max_abs" not in row:  # the update has refused single tokens without a number of the engine
+        raise GrpoError(f"--exact-log-probs: update {update} had no token to compare with the engine. {CURE}")
+    if row["mismatch/max_abs"] == 0:
         return
     raise GrpoError(
         f"--exact-log-probs: in update {update} a token's log-probability in the trainer differs from the engine's by "

@@ -123,3 +123,5 @@ def test_a_difference_ends_the_run():
         check_equal(3, {"mismatch/max_abs": 0.25, "mismatch/mean_abs": 1e-3})
     with pytest.raises(GrpoError, match="in update 4"):
         check_equal(4, {"mismatch/max_abs": float("nan")})
+    with pytest.raises(GrpoError, match="update 5 had no token to compare"):
+        check_equal(5, {})
