@@ -27,7 +27,7 @@ launch() {
     if [[ ${DRY_RUN:-0} == 1 ]]; then
         WORLD_SIZE=$((nodes * ${GPUS_PER_NODE:-8})) python pretrain_grpo.py "$@" --dry-run
     else
-        # torchrun would try a wrong flag as often. It takes words and ranges, too, which say nothing about the world.
+        # torchrun would try a wrong flag as often. It also takes words and ranges, which give no world size.
         if [[ ${PET_MAX_RESTARTS:-0} != 0 && $nodes =~ ^[1-9][0-9]*$ && $gpus =~ ^[1-9][0-9]*$ ]]; then
             WORLD_SIZE=$((nodes * gpus)) python -m megatron_grpo.training.command_line "$@" || exit
         fi

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megatron_grpo.models.exact import HEAD_SIZES, QUERIES_AND_HEADS
 from megatron_grpo.utils.device import needs_gpu
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import FlagRow
@@ -20,11 +21,9 @@ EXACT_LOG_PROBS: FlagRow = (
 )
 
 FAMILIES = "qwen2", "qwen3", "llama"
-HEAD_SIZES = 64, 128
 ENGINE_ARGUMENTS = "max_num_batched_tokens", "enable_chunked_prefill", "block_size", "kv_cache_memory_bytes"
 
 CURE = "Leave --exact-log-probs out to train without it"
-MOST_HEADS = 64
 
 _KERNEL = "it has no kernel that trainer and engine share"
 _TENSOR = "the sums over tensor-parallel ranks have no common order yet: give 1"
@@ -92,9 +91,10 @@ def check_exact_log_probs(args: Namespace) -> None:
                 raise GrpoError(f"--exact-log-probs with {flag(dest)} {value}: {missing}. {CURE}")
     if args.loss_type == "dpo":
         raise GrpoError(f"--exact-log-probs with --loss-type dpo: its updates compare no log-probabilities. {CURE}")
-    if (heads := args.num_attention_heads // (args.num_query_groups or args.num_attention_heads)) > MOST_HEADS:
+    if (heads := args.num_attention_heads // (args.num_query_groups or args.num_attention_heads)) > QUERIES_AND_HEADS:
         raise GrpoError(
-            f"--exact-log-probs with {heads} heads of each key head: the kernel of attention takes {MOST_HEADS}. {CURE}"
+            f"--exact-log-probs with {heads} heads of each key head: the kernel of attention takes "
+            f"{QUERIES_AND_HEADS}. {CURE}"
         )
     size = (args.vllm_engine_kwargs or {}).get("block_size", 16)
     if type(size) is not int or size < 16 or size & (size - 1):

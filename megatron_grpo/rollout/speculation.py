@@ -18,10 +18,12 @@ from megatron_grpo.weights.arguments import default_architecture, resolve_archit
 FLAG = "--vllm-speculative-config"
 METHODS = ("ngram", "suffix", "draft_model", "mtp")
 WITHOUT_MODEL = ("ngram", "suffix")
+_Rule = tuple[Callable[[Any], bool], str]
+_POSITIVE: _Rule = (lambda value: type(value) is int and value > 0, "a whole number above 0")
 # What suffix decoding takes, and what a value must be.
-_OF_SUFFIX: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "num_speculative_tokens": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
-    "suffix_decoding_max_tree_depth": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+_OF_SUFFIX: dict[str, _Rule] = {
+    "num_speculative_tokens": _POSITIVE,
+    "suffix_decoding_max_tree_depth": _POSITIVE,
     "suffix_decoding_max_cached_requests": (lambda value: type(value) is int, "a whole number"),
     "suffix_decoding_max_spec_factor": (
         lambda value: type(value) in (int, float) and value >= 0,

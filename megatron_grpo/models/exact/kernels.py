@@ -13,11 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-QUERIES_AND_HEADS = 64  # rows of a product of queries and keys: some queries times the heads of a group
-KEYS = 64  # of such a product
+from megatron_grpo.models.exact import QUERIES_AND_HEADS
+
+KEYS = 64  # of a product of queries and keys
 NORM_WIDTH = 1024  # numbers of a program of the norm, at least
 LOG2_E = 1.4426950408889634
-HEAD_SIZES = 64, 128
 LOGITS_ROW = 64  # the row of a matrix of logits begins at a multiple of this
 PLAIN = {"enable_fp_fusion": False}
 

@@ -25,16 +25,13 @@ from vllm.model_executor.layers.rotary_embedding import (
     RotaryEmbedding,
     YaRNScalingRotaryEmbedding,
 )
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
-from vllm.v1.attention.backends.flash_attn import (
-    FlashAttentionBackend,
-    FlashAttentionImpl,
-    FlashAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from megatron_grpo.models.exact import kernels
+from megatron_grpo.models.exact import HEAD_SIZES, kernels
 from megatron_grpo.models.exact.layers import rotation_of
+from megatron_grpo.rollout.vllm.decode_attention import DecodeAttentionBackend, DecodeMetadataBuilder
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -50,7 +47,8 @@ def register(args: Namespace) -> None:
         (RMSNorm, ExactNorm), (SiluAndMul, ExactSiluAndMul), (LogitsProcessor, ExactLogits)
     ]  # fmt: skip
     layers += [(kind, _exact_linear(kind)) for kind in LINEARS]
-    layers += [(kind, _exact_rotation(kind, rotation_of(args))) for kind in ROTATIONS]
+    rotation = rotation_of(args)
+    layers += [(kind, _exact_rotation(kind, rotation)) for kind in ROTATIONS]
     for kind, ours in layers:
         op_registry_oot.pop(kind.__name__, None)  # of an earlier engine
         kind.register_oot(ours)
@@ -146,18 +144,16 @@ def _exact_rotation(kind: type, rotation: Callable[[torch.device], torch.Tensor]
     return ExactRotation
 
 
-class ExactMetadataBuilder(FlashAttentionMetadataBuilder):
+class ExactMetadataBuilder(DecodeMetadataBuilder):
     """What FlashAttention plans, without the plan of its kernel."""
-
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.aot_schedule = False
 
 
-class ExactAttentionBackend(FlashAttentionBackend):
-    """FlashAttention's cache with the attention of `kernels.attention`."""
+class ExactAttentionBackend(DecodeAttentionBackend):
+    """The cache of `DecodeAttentionBackend` with the attention of `kernels.attention`."""
 
     @staticmethod
     def get_builder_cls() -> type[ExactMetadataBuilder]:
@@ -168,11 +164,6 @@ class ExactAttentionBackend(FlashAttentionBackend):
     def get_impl_cls() -> type["ExactAttention"]:
         """Return the class of a layer's attention."""
         return ExactAttention
-
-    @classmethod
-    def get_required_kv_cache_layout(cls) -> str:
-        """Return the layout in which the tokens of a block and head lie together."""
-        return "HND"
 
 
 class ExactAttention(FlashAttentionImpl):
@@ -187,7 +178,7 @@ class ExactAttention(FlashAttentionImpl):
             or self.logits_soft_cap
             or self.sinks is not None
             or self.kv_cache_dtype not in ("auto", "bfloat16")
-            or self.head_size not in kernels.HEAD_SIZES
+            or self.head_size not in HEAD_SIZES
             or self.dcp_world_size > 1
         ):
             raise GrpoError("--exact-log-probs: vLLM's model has a kind of attention without an exact kernel")

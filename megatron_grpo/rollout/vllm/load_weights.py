@@ -12,7 +12,7 @@ from megatron_grpo.rollout.vllm.loading_shapes import IN_PLACE_EXPERTS, loading_
 from megatron_grpo.utils.errors import GrpoError
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-# Classes of layers' methods whose products read the weights as loaded; the last one is of `exact`.
+# Methods of vLLM's layers that use weights as they are loaded; the last one is ours (vllm/exact.py).
 PLAIN = {
     "NoneType",
     "UnquantizedLinearMethod",

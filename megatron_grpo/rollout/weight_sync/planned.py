@@ -40,7 +40,7 @@ from megatron_grpo.weights.stream import WeightStream, streamed, units
 from megatron_grpo.weights.transfer_plan import PIECE_BYTES, Box, HfTensor, Holder, Needs, Piece, Plan, Reads
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-ROW_BYTES = 4096  # of a buffer, whose pieces begin with a row; checksums add up rows of words of 8 bytes
+ROW_BYTES = 4096  # a piece begins with a row of its buffer; checksums add up the words of 8 bytes of a row
 CHECKSUM_BYTES = 16
 ROWS = 2**14  # of a buffer that are added up at a time: 64 MiB
 
@@ -94,9 +94,8 @@ class Links(NamedTuple):
 class _Traffic:
     """What this rank sends and receives in a step: pieces by the other's rank, and those of its own shards.
 
-    ``tensors``: those that its engine completes. ``owned``: the weights whose shards a trainer rank may send.
-    ``copied[0]``: those of ``own`` that go straight into parameters, up to `PIECE_BYTES`. ``busy``: whether any rank
-    sends to another one.
+    ``tensors``: those that its engine completes. ``owned``: the weights whose shards a trainer rank may send. ``busy``:
+    whether any rank sends to another one.
     """
 
     tensors: range = range(0)
@@ -104,7 +103,6 @@ class _Traffic:
     sent: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
     received: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
     own: list[Piece] = field(default_factory=list)
-    copied: dict[int, list[Piece]] = field(default_factory=lambda: {0: []})
     busy: bool = True
 
 
@@ -116,6 +114,14 @@ class _Layout(NamedTuple):
     rows: torch.Tensor  # [2, pieces]: the first row of each, and the one after its last
     sums: list[tuple[int, int]]  # of each rank's checksums: the first word, and how many pieces
     nbytes: dict[int, int]  # of each rank
+
+
+class _Layouts(NamedTuple):
+    """The layouts of a round; ``copied``: own pieces that go straight into parameters, up to `PIECE_BYTES`."""
+
+    sent: _Layout
+    received: _Layout
+    copied: _Layout
 
 
 class _Packed(NamedTuple):
@@ -134,13 +140,14 @@ class _Packed(NamedTuple):
 class _Exchange(NamedTuple):
     """A round under way. ``sent`` is read until ``work``, if there is any, has been waited for.
 
-    ``own``: the pieces that this rank's engine reads of its trainer's shards.
+    ``own``: the pieces that this rank's engine reads of its trainer's shards; ``copied``: see `_Layouts`.
     """
 
     traffic: _Traffic
     own: list[tuple[Piece, torch.Tensor]]
     sent: _Packed
     received: _Packed
+    copied: _Layout
     work: dist.Work | None
 
 
@@ -198,7 +205,7 @@ class Transfer:
         dist.all_reduce(busy, dist.ReduceOp.MAX, group=links.host)
         for traffic, one in zip(self._traffic, busy.tolist(), strict=True):
             traffic.busy = bool(one)
-        self._layouts: dict[int, _Layout] = {}  # by the id of what `_packed` is given
+        self._layouts = [self._layouts_of(traffic) for traffic in self._traffic]
         self._checks: list[tuple[list[Piece], torch.Tensor]] = []  # pieces, [n] whether they differ
         self.differences: list[str] = []  # of the newest sync, on an engine rank
 
@@ -222,9 +229,10 @@ class Transfer:
             self._direct.add(number)
             for piece in pieces[number]:
                 self._targets[id(piece)] = _places(piece, targets)
-        for traffic in self._traffic:
-            own = (piece for piece in traffic.own if id(piece) in self._targets)
-            traffic.copied[0] = [piece for piece in own if piece.nbytes <= PIECE_BYTES]
+
+    def _layouts_of(self, traffic: _Traffic) -> _Layouts:
+        copied = [piece for piece in traffic.own if id(piece) in self._targets and piece.nbytes <= PIECE_BYTES]
+        return _Layouts(self._layout(traffic.sent), self._layout(traffic.received), self._layout({0: copied}))
 
     def send(self, local: Mapping[str, torch.Tensor]) -> None:
         """Send the pieces of this trainer rank's shards ``local``.
@@ -244,20 +252,22 @@ class Transfer:
         """
         self._checks, self.differences = [], []
         ahead: _Exchange | None = None
-        for traffic in (*self._traffic, None):  # a round is under way while the one before it is taken
-            exchange = None if traffic is None else self._begin(traffic, local)
-            if ahead is not None:
+        for traffic, layouts in zip(self._traffic, self._layouts, strict=True):
+            exchange = self._begin(traffic, layouts, local)
+            if ahead is not None:  # a round is under way while the one before it is taken
                 yield from self._take(ahead)
             ahead = exchange
+        if ahead is not None:
+            yield from self._take(ahead)
         differing = [piece for pieces, differs in self._checks for piece, one in zip(pieces, differs.tolist()) if one]
         self.differences = list(dict.fromkeys(self._plan.tensors[piece.tensor].name for piece in differing))
 
-    def _begin(self, traffic: _Traffic, local: Mapping[str, torch.Tensor] | None) -> _Exchange:
+    def _begin(self, traffic: _Traffic, layouts: _Layouts, local: Mapping[str, torch.Tensor] | None) -> _Exchange:
         """Begin to send the pieces of a round."""
         progress.advance()
         sources = self._sources(traffic, local) if local is not None else {}
         own = [(piece, self._in_dtype(piece, sources[piece.weight][piece.spot])) for piece in traffic.own]
-        sent, received = self._packed(traffic.sent), self._packed(traffic.received)
+        sent, received = self._packed(layouts.sent), self._packed(layouts.received)
         if sent.pieces:
             torch._foreach_copy_(sent.parts, [sources[piece.weight][piece.spot] for piece in sent.pieces])
             sums = checksums(sent.whole, sent.layout.rows)
@@ -265,10 +275,10 @@ class Transfer:
         work = None
         if traffic.busy:
             ranks = range(self._links.host.size())
-            into, out = ([of.layout.nbytes.get(rank, 0) for rank in ranks] for of in (received, sent))
+            into, out = ([of.nbytes.get(rank, 0) for rank in ranks] for of in (layouts.received, layouts.sent))
             # The method of the group: that of all roles is not registered, as torch's function expects.
             work = self._links.weights.alltoall_base(received.whole, sent.whole, into, out)
-        return _Exchange(traffic, own, sent, received, work)
+        return _Exchange(traffic, own, sent, received, layouts.copied, work)
 
     def _take(self, exchange: _Exchange) -> Weights:
         """Wait for the pieces of a round; put them into parameters, or yield the tensors that they complete."""
@@ -281,9 +291,9 @@ class Transfer:
             torch._foreach_copy_([to for to, _ in direct], [part for _, part in direct])
         if received.pieces:
             self._check(received, torch.cat(received.sums))
-        if traffic.copied[0]:
-            packed, chosen = self._packed(traffic.copied), set(map(id, traffic.copied[0]))
-            torch._foreach_copy_(packed.parts, [part for piece, part in own if id(piece) in chosen])
+        if exchange.copied.pieces:
+            packed, parts = self._packed(exchange.copied), {id(piece): part for piece, part in own}
+            torch._foreach_copy_(packed.parts, [parts[id(piece)] for piece in packed.pieces])
             self._check(packed, checksums(packed.whole, packed.layout.rows))
         for piece, part in own:
             if piece.nbytes > PIECE_BYTES:  # of an embedding: a buffer for it would be as large
@@ -310,6 +320,7 @@ class Transfer:
         return part.to(self._plan.tensors[piece.tensor].dtype)
 
     def _layout(self, by_rank: Mapping[int, list[Piece]]) -> _Layout:
+        """Return the layout of pieces, by the rank that sends or receives them."""
         pieces, places, rows, sums, nbytes = [], [], [], [], {}
         begin = 0
         for rank, of_rank in sorted(by_rank.items()):
@@ -328,11 +339,8 @@ class Transfer:
         ends = torch.tensor(rows, dtype=torch.int64).view(-1, 2).T.contiguous()
         return _Layout(pieces, places, ends.to(self._links.device), sums, nbytes)
 
-    def _packed(self, by_rank: Mapping[int, list[Piece]]) -> _Packed:
-        """Return a buffer of zeros for pieces, by the rank that sends or receives them."""
-        if id(by_rank) not in self._layouts:
-            self._layouts[id(by_rank)] = self._layout(by_rank)
-        layout = self._layouts[id(by_rank)]
+    def _packed(self, layout: _Layout) -> _Packed:
+        """Return a buffer of zeros with a layout."""
         whole = torch.zeros(sum(layout.nbytes.values()), dtype=torch.uint8, device=self._links.device)
         typed = {dtype: whole.view(dtype) for dtype in {torch.int64, *(dtype for dtype, *_ in layout.places)}}
         parts = [typed[dtype].as_strided(shape, strides, first) for dtype, shape, strides, first in layout.places]
