@@ -9,8 +9,8 @@ the same holders, in the order of the table, are divided among these holders int
 thus sends the same number of bytes, give or take a piece, and every rank knows who sends without a message. An engine
 rank on a trainer's device reads that trainer's own shards in place, and receives others from its host where it can.
 
-The sync has rounds of consecutive weights, in which an engine rank completes tensors of at most ``limit`` bytes and a
-holder sends on average at most as many. In each step of the sync the replicas of an engine are in rounds of different
+The sync has rounds of consecutive weights, in which an engine rank receives at most ``limit`` bytes and a holder sends
+on average at most as many. In each step of the sync the replicas of an engine are in rounds of different
 pipeline stages, so that all stages send. No process group is used here.
 """
 
@@ -283,16 +283,13 @@ class Plan:
     def _rounds(self) -> Iterator[Round]:
         alike = Counter(map(id, self.needs))  # ranks of equal places in their replicas share their needs
         distinct = list({id(needs): needs for needs in self.needs}.values())
-        # Bytes up to each tensor: of those that a rank of each kind completes, and what all ranks receive of them.
-        completed = np.zeros((len(self.tensors) + 1, len(distinct)), np.int64)
-        received = np.zeros(len(self.tensors) + 1, np.int64)
+        # Bytes that a rank of each kind receives up to each tensor, and all ranks together.
+        received = np.zeros((len(self.tensors) + 1, len(distinct)), np.int64)
         for kind, needs in enumerate(distinct):
             for number, boxes in enumerate(needs, start=1):
-                if boxes:
-                    tensor = self.tensors[number - 1]
-                    completed[number, kind] = tensor.nbytes
-                    received[number] += alike[id(needs)] * sum(map(_volume, boxes)) * tensor.dtype.itemsize
-        completed, of_all = completed.cumsum(0), received.cumsum().tolist()
+                received[number, kind] = sum(map(_volume, boxes)) * self.tensors[number - 1].dtype.itemsize
+        received = received.cumsum(0)
+        of_all = (received * [alike[id(needs)] for needs in distinct]).sum(1).tolist()
         first = Round(range(0), range(0))  # of the round that grows
         sent = defaultdict[int, float](float)  # by each holder of a group
         grown, largest = first, 0.0  # bytes that a holder sends of one weight
@@ -303,7 +300,7 @@ class Plan:
             most = max(sent[group] for group in groups) + share
             # With many engines a single weight can exceed the limit; other holders send theirs in the same round.
             limit = max(self._limit, largest, share)
-            held = (completed[tensors.stop] - completed[grown.tensors.start]).max()
+            held = (received[tensors.stop] - received[grown.tensors.start]).max()
             if grown.weights and (held > self._limit or most > limit):
                 yield grown
                 first, sent, largest = Round(weights, tensors), defaultdict(float), 0.0

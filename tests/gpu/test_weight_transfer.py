@@ -2,7 +2,10 @@
 
 import models
 import pytest
+import torch
 from launch import found, torchrun
+
+from megatron_grpo.rollout.weight_sync import planned
 
 FLAT = 0.3  # standard deviation of logits
 
@@ -23,6 +26,15 @@ def test_a_colocated_engine_is_written_in_place(family, tmp_path, capsys):
     assert max(facts["before"], facts["after"]) < 0.05 < facts["stale"][1]
     assert "the weights of update 7 reached the engine with other bytes" in facts["flipped"]
     assert "on rank 0 model.embed_tokens.weight" in facts["flipped"]
+
+
+@pytest.mark.parametrize("sizes", [[1], [3, 4096, 1, 2], [1] * 700])
+def test_checksums_are_those_of_a_cpu(sizes):
+    """The kernels' sums against those of torch's operations, which a unit test compares with Python's integers."""
+    ends = torch.tensor([1, *sizes]).cumsum(0)  # the first row belongs to no piece
+    words = torch.randint(-(2**63), 2**63 - 1, (sum(sizes) + 1, planned.ROW_BYTES // 8))
+    whole, rows = words.view(torch.uint8).view(-1), torch.stack([ends[:-1], ends[1:]])
+    assert torch.equal(planned.checksums(whole.cuda(), rows.cuda()).cpu(), planned.checksums(whole, rows))
 
 
 @pytest.mark.gpus(2)

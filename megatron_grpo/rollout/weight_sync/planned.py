@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -259,7 +260,11 @@ class Transfer:
             ahead = exchange
         if ahead is not None:
             yield from self._take(ahead)
-        differing = [piece for pieces, differs in self._checks for piece, one in zip(pieces, differs.tolist()) if one]
+        differing: list[Piece] = []
+        if self._checks:
+            checked, found = zip(*self._checks, strict=True)
+            together = torch.cat(found).tolist()  # waits for the GPU once
+            differing = [piece for piece, differs in zip(chain(*checked), together, strict=True) if differs]
         self.differences = list(dict.fromkeys(self._plan.tensors[piece.tensor].name for piece in differing))
 
     def _begin(self, traffic: _Traffic, layouts: _Layouts, local: Mapping[str, torch.Tensor] | None) -> _Exchange:
@@ -267,7 +272,7 @@ class Transfer:
         progress.advance()
         sources = self._sources(traffic, local) if local is not None else {}
         own = [(piece, self._in_dtype(piece, sources[piece.weight][piece.spot])) for piece in traffic.own]
-        sent, received = self._packed(layouts.sent), self._packed(layouts.received)
+        sent, received = self._packed(layouts.sent), self._packed(layouts.received, torch.empty)
         if sent.pieces:
             torch._foreach_copy_(sent.parts, [sources[piece.weight][piece.spot] for piece in sent.pieces])
             sums = checksums(sent.whole, sent.layout.rows)
@@ -339,9 +344,9 @@ class Transfer:
         ends = torch.tensor(rows, dtype=torch.int64).view(-1, 2).T.contiguous()
         return _Layout(pieces, places, ends.to(self._links.device), sums, nbytes)
 
-    def _packed(self, layout: _Layout) -> _Packed:
-        """Return a buffer of zeros with a layout."""
-        whole = torch.zeros(sum(layout.nbytes.values()), dtype=torch.uint8, device=self._links.device)
+    def _packed(self, layout: _Layout, new: Callable[..., torch.Tensor] = torch.zeros) -> _Packed:
+        """Return a ``new`` buffer with a layout: of zeros, as a row can end after its piece, or of what will arrive."""
+        whole = new(sum(layout.nbytes.values()), dtype=torch.uint8, device=self._links.device)
         typed = {dtype: whole.view(dtype) for dtype in {torch.int64, *(dtype for dtype, *_ in layout.places)}}
         parts = [typed[dtype].as_strided(shape, strides, first) for dtype, shape, strides, first in layout.places]
         sums = [typed[torch.int64][first : first + 2 * count].view(-1, 2) for first, count in layout.sums]
@@ -368,8 +373,13 @@ def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     of one word changes both sums. The upper half of a word is first added to the lower one, bit by bit, because two
     changes of the highest bit alone, as of two signs, would cancel.
     """
+    in_rows = whole.view(torch.int64).view(-1, ROW_BYTES // 8)
+    if whole.is_cuda:
+        from megatron_grpo.rollout.weight_sync import checksum_kernels  # Triton is there on GPUs alone
+
+        return checksum_kernels.checksums(in_rows, rows)
     by_row, by_column = [], []
-    for given in whole.view(torch.int64).view(-1, ROW_BYTES // 8).split(ROWS):
+    for given in in_rows.split(ROWS):
         words = given >> 32
         words &= 2**32 - 1
         words ^= given

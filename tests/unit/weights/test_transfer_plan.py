@@ -2,9 +2,13 @@
 
 import datetime
 import math
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,6 +49,11 @@ def drawn_needs(tensors, generator):
     return found
 
 
+def nbytes_of(tensor, boxes):
+    """The bytes of the parts of a tensor in boxes."""
+    return sum(math.prod(b - a for a, b in box) for box in boxes) * tensor.dtype.itemsize
+
+
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
     """The arguments of a family's toy in a layout of the trainer."""
@@ -79,6 +88,9 @@ def test_every_engine_rank_receives_what_it_needs_and_nothing_else(family, layou
     assert [number for part in plan.rounds for number in part.weights] == list(range(len(weights)))
     assert [number for part in plan.rounds for number in part.tensors] == list(range(len(tensors)))
     for part in plan.rounds:
+        indivisible = len(part.weights) == 1 or len(part.tensors) == 1
+        for boxes in needs:
+            assert indivisible or sum(nbytes_of(tensors[number], boxes[number]) for number in part.tensors) <= 20_000
         for number in part.weights:
             numbers = [tensors.index(t) for t in tensors if t.name in weights[number].hf]
             assert all(tensor in part.tensors for tensor in numbers)
@@ -105,12 +117,7 @@ def test_every_engine_rank_receives_what_it_needs_and_nothing_else(family, layou
             for box in of_tensor:
                 needed[tuple(slice(*bounds) for bounds in box)] = True
             assert torch.equal(tensor, numbers.where(needed, -1))
-        boxed = sum(
-            math.prod(b - a for a, b in box) * tensor.dtype.itemsize
-            for tensor, of_tensor in zip(tensors, boxes, strict=True)
-            for box in of_tensor
-        )
-        assert nbytes == boxed
+        assert nbytes == sum(map(nbytes_of, tensors, boxes))
         for rank, name in {(sender, weights[piece.weight].name) for sender, piece in plan.pieces(engine)}:
             of_stage = [
                 n for n, other in enumerate(holders) if other.stage == holders[rank].stage and name in shards[n]
@@ -242,6 +249,16 @@ def test_needs_survive_their_message(arguments):
     tensors = transfer_plan.hf_tensors(model_weights.table(args), params_dtype(args))
     needs = drawn_needs(tensors, np.random.default_rng(2))
     assert transfer_plan.from_rows(transfer_plan.to_rows(needs, axes=3), tensors) == needs
+
+
+def test_kernels_of_checksums_give_the_sums_of_torch():
+    """In Triton's interpreter, which must be chosen before Triton is imported: in a process of its own."""
+    here = Path(__file__)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parents[3]), *sys.path])}
+    command = [sys.executable, str(here.with_name("checksum_kernels_worker.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "yes"
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 2**32), st.data())
