@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from megatron_grpo.models.exact import kernels
 
 FLAGS = """--bf16 --transformer-impl local --exact-log-probs --temperature 1 --beta 0 --max-prompt-length 200
     --max-completion-length 64 --vllm-max-num-seqs 128 --vllm-enable-prefix-caching""".split()
-UPDATES = """--global-batch-size 64 --micro-batch-size 16 --num-generations 8 --train-iters 4 --lr 1e-3 --no-save-hf
+UPDATES = """--global-batch-size 64 --micro-batch-size 16 --num-generations 8 --lr 1e-3 --no-save-hf
     --use-distributed-optimizer""".split()
 DEVICE = torch.device("cuda", 0)
 
@@ -83,20 +84,33 @@ def test_engine_and_trainer_are_equal_and_planted_differences_are_found(tmp_path
     assert found["first"] == {"": None, **FIRST}
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("flags", ["", "--temperature 0.7 --steps-per-generation 2 --max-tokens-per-microbatch 4096"])
-def test_a_run_has_no_mismatch(tmp_path, flags):
+def check_a_run(root: Path, ranks: int, updates: int, flags: str) -> None:
     """Updates of an untrained model with a large learning rate: its weights change in each of them."""
     sizes = "--steps 0 --hidden-size 128 --ffn-hidden-size 256 --kv-channels 64 --max-position-embeddings 512".split()
     for script, *words in (
-        ("data/arithmetic.py", "--save", tmp_path / "data", "--digits", "2", "--reversed"),
-        ("make_tiny_model.py", "--save", tmp_path / "model", *sizes),
+        ("data/arithmetic.py", "--save", root / "data", "--digits", "2", "--reversed"),
+        ("make_tiny_model.py", "--save", root / "model", *sizes),
     ):
         subprocess.run([sys.executable, REPO / "tools" / script, *map(str, words)], check=True, capture_output=True)
-    places = "--load-hf", tmp_path / "model", "--train-data-path", tmp_path / "data/train.jsonl"
+    places = "--load-hf", root / "model", "--train-data-path", root / "data/train.jsonl", "--save", root / "run"
     plugins = "--reward-funcs", "even_tokens", "--external-plugins", REPO / "tools/benchmark/even_tokens.py"
-    words = [*FLAGS, *UPDATES, *engine_flags(64), *places, *plugins, "--save", tmp_path / "run", *flags.split()]
-    torchrun(1, "pretrain_grpo.py", *words)
-    rows = metrics_of(tmp_path / "run")
-    assert len(rows) == 4
+    words = [*FLAGS, *UPDATES, "--train-iters", updates, *engine_flags(64), *places, *plugins, *flags.split()]
+    torchrun(ranks, "pretrain_grpo.py", *words)
+    rows = metrics_of(root / "run")
+    assert len(rows) == updates
     assert all(row["mismatch/max_abs"] == 0 and row["mismatch/kl"] == 0 for row in rows)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("flags", ["", "--temperature 0.7 --steps-per-generation 2 --max-tokens-per-microbatch 4096"])
+def test_a_run_has_no_mismatch(tmp_path, flags):
+    check_a_run(tmp_path, 1, 4, flags)
+
+
+@pytest.mark.alone
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("flags", ["", "--sequence-parallel --temperature 0.7 --max-tokens-per-microbatch 4096"])
+def test_two_tensor_parallel_ranks_have_no_mismatch(tmp_path, flags):
+    """Both ranks have tokens of the vocabulary, which is smaller than its usual padding."""
+    layout = "--tensor-model-parallel-size 2 --vllm-tensor-parallel-size 2 --make-vocab-size-divisible-by 1"
+    check_a_run(tmp_path, 2, 2, f"{layout} {flags}")
