@@ -79,6 +79,7 @@ SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("repetition_penalty", (1.0,), _TRUNCATED),
     ("structured_outputs_regex", (None,), _TRUNCATED),
     ("rollout_only", (False,), "a run without updates compares nothing"),
+    ("train_only", (None,), "recorded completions are not compared"),
 )
 
 

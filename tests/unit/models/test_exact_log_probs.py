@@ -14,6 +14,7 @@ from slow import slow_except
 
 from megatron_grpo.data.sampling_params import constraint_refused
 from megatron_grpo.rollout.exact_log_probs import SUPPORTED, check_equal, check_exact_log_probs
+from megatron_grpo.training.recorded_run import changed_flags, run_flags
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 
@@ -105,6 +106,7 @@ def test_a_supported_run():
         ('--vllm-engine-kwargs {"block_size":48}', "must be 16, 32, 64"),
         ("--num-attention-heads 128 --num-query-groups 1", "takes 64"),
         ("--top-k 5", "truncated"),
+        ("--train-only ledger", "not compared"),
         ("--model-family qwen3_moe --num-experts 8", "supported are qwen2, qwen3, llama"),
         ('--vllm-engine-kwargs {"compilation_config":3}', "may choose other kernels"),
     ],
@@ -127,6 +129,15 @@ def test_each_row_of_the_rules_refuses_other_values():
 def test_a_row_may_not_be_constrained():
     """The engine returns no log-probability of such a completion, and nothing would be compared."""
     assert "--exact-log-probs" in constraint_refused(validated("", base=SHAPE))
+
+
+def test_completions_of_another_tensor_parallel_size_are_not_used():
+    """The trainer's log-probabilities of those in a ledger would differ."""
+    two = "--tensor-model-parallel-size 2 --vllm-tensor-parallel-size 2"
+    one, other = run_flags(validated("", base=SHAPE)), run_flags(validated(two, base=SHAPE))
+    assert changed_flags(one, other) == ["--tensor-model-parallel-size was 1 and is 2"]
+    plain = SHAPE.replace("--exact-log-probs", "")
+    assert not changed_flags(run_flags(validated("", base=plain)), run_flags(validated(two, base=plain)))
 
 
 def test_a_cpu_is_refused():
