@@ -39,6 +39,18 @@ def test_products_do_not_depend_on_other_rows(columns, depth):
     assert (whole.float() - wanted).norm() < 5e-3 * wanted.norm()
 
 
+def test_products_do_not_depend_on_other_columns():
+    """Tensor-parallel ranks of engine and trainer may divide the vocabulary at other tokens, which both pad."""
+    x, weight = random(700, 896), random(5000, 896)
+    whole = torch.empty(700, 5056, dtype=torch.float32, device=DEVICE)[:, :5000]
+    kernels.linear(x, weight, out=whole)
+    for first, last in ((0, 2500), (2500, 5000), (2528, 5000), (2560, 4999), (64, 73)):
+        shard = weight[first:last].clone()
+        for rows in (700, 64, 1):
+            part = torch.empty(rows, last - first, dtype=torch.float32, device=DEVICE)
+            assert torch.equal(kernels.linear(x[:rows], shard, out=part), whole[:rows, first:last])
+
+
 @pytest.mark.parametrize(("heads", "groups", "size"), [(14, 2, 64), (32, 8, 128), (4, 4, 64), (40, 8, 128)])
 def test_attention_of_decode_steps_is_that_of_prompts(heads, groups, size):
     lengths, block = [1, 63, 64, 65, 300, 1000, 15], 16
