@@ -121,8 +121,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--with-transformers", action="store_true", help="compare with transformers' model as well")
-    parser.add_argument("--layers", action="store_true", help="compare the tensors of all layers, on one rank")
-    parser.add_argument("--steps", action="store_true", help="compare the steps of a colocated vLLM, on one rank")
+    parser.add_argument("--layers", action="store_true", help="compare the tensors of all layers, of one replica")
+    parser.add_argument("--steps", action="store_true", help="compare the steps of a colocated vLLM, of one replica")
     options, flags = parser.parse_known_args()
     text = compare(flags, options.with_transformers, options.layers, options.steps)
     if dist.get_rank() == 0:

@@ -67,8 +67,7 @@ def recorded(model: Any, wanted: dict[str, Place]) -> Iterator[dict[str, list[to
             module = model.get_submodule(place.module)
         except AttributeError as error:
             raise GrpoError(
-                f"--layers follows dense families on one rank, and {type(model).__name__} has no {place.module}: leave "
-                "--layers out"
+                f"--layers follows dense families, and {type(model).__name__} has no {place.module}: leave --layers out"
             ) from error
         if place.which == OUTPUT:
             hook = module.register_forward_hook(lambda _, __, out, name=name: keep(name, out))
@@ -126,7 +125,7 @@ def of_trainer(args, model: Any, batch: RolloutBatch, wanted: dict[str, Place]) 
 def in_engines_order(args, rows: torch.Tensor) -> torch.Tensor:
     """Return rows of megatron-core's projection (queries, key and value of each group) as vLLM orders them."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    heads = rows.view(len(rows), groups, -1, args.kv_channels)
+    heads = rows.view(len(rows), groups // args.tensor_model_parallel_size, -1, args.kv_channels)
     return torch.cat([heads[:, :, :-2].flatten(1), heads[:, :, -2].flatten(1), heads[:, :, -1].flatten(1)], 1)
 
 
@@ -135,6 +134,12 @@ def differences(args, engine: Any, model: Any, batch: RolloutBatch) -> Iterator[
 
     The last token is not computed, because nothing follows it.
     """
+    if args.sequence_parallel or args.tensor_model_parallel_size != args.vllm_tensor_parallel_size:
+        raise GrpoError(
+            "--layers compares all tokens of equal shards: leave --sequence-parallel out, and give "
+            f"--tensor-model-parallel-size ({args.tensor_model_parallel_size}) and --vllm-tensor-parallel-size "
+            f"({args.vllm_tensor_parallel_size}) the same value"
+        )
     ids = batch.tokens.tolist()[:-1]
     theirs = of_engine(engine, [ids], {name: place for name, place, _ in places(args.num_layers)})
     yield from against(args, theirs, model, batch)

@@ -73,7 +73,7 @@ def vocab_parallel_log_probs(
     of -1 is the whole vocabulary, as is None. ``entropy_gradient``: False promises a loss without the entropy, which
     saves a product; the backward pass fails if the promise is broken. ``accumulate``: add the gradient of ``weight`` to
     ``weight.main_grad`` (`weight_gradients`). ``exact``: the log-probabilities are those of vLLM, bit for bit
-    (`exact.head`), for one rank without ``cap`` and ``kept_token_ids``.
+    (`exact.head`), without ``cap`` and ``kept_token_ids``.
     """
     options = temperature, vocab_size, group, chunk, cap, entropy_gradient, accumulate, exact
     if kept_token_ids is None:
@@ -109,8 +109,9 @@ class _LogProbs(torch.autograd.Function):
         exact,
     ):
         ctx.set_materialize_grads(False)
-        first = dist.get_rank(group) * len(weight) if group is not None else 0
-        rows = min(max(0, vocab_size - first), len(weight))  # the other rows are padding
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        columns = [min(max(0, vocab_size - number * len(weight)), len(weight)) for number in range(ranks)]
+        first, rows = rank * len(weight), columns[rank]  # the other rows are padding
         log_z, entropy, chosen = (hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(3))
         of_hidden, ctx.trained = ctx.needs_input_grad[:2]
         # The tokens whose gradient is made here; the first ones if the weight is trained.
@@ -134,7 +135,7 @@ class _LogProbs(torch.autograd.Function):
             log_z[part] = mass.log() + peak
             chosen[part] = target - mass.log()
             if own:
-                chosen[part] = own.token_log_probs(logits, labels[part], temperature)
+                chosen[part] = own.log_probs_of_shards(logits, labels[part], temperature, columns, group)
             entropy[part] = mass.log() - moment / mass
             if part.start < early:
                 grad = at.gradient(log_z[part], None, torch.ones_like(mass), None, temperature, cap)

@@ -56,7 +56,7 @@ def reference_args(args: Namespace) -> Namespace:
     if args.ref_micro_batch_size:
         own = replaced(own, micro_batch_size=args.ref_micro_batch_size, max_tokens_per_microbatch=None)
     if has_own_parallel_configuration(args):
-        # The layers of --exact-log-probs are for one tensor-parallel rank.
+        # The layers of --exact-log-probs are not for every parallel configuration.
         own = replaced(_with_parallel_configuration(own, args, "ref"), exact_log_probs=False)
     _check_micro_batches(own, "ref", "--ref-micro-batch-size")
     if args.ref_load_hf:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_grpo.models.exact import HEAD_SIZES, QUERIES_AND_HEADS
+from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.device import needs_gpu
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.flags import FlagRow
@@ -26,7 +27,7 @@ ENGINE_ARGUMENTS = "max_num_batched_tokens", "enable_chunked_prefill", "block_si
 CURE = "Leave --exact-log-probs out to train without it"
 
 _KERNEL = "it has no kernel that trainer and engine share"
-_TENSOR = "the sums over tensor-parallel ranks have no common order yet: give 1"
+_TENSOR = "a sum over two ranks is rounded once, and those over more have an order in each algorithm: give 1 or 2"
 _TRUNCATED = "the trainer has no kernel of vLLM's truncated or penalized distributions: leave it out"
 
 # (attributes, supported values, what is missing and the cure)
@@ -39,7 +40,7 @@ SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("fp8_format fp4_format", (None,), "products of 8 or 4 bits have no common kernel: leave it out"),
     ("transformer_impl", ("local",), "Transformer Engine's layers have kernels of their own: give local"),
     ("attention_backend", ("auto", "local", "flash"), "it has no output that the engine's equals: give local"),
-    ("tensor_model_parallel_size vllm_tensor_parallel_size", (1,), _TENSOR),
+    ("tensor_model_parallel_size vllm_tensor_parallel_size", (1, 2), _TENSOR),
     ("context_parallel_size", (1,), "the keys of other ranks come in another order: give 1"),
     ("cuda_graphs", (False,), "the layers have not been recorded with these kernels: leave it out"),
     (
@@ -78,6 +79,7 @@ SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("repetition_penalty", (1.0,), _TRUNCATED),
     ("structured_outputs_regex", (None,), _TRUNCATED),
     ("rollout_only", (False,), "a run without updates compares nothing"),
+    ("train_only", (None,), "recorded completions are not compared"),
 )
 
 
@@ -89,9 +91,21 @@ def check_exact_log_probs(args: Namespace) -> None:
         for dest in dests.split():
             if (value := getattr(args, dest)) not in values:
                 raise GrpoError(f"--exact-log-probs with {flag(dest)} {value}: {missing}. {CURE}")
+    tp, of_engine = args.tensor_model_parallel_size, args.vllm_tensor_parallel_size
+    if tp != of_engine:
+        raise GrpoError(
+            f"--exact-log-probs with --tensor-model-parallel-size {tp} and --vllm-tensor-parallel-size {of_engine}: "
+            f"shards of other sizes have other sums: give {tp} to both. {CURE}"
+        )
+    if (groups := query_groups(args)) < tp:
+        raise GrpoError(
+            f"--exact-log-probs with --num-query-groups {groups} and --tensor-model-parallel-size {tp}: ranks that "
+            f"share the heads of a key have no common kernel: give 1 to --tensor-model-parallel-size and "
+            f"--vllm-tensor-parallel-size. {CURE}"
+        )
     if args.loss_type == "dpo":
         raise GrpoError(f"--exact-log-probs with --loss-type dpo: its updates compare no log-probabilities. {CURE}")
-    if (heads := args.num_attention_heads // (args.num_query_groups or args.num_attention_heads)) > QUERIES_AND_HEADS:
+    if (heads := args.num_attention_heads // groups) > QUERIES_AND_HEADS:
         raise GrpoError(
             f"--exact-log-probs with {heads} heads of each key head: the kernel of attention takes "
             f"{QUERIES_AND_HEADS}. {CURE}"

@@ -6,6 +6,7 @@ torchrun --nproc-per-node N tests/distributed/head_worker.py
 import torch
 import torch.distributed as dist
 
+from megatron_grpo.models.exact import head
 from megatron_grpo.models.head import vocab_parallel_log_probs
 
 TOKENS, HIDDEN, VOCAB, PADDED = 37, 16, 45, 64  # on four ranks the last one has padding alone
@@ -78,10 +79,34 @@ def _check(group, rank: int, world: int, temperature, chunk: int, cap, kept, wit
         torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
+def check_whole_rows(group, rank: int, world: int) -> None:
+    """vLLM's kernel gets whole rows of logits (--exact-log-probs), each from one rank, in parts of 8 tokens."""
+    hidden, weight, labels, _ = problem()
+    whole = (hidden @ weight[:VOCAB].T).float()
+    seen: list[int] = []
+
+    def instead_of_vllms(logits, token_ids, temperature):
+        at = [int((row == whole).all(1).nonzero()[0, 0]) for row in logits]
+        assert torch.equal(token_ids, labels[at]) and temperature == 0.7
+        seen.extend(at)
+        return torch.tensor(at).float()
+
+    head.token_log_probs, head.WHOLE_ROWS = instead_of_vllms, 8
+    size = PADDED // world
+    columns = [max(0, min(VOCAB - first, size)) for first in range(0, PADDED, size)]
+    shard = whole.split(columns, 1)[rank]
+    found = head.log_probs_of_shards(shard, labels, 0.7, columns, group)
+    assert found.tolist() == list(range(TOKENS))
+    of_ranks: list[list[int]] = [[]] * world
+    dist.all_gather_object(of_ranks, seen)
+    assert sorted(number for own in of_ranks for number in own) == list(range(TOKENS))
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     for temperature in (1.0, 0.7):
         for cap in (None, 2.5):
             for kept in (None, kept_tokens()):
                 check(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), temperature, 8, cap, kept)
+    check_whole_rows(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()

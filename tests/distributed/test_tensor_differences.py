@@ -19,13 +19,16 @@ OF = {
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_first_tensor_is_that_of_the_changed_weight(tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_tensor_is_that_of_the_changed_weight(tmp_path, ranks):
+    """On one rank, and on two tensor-parallel ones of engine and trainer."""
     sizes = f"--save {tmp_path}/model --shape qwen2 --steps 0 --quiet --num-layers 2 --hidden-size 128"
     make(build_parser().parse_args(sizes.split()))
     flags = ["--load-hf", tmp_path / "model", "--transformer-impl", "local", "--max-completion-length", "16"]
-    done = run_torchrun(1, "tests/distributed/tensor_differences_worker.py", *flags)
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    assert found.pop("") is None
+    flags += ["--tensor-model-parallel-size", ranks, "--vllm-tensor-parallel-size", ranks]
+    done = run_torchrun(ranks, "tests/distributed/tensor_differences_worker.py", *flags)
+    found, *others = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(others) == ranks - 1 and found.pop("") is None
     layers = 0
     for name, first in found.items():
         kind = next((words for part, words in OF.items() if f".{part}." in name), None)

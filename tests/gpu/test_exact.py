@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from megatron_grpo.models.exact import kernels
 
 FLAGS = """--bf16 --transformer-impl local --exact-log-probs --temperature 1 --beta 0 --max-prompt-length 200
     --max-completion-length 64 --vllm-max-num-seqs 128 --vllm-enable-prefix-caching""".split()
-UPDATES = """--global-batch-size 64 --micro-batch-size 16 --num-generations 8 --train-iters 4 --lr 1e-3 --no-save-hf
+UPDATES = """--global-batch-size 64 --micro-batch-size 16 --num-generations 8 --lr 1e-3 --no-save-hf
     --use-distributed-optimizer""".split()
 DEVICE = torch.device("cuda", 0)
 
@@ -36,6 +37,18 @@ def test_products_do_not_depend_on_other_rows(columns, depth):
         assert torch.equal(kernels.linear(x[first : first + count], weight, bias), whole[first : first + count])
     wanted = x.float() @ weight.float().T + bias.float()
     assert (whole.float() - wanted).norm() < 5e-3 * wanted.norm()
+
+
+def test_products_do_not_depend_on_other_columns():
+    """Tensor-parallel ranks of engine and trainer may divide the vocabulary at other tokens, which both pad."""
+    x, weight = random(700, 896), random(5000, 896)
+    whole = torch.empty(700, 5056, dtype=torch.float32, device=DEVICE)[:, :5000]
+    kernels.linear(x, weight, out=whole)
+    for first, last in ((0, 2500), (2500, 5000), (2528, 5000), (2560, 4999), (64, 73)):
+        shard = weight[first:last].clone()
+        for rows in (700, 64, 1):
+            part = torch.empty(rows, last - first, dtype=torch.float32, device=DEVICE)
+            assert torch.equal(kernels.linear(x[:rows], shard, out=part), whole[:rows, first:last])
 
 
 @pytest.mark.parametrize(("heads", "groups", "size"), [(14, 2, 64), (32, 8, 128), (4, 4, 64), (40, 8, 128)])
@@ -83,20 +96,33 @@ def test_engine_and_trainer_are_equal_and_planted_differences_are_found(tmp_path
     assert found["first"] == {"": None, **FIRST}
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("flags", ["", "--temperature 0.7 --steps-per-generation 2 --max-tokens-per-microbatch 4096"])
-def test_a_run_has_no_mismatch(tmp_path, flags):
+def check_a_run(root: Path, ranks: int, updates: int, flags: str) -> None:
     """Updates of an untrained model with a large learning rate: its weights change in each of them."""
     sizes = "--steps 0 --hidden-size 128 --ffn-hidden-size 256 --kv-channels 64 --max-position-embeddings 512".split()
     for script, *words in (
-        ("data/arithmetic.py", "--save", tmp_path / "data", "--digits", "2", "--reversed"),
-        ("make_tiny_model.py", "--save", tmp_path / "model", *sizes),
+        ("data/arithmetic.py", "--save", root / "data", "--digits", "2", "--reversed"),
+        ("make_tiny_model.py", "--save", root / "model", *sizes),
     ):
         subprocess.run([sys.executable, REPO / "tools" / script, *map(str, words)], check=True, capture_output=True)
-    places = "--load-hf", tmp_path / "model", "--train-data-path", tmp_path / "data/train.jsonl"
+    places = "--load-hf", root / "model", "--train-data-path", root / "data/train.jsonl", "--save", root / "run"
     plugins = "--reward-funcs", "even_tokens", "--external-plugins", REPO / "tools/benchmark/even_tokens.py"
-    words = [*FLAGS, *UPDATES, *engine_flags(64), *places, *plugins, "--save", tmp_path / "run", *flags.split()]
-    torchrun(1, "pretrain_grpo.py", *words)
-    rows = metrics_of(tmp_path / "run")
-    assert len(rows) == 4
+    words = [*FLAGS, *UPDATES, "--train-iters", updates, *engine_flags(64), *places, *plugins, *flags.split()]
+    torchrun(ranks, "pretrain_grpo.py", *words)
+    rows = metrics_of(root / "run")
+    assert len(rows) == updates
     assert all(row["mismatch/max_abs"] == 0 and row["mismatch/kl"] == 0 for row in rows)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("flags", ["", "--temperature 0.7 --steps-per-generation 2 --max-tokens-per-microbatch 4096"])
+def test_a_run_has_no_mismatch(tmp_path, flags):
+    check_a_run(tmp_path, 1, 4, flags)
+
+
+@pytest.mark.alone
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("flags", ["", "--sequence-parallel --temperature 0.7 --max-tokens-per-microbatch 4096"])
+def test_two_tensor_parallel_ranks_have_no_mismatch(tmp_path, flags):
+    """Both ranks have tokens of the vocabulary, which is smaller than its usual padding."""
+    layout = "--tensor-model-parallel-size 2 --vllm-tensor-parallel-size 2 --make-vocab-size-divisible-by 1"
+    check_a_run(tmp_path, 2, 2, f"{layout} {flags}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -58,38 +59,74 @@ def rotation_of(args: Namespace) -> Callable[[torch.device], torch.Tensor]:
 
 
 class _Linear(torch.autograd.Function):
-    """``apply(x, weight, bias, main_grad)``: `kernels.linear`, and its gradient by torch's products.
+    """``apply(x, weight, bias, main_grad, group, sliced)``: `kernels.linear`, and its gradient by torch's products.
 
-    With ``main_grad`` the gradient of ``weight`` is added to it (`weight_gradients`).
+    With ``main_grad`` the gradient of ``weight`` is added to it (`weight_gradients`). ``group``: tensor-parallel ranks
+    that hold other columns; the gradient of ``x`` is summed over them. ``sliced``: each rank has a slice of the tokens
+    ``x``, which are gathered in each pass and not kept.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, main_grad):
+    def forward(ctx, x, weight, bias, main_grad, group, sliced):
         from megatron_grpo.models.exact import kernels  # Triton exists with a GPU only
 
         ctx.save_for_backward(x, weight)
-        ctx.main_grad = main_grad
-        return kernels.linear(x, weight, bias)
+        ctx.options = main_grad, group, sliced
+        return kernels.linear(_gathered(x, group) if sliced else x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
+        main_grad, group, sliced = ctx.options
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         flat = grad.reshape(-1, grad.shape[-1])
-        grad_x = (flat @ weight).view(x.shape) if of_x else None
-        grad_weight = None
-        if of_weight and ctx.main_grad is None:
-            grad_weight = flat.T @ x.reshape(-1, x.shape[-1])
-        elif of_weight:
-            add_product(ctx.main_grad, flat, x.reshape(-1, x.shape[-1]))
-            grad_weight = placeholder(weight)
-        return grad_x, grad_weight, flat.sum(0) if of_bias else None, None
+        grad_x = grad_weight = under_way = None
+        if of_x:
+            grad_x, under_way = _summed((flat @ weight).view(*grad.shape[:-1], -1), group, sliced)
+        if of_weight:
+            whole = _gathered(x, group) if sliced else x
+            whole = whole.reshape(-1, whole.shape[-1])
+            if main_grad is None:
+                grad_weight = flat.T @ whole
+            else:
+                add_product(main_grad, flat, whole)
+                grad_weight = placeholder(weight)
+        if under_way is not None:
+            under_way.wait()
+        return grad_x, grad_weight, flat.sum(0) if of_bias else None, None, None, None
 
 
-def _product(input, weight, bias=None, gradient_accumulation_fusion=False, **_):
-    """Return the product of a linear layer of one tensor-parallel rank; the other arguments are for several."""
+def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tokens ``[t, ...]`` of all ranks of ``group``, of which each has a slice ``x`` ``[t / n, ...]``."""
+    whole = x.new_empty(group.size() * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
+def _summed(grad: torch.Tensor, group: dist.ProcessGroup | None, sliced: bool) -> tuple[torch.Tensor, dist.Work | None]:
+    """Begin to sum ``grad`` ``[t, ...]`` over ``group``; returns the result, this rank's tokens of it if ``sliced``."""
+    if group is None:
+        return grad, None
+    if not sliced:
+        return grad, dist.all_reduce(grad, group=group, async_op=True)
+    own = grad.new_empty(len(grad) // group.size(), *grad.shape[1:])
+    return own, dist.reduce_scatter_tensor(own, grad, group=group, async_op=True)
+
+
+def _product(
+    input,
+    weight,
+    bias=None,
+    gradient_accumulation_fusion=False,
+    allreduce_dgrad=False,
+    sequence_parallel=False,
+    tp_group=None,
+    **_,
+):
+    """Return the product of a tensor-parallel rank, given the arguments of megatron-core's function."""
     fused = gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
-    return _Linear.apply(input, weight, bias, weight.main_grad if fused else None)
+    group = tp_group if allreduce_dgrad or sequence_parallel else None
+    return _Linear.apply(input, weight, bias, weight.main_grad if fused else None, group, sequence_parallel)
 
 
 class ExactColumnLinear(ColumnParallelLinear):

@@ -1,9 +1,9 @@
 """What test_exact_log_probs.py runs in Triton's interpreter: an update with and without --exact-log-probs.
 
-    torchrun --nproc-per-node 1 tests/unit/models/exact_worker.py FLAGS
+    torchrun --nproc-per-node N tests/unit/models/exact_worker.py FLAGS
 
-Prints the largest differences of log-probabilities and of gradients, relative to the norm of all of them, and the first
-tensor that a change of one bit in each kernel reaches.
+Each rank prints the largest differences of log-probabilities and of gradients, relative to the norm of all of its own;
+without --sequence-parallel also the first tensor that a change of one bit in each kernel reaches.
 """
 
 import json
@@ -29,6 +29,7 @@ from megatron_grpo.parallel.initialize import initialize_distributed
 from megatron_grpo.utils.arguments import replaced
 from tools import tensor_differences
 
+WORLD = int(os.environ["WORLD_SIZE"])
 MODEL = """--num-layers 2 --hidden-size 96 --ffn-hidden-size 40 --num-attention-heads 6 --group-query-attention
     --num-query-groups 2 --kv-channels 16 --normalization RMSNorm --swiglu --disable-bias-linear --vocab-size 67
     --max-position-embeddings 64 --clip-grad 0""".split()
@@ -40,7 +41,7 @@ def of_torch(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) 
 
 
 def results(flags: list[str], exact: bool) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-    args = made_up.parse([*MODEL, *flags], 1)
+    args = made_up.parse([*MODEL, *flags], WORLD)
     args = replaced(args, exact_log_probs=exact)  # the flag is refused without a GPU
     initialize_distributed(args)
     trainer = made_up.trainer(args)
@@ -62,7 +63,7 @@ def results(flags: list[str], exact: bool) -> tuple[np.ndarray, dict[str, torch.
 
 def first_differences() -> dict[str, str | None]:
     """Return by kernel the first tensor of the trainer that a change of one bit reaches."""
-    args = replaced(made_up.parse([*MODEL, *sys.argv[1:]], 1), exact_log_probs=True, micro_batch_size=1)
+    args = replaced(made_up.parse([*MODEL, *sys.argv[1:]], WORLD), exact_log_probs=True, micro_batch_size=1)
     initialize_distributed(args)
     trainer = made_up.trainer(args)
     batch, _ = made_up.one_update(args, [9, 5, 12, 7] * 4)
@@ -89,7 +90,8 @@ head.token_log_probs = of_torch
 plain, of_plain = results(sys.argv[1:], exact=False)
 exact, of_exact = results(sys.argv[1:], exact=True)
 size = torch.stack([gradient.norm() for gradient in of_plain.values()]).norm()
-found = {name: float((of_exact[name] - gradient).norm() / size) for name, gradient in of_plain.items()}
-print(
-    json.dumps({"log_probs": float(np.nanmax(np.abs(plain - exact))), "gradients": found, "first": first_differences()})
-)
+gradients = {name: float((of_exact[name] - gradient).norm() / size) for name, gradient in of_plain.items()}
+found: dict = {"log_probs": float(np.nanmax(np.abs(plain - exact))), "gradients": gradients}
+if "--sequence-parallel" not in sys.argv:  # the tensors of both sides have all tokens
+    found["first"] = first_differences()
+print(json.dumps(found), flush=True)

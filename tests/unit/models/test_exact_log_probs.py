@@ -14,6 +14,7 @@ from slow import slow_except
 
 from megatron_grpo.data.sampling_params import constraint_refused
 from megatron_grpo.rollout.exact_log_probs import SUPPORTED, check_equal, check_exact_log_probs
+from megatron_grpo.training.recorded_run import changed_flags, run_flags
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 
@@ -41,25 +42,34 @@ def test_decode_steps_and_parts_of_prompts_are_prompts_bit_for_bit(answers):
     assert equal == {"decode steps": True, "part of a prompt": True}
 
 
+SHARED = "--model-family qwen2 --add-qkv-bias --max-tokens-per-microbatch 90 --gradient-accumulation-fusion"
+TWO_RANKS = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 1"
 LAYERS = {
     "packs": "--model-family qwen3 --qk-layernorm --micro-batch-size 4",
-    "shared prompts": """--model-family qwen2 --add-qkv-bias --max-tokens-per-microbatch 90
-        --gradient-accumulation-fusion""",
+    "shared prompts": SHARED,
     "untied": "--model-family llama --untie-embeddings-and-output-weights --micro-batch-size 2",
+    "two ranks": f"{SHARED} {TWO_RANKS}",
+    "sequence parallelism": f"{SHARED} {TWO_RANKS} --sequence-parallel",
+    "norms of heads on two ranks": f"--model-family qwen3 --qk-layernorm --micro-batch-size 4 {TWO_RANKS}",
 }
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("flags", slow_except(["shared prompts"], LAYERS))
-def test_layers_and_gradients_are_those_of_the_local_layers(flags):
-    """A process of its own: forked ranks have imported Triton without its interpreter."""
-    command = [str(HERE / "exact_worker.py"), *LAYERS[flags].split()]
-    status, output = real_torchrun(1, command, os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, 600)
+@pytest.mark.parametrize("name", slow_except(["two ranks"], LAYERS))
+def test_layers_and_gradients_are_those_of_the_local_layers(name):
+    """Processes of their own: forked ranks have imported Triton without its interpreter."""
+    flags = LAYERS[name]
+    command = [str(HERE / "exact_worker.py"), *flags.split()]
+    ranks = 2 if TWO_RANKS in flags else 1
+    status, output = real_torchrun(ranks, command, os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, 600)
     assert status == 0, output
-    found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-    assert found["log_probs"] < ROUNDING
-    assert len(found["gradients"]) > 10 and max(found["gradients"].values()) < ROUNDING, found
-    assert found["first"] == FIRST
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    assert len(found) == ranks
+    for of_rank in found:
+        assert of_rank["log_probs"] < ROUNDING
+        assert len(of_rank["gradients"]) > 10 and max(of_rank["gradients"].values()) < ROUNDING, of_rank
+        assert of_rank.get("first", FIRST) == FIRST
+    assert ("first" in found[0]) == ("--sequence-parallel" not in flags)
 
 
 SHAPE = f"{MODEL} {RUN} --bf16 --kv-channels 64 --exact-log-probs --dry-run"
@@ -68,12 +78,20 @@ SHAPE = f"{MODEL} {RUN} --bf16 --kv-channels 64 --exact-log-probs --dry-run"
 def test_a_supported_run():
     assert validated("", base=SHAPE).exact_log_probs
     assert validated("--attention-backend flash --pipeline-model-parallel-size 2 --beta 0.1", base=SHAPE)
+    tensor = "--tensor-model-parallel-size 2 --sequence-parallel --vllm-tensor-parallel-size 2"
+    assert validated(f"{tensor} --pipeline-model-parallel-size 2", base=SHAPE)
 
 
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        ("--tensor-model-parallel-size 2", "no common order"),
+        ("--tensor-model-parallel-size 2", "give 2 to both"),
+        ("--vllm-tensor-parallel-size 2", "give 1 to both"),
+        ("--tensor-model-parallel-size 4 --vllm-tensor-parallel-size 4", "give 1 or 2"),
+        (
+            "--tensor-model-parallel-size 2 --vllm-tensor-parallel-size 2 --num-query-groups 1",
+            "share the heads of a key",
+        ),
         ("--context-parallel-size 2", "keys of other ranks"),
         ("--kv-channels 16", "64 or 128 channels"),
         ("--lora-rank 4", "adapter"),
@@ -88,6 +106,7 @@ def test_a_supported_run():
         ('--vllm-engine-kwargs {"block_size":48}', "must be 16, 32, 64"),
         ("--num-attention-heads 128 --num-query-groups 1", "takes 64"),
         ("--top-k 5", "truncated"),
+        ("--train-only ledger", "not compared"),
         ("--model-family qwen3_moe --num-experts 8", "supported are qwen2, qwen3, llama"),
         ('--vllm-engine-kwargs {"compilation_config":3}', "may choose other kernels"),
     ],
@@ -110,6 +129,15 @@ def test_each_row_of_the_rules_refuses_other_values():
 def test_a_row_may_not_be_constrained():
     """The engine returns no log-probability of such a completion, and nothing would be compared."""
     assert "--exact-log-probs" in constraint_refused(validated("", base=SHAPE))
+
+
+def test_completions_of_another_tensor_parallel_size_are_not_used():
+    """The trainer's log-probabilities of those in a ledger would differ."""
+    two = "--tensor-model-parallel-size 2 --vllm-tensor-parallel-size 2"
+    one, other = run_flags(validated("", base=SHAPE)), run_flags(validated(two, base=SHAPE))
+    assert changed_flags(one, other) == ["--tensor-model-parallel-size was 1 and is 2"]
+    plain = SHAPE.replace("--exact-log-probs", "")
+    assert not changed_flags(run_flags(validated("", base=plain)), run_flags(validated(two, base=plain)))
 
 
 def test_a_cpu_is_refused():
