@@ -20,6 +20,7 @@ from megatron_grpo.models.divergence import (
     vocab_parallel_divergence,
     vocab_parallel_top_k,
 )
+from megatron_grpo.models.exact.layers import norm_with_addition
 from megatron_grpo.models.expert_dispatch import replace_dispatchers
 from megatron_grpo.models.gemma4 import PerLayerInputs, Ropes
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
@@ -304,6 +305,8 @@ def model_provider(args, pre_process: bool, post_process: bool, vp_stage: int | 
     model.final_logit_softcapping = args.final_logit_softcapping
     model.temperature = args.temperature
     model.exact_log_probs = args.exact_log_probs
+    if args.exact_log_probs:
+        norm_with_addition(model.decoder)
     model.vocab_size_without_padding = args.vocab_size
     model.gkd_beta = args.gkd_beta
     return model

@@ -185,18 +185,33 @@ class RootMeanSquareNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, residual):
         x, weight, scale = ctx.saved_tensors
-        size, trained = len(weight), ctx.needs_input_grad[1]
-        rows = x.numel() // size
-        x, grad, out = x.contiguous(), grad.contiguous(), torch.empty_like(x)
-        residual = None if residual is None else residual.contiguous()
-        programs = min(rows, NORM_PROGRAMS)
-        of_weight = x.new_empty((programs, size) if trained else 0, dtype=torch.float32)
-        if rows:
-            _norm_gradient[(programs,)](
-                x, weight, scale, grad, residual, out, of_weight, rows, size, triton.next_power_of_2(size), trained,
-                residual is not None,
-            )  # fmt: skip
-        return out, of_weight.sum(0).to(weight.dtype) if trained else None, None
+        return *norm_gradient(grad, residual, x, weight, scale, ctx.needs_input_grad[1]), None
+
+
+def norm_gradient(
+    grad: torch.Tensor,
+    residual: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    trained: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the gradients of ``x`` and of a trained ``weight`` for that of its norm, ``grad``; ``residual`` is added.
+
+    ``scale`` float32 ``[..., 1]``: 1 / sqrt(mean(x^2) + eps).
+    """
+    size = len(weight)
+    rows = x.numel() // size
+    x, grad, out = x.contiguous(), grad.contiguous(), torch.empty_like(x)
+    residual = None if residual is None else residual.contiguous()
+    programs = min(rows, NORM_PROGRAMS)
+    of_weight = x.new_empty((programs, size) if trained else 0, dtype=torch.float32)
+    if rows:
+        _norm_gradient[(programs,)](
+            x, weight, scale, grad, residual, out, of_weight, rows, size, triton.next_power_of_2(size), trained,
+            residual is not None,
+        )  # fmt: skip
+    return out, of_weight.sum(0).to(weight.dtype) if trained else None
 
 
 @triton.jit

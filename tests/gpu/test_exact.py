@@ -51,6 +51,20 @@ def test_products_do_not_depend_on_other_columns():
             assert torch.equal(kernels.linear(x[:rows], shard, out=part), whole[:rows, first:last])
 
 
+@pytest.mark.parametrize("size", [64, 896, 2560, 4096])
+def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(size):
+    """An engine adds and norms in one launch where the first layer of a pipeline stage norms alone."""
+    x, residual, weight = random(1000, size), random(1000, size), random(size)
+    normed, total = kernels.add_and_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, kernels.rms_norm(total, weight, 1e-6)[0])
+    for first, count in ((8, 1), (16, 5), (1, 300)):
+        rows = slice(first, first + count)
+        assert torch.equal(kernels.add_and_norm(x[rows], residual[rows], weight, 1e-6)[0], normed[rows])
+    wanted = torch.nn.functional.rms_norm(total.float(), (size,), weight.float(), 1e-6)
+    assert (normed.float() - wanted).norm() < 5e-3 * wanted.norm()
+
+
 @pytest.mark.parametrize(("heads", "groups", "size"), [(14, 2, 64), (32, 8, 128), (4, 4, 64), (40, 8, 128)])
 def test_attention_of_decode_steps_is_that_of_prompts(heads, groups, size):
     lengths, block = [1, 63, 64, 65, 300, 1000, 15], 16

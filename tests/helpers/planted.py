@@ -9,6 +9,7 @@ import torch
 LOG_PROBS = "log-probabilities"
 FIRST = {
     "rms_norm": "layer 0: input norm",
+    "add_and_norm": "layer 0: norm before the MLP",
     "linear": "layer 0: query, key, value",
     "rotate": "layer 0: rotated queries",
     "attention": "layer 0: attention",

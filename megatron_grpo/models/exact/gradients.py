@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from megatron_grpo.models.exact import kernels
-from megatron_grpo.models.gpu_kernels import HeadsOfPack, RootMeanSquareNorm, swiglu_gradient
+from megatron_grpo.models.gpu_kernels import HeadsOfPack, RootMeanSquareNorm, norm_gradient, swiglu_gradient
 
 
 class Norm(RootMeanSquareNorm):
@@ -20,6 +20,24 @@ class Norm(RootMeanSquareNorm):
         ctx.save_for_backward(x, weight, scale)
         ctx.set_materialize_grads(False)
         return out, x
+
+
+class AddAndNorm(torch.autograd.Function):
+    """``apply(x, residual, weight, eps)``: `kernels.add_and_norm`. One pass over memory makes all gradients."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps: float):
+        scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+        out, total = kernels.add_and_norm(x, residual, weight, eps, scale)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.set_materialize_grads(False)
+        return out, total
+
+    @staticmethod
+    def backward(ctx, grad, of_total):
+        total, weight, scale = ctx.saved_tensors
+        of_sum, of_weight = norm_gradient(grad, of_total, total, weight, scale, ctx.needs_input_grad[2])
+        return of_sum, of_sum, of_weight, None
 
 
 class SiluAndMul(torch.autograd.Function):

@@ -191,23 +191,67 @@ def _linear(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x r times ``weight`` ``[h]``, like ``x`` ``[..., h]``, and r = 1 / sqrt(mean(x^2) + eps), ``[..., 1]``."""
     x = x.contiguous()
-    size = x.shape[-1]
-    rows, width = x.numel() // size, triton.next_power_of_2(size)
-    out, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-    together = max(1, NORM_WIDTH // width)
-    if rows:
-        _rms_norm[(triton.cdiv(rows, together),)](
-            x, weight, out, scale, rows, size, eps, ROWS=together, WIDTH=width, num_warps=4, **PLAIN
-        )
+    out, scale = torch.empty_like(x), _of_rows(x)
+    _norm(x, None, weight, out, None, scale, eps)
     return out, scale
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _rms_norm(x, weight, out, scale, rows, size, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def add_and_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `rms_norm` of x + ``residual`` ``[..., h]``, rounded, and this sum.
+
+    ``scale``, float32 ``[..., 1]``, receives the second result of `rms_norm`.
+    """
+    x, residual = x.contiguous(), residual.contiguous()
+    if residual.dtype != x.dtype:
+        raise ValueError(f"a residual of {residual.dtype} and a branch of {x.dtype} have no common sum")
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    _norm(x, residual, weight, out, total, _of_rows(x) if scale is None else scale, eps)
+    return out, total
+
+
+def _of_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+
+
+def _norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+    scale: torch.Tensor,
+    eps: float,
+) -> None:
+    """Write the results of `add_and_norm`, or without ``residual`` those of `rms_norm`.
+
+    Both run one binary, because another one could sum a row in another order.
+    """
+    size = x.shape[-1]
+    rows, width = x.numel() // size, triton.next_power_of_2(size)
+    together = max(1, NORM_WIDTH // width)
+    if rows:
+        _rms_norm[(triton.cdiv(rows, together),)](
+            x, x if residual is None else residual, weight, out, out if total is None else total, scale, rows, size,
+            eps, int(residual is not None), ROWS=together, WIDTH=width, num_warps=4, **PLAIN,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "add"])
+def _rms_norm(
+    x, residual, weight, out, total, scale, rows, size, eps, add, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     at = row.to(tl.int64)[:, None] * size + column[None, :]
     inside = (row < rows)[:, None] & (column < size)[None, :]
+    adding = inside & (add != 0)
     values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    more = tl.load(residual + at, mask=adding, other=0.0).to(tl.float32)
+    values = tl.where(adding, values + more, values)  # -0.0 + 0.0 is 0.0
+    rounded = values.to(out.dtype.element_ty)
+    tl.store(total + at, rounded, mask=adding)
+    values = rounded.to(tl.float32)
     root = tl.rsqrt(tl.sum(values * values, 1) / size + eps)
     factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)
     tl.store(out + at, (values * root[:, None] * factor[None, :]).to(out.dtype.element_ty), mask=inside)

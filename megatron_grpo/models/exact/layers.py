@@ -15,11 +15,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron_grpo.data.pack import SharedPrompts
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.models.attention_kernels import FlashAttention4, Kernel
-from megatron_grpo.models.norm import RMSNorm
+from megatron_grpo.models.norm import RMSNorm, take_residual
 from megatron_grpo.models.param_gather import wait_for_weights
 from megatron_grpo.models.rope import frequencies, host_offsets, rows_of_pack
 from megatron_grpo.models.self_attention import PackedSelfAttention
@@ -147,6 +148,9 @@ class ExactNorm(RMSNorm):
     """`RMSNorm` with the forward pass of `kernels.rms_norm`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = vars(x).pop("normed", None)
+        if normed is not None and normed.requires_grad == torch.is_grad_enabled():
+            return normed
         if not torch.is_grad_enabled():
             from megatron_grpo.models.exact import kernels
 
@@ -163,6 +167,49 @@ class ExactBranchNorm(ExactNorm):
     """`BranchNorm` with the forward pass of `kernels.rms_norm`."""
 
     before_branch = True
+
+
+def norm_with_addition(decoder: TransformerBlock) -> None:
+    """Let the residual additions of a pipeline stage compute the norms that follow them, too.
+
+    A recomputed layer has a graph of its own, to which the norm of the next layer does not belong.
+    """
+    layers = list(decoder.layers)
+    across = decoder.config.recompute_granularity != "full"
+    following = [layer.input_layernorm for layer in layers[1:]] + [decoder.final_layernorm]
+    for layer, norm in zip(layers, following, strict=False):  # a stage may have no layers
+        layer.self_attn_bda = _with_norm(layer.self_attn_bda, layer.pre_mlp_layernorm)
+        if norm is not None and across:
+            layer.mlp_bda = _with_norm(layer.mlp_bda, norm)
+
+
+def _with_norm(addition: Callable, norm: ExactNorm) -> Callable:
+    """Return `bias_dropout_add` that leaves the result of ``norm`` with the sum, from where its module takes it."""
+
+    def build(training: bool, fused: bool) -> Callable:
+        usual = addition(training, fused)
+
+        def add(output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, dropout: float):
+            output, bias = output_and_bias
+            if bias is not None or dropout or residual.dtype != output.dtype:
+                return usual(output_and_bias, residual, dropout)
+            residual = take_residual(residual)
+            wait_for_weights(norm)
+            if output.requires_grad:
+                from megatron_grpo.models.exact.gradients import AddAndNorm
+
+                normed, total = AddAndNorm.apply(output, residual, norm.weight, norm.eps)
+            else:  # megatron-core enables gradients for the addition, also in a pass without them
+                from megatron_grpo.models.exact import kernels
+
+                with torch.no_grad():
+                    normed, total = kernels.add_and_norm(output, residual, norm.weight, norm.eps)
+            vars(total)["normed"] = normed
+            return total
+
+        return add
+
+    return build
 
 
 class ExactMLP(MLP):

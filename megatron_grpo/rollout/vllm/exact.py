@@ -83,13 +83,12 @@ def check(engine: Any) -> None:
 
 
 class ExactNorm(RMSNorm):
-    """The norm of `kernels.rms_norm`; a residual is added before it, and rounded."""
+    """The norm of `kernels.rms_norm`, with a residual that of `kernels.add_and_norm`."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
         if residual is None:
             return kernels.rms_norm(x, self.weight.data, self.variance_epsilon)[0]
-        residual = x + residual
-        return kernels.rms_norm(residual, self.weight.data, self.variance_epsilon)[0], residual
+        return kernels.add_and_norm(x, residual, self.weight.data, self.variance_epsilon)
 
 
 class ExactSiluAndMul(SiluAndMul):

@@ -118,6 +118,12 @@ def products() -> None:
 def elementwise() -> None:
     x, weight = torch.randn(9, 3, 96), torch.randn(96)
     found["norm"] = gap(kernels.rms_norm(x, weight, 1e-6)[0], torch.nn.functional.rms_norm(x, (96,), weight, 1e-6))
+    branch, residual, scale = torch.randn(9, 3, 96), x.clone(), torch.empty(9, 3, 1)
+    residual[0, 0, :2] = branch[0, 0, :2] = torch.tensor([-0.0, 0.0])
+    normed, total = kernels.add_and_norm(branch, residual, weight, 1e-6, scale)
+    of_sum = kernels.rms_norm(branch + residual, weight, 1e-6)
+    results = (total, branch + residual), (normed, of_sum[0]), (scale, of_sum[1])
+    found["norm of a sum"] = all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in results)
     gate_and_up = torch.randn(7, 2 * 1500)
     gate, up = gate_and_up.double().chunk(2, -1)
     found["activation"] = gap(kernels.silu_and_mul(gate_and_up), torch.nn.functional.silu(gate) * up)
