@@ -65,6 +65,23 @@ def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(size):
     assert (normed.float() - wanted).norm() < 5e-3 * wanted.norm()
 
 
+@pytest.mark.parametrize(("groups", "each", "size"), [(2, 7, 64), (8, 4, 128), (4, 1, 64)])
+def test_rotations_do_not_depend_on_the_order_of_heads(groups, each, size):
+    """The trainer has a key and a value after the queries of each group, the engine all queries, then all keys."""
+    heads, positions = random(300, groups, each + 2, size), torch.randperm(300, device=DEVICE)
+    inv_freq = 1e4 ** -(torch.arange(0, size, 2) / size)
+    table = kernels.rotation_table(inv_freq, 300, 1.0, DEVICE)
+    queries, keys = kernels.rotate(heads[:, :, :-2], heads[:, :, -2:-1], positions, table)
+    both = torch.cat([heads[:, :, :-2].flatten(1), heads[:, :, -2].flatten(1)], 1).unflatten(1, (-1, size))[:, None]
+    split = groups * each
+    again = kernels.rotate(both[:, :, :split], both[:, :, split:], positions.int(), table)
+    assert torch.equal(queries, again[0]) and torch.equal(keys, again[1])
+    pairs = torch.complex(*both[:, 0].double().chunk(2, -1))
+    pairs = pairs * torch.exp(1j * positions[:, None] * inv_freq.double().to(DEVICE))[:, None]
+    wanted = torch.cat([pairs.real, pairs.imag], -1)
+    assert (torch.cat([queries, keys], 1) - wanted).norm() < 5e-3 * wanted.norm()
+
+
 @pytest.mark.parametrize(("heads", "groups", "size"), [(14, 2, 64), (32, 8, 128), (4, 4, 64), (40, 8, 128)])
 def test_attention_of_decode_steps_is_that_of_prompts(heads, groups, size):
     lengths, block = [1, 63, 64, 65, 300, 1000, 15], 16

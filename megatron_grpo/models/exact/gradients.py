@@ -62,13 +62,14 @@ class Heads(HeadsOfPack):
 
     @staticmethod
     def forward(ctx, heads, weight_q, weight_k, positions, table, eps: float, one: float):
-        parts = []
-        for part, weight in ((heads[:, :, :-2], weight_q), (heads[:, :, -2:-1], weight_k)):
-            normed = part if weight is None else kernels.rms_norm(part, weight, eps)[0]
-            parts.append(kernels.rotate(normed, positions, table))
+        queries, keys = (
+            part if weight is None else kernels.rms_norm(part, weight, eps)[0]
+            for part, weight in ((heads[:, :, :-2], weight_q), (heads[:, :, -2:-1], weight_k))
+        )
+        turned = kernels.rotate(queries, keys, positions, table)
         ctx.save_for_backward(heads, weight_q, weight_k, *_of_tokens(positions, table))
         ctx.options = eps, one
-        return *parts, heads[:, :, -1].contiguous()
+        return *turned, heads[:, :, -1].contiguous()
 
 
 @lru_cache(maxsize=2)  # the layers of a micro-batch share the result

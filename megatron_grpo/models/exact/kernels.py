@@ -267,37 +267,53 @@ def rotation_table(inv_freq: torch.Tensor, positions: int, factor: float, device
     return (torch.stack([angles.cos(), angles.sin()], 1) * factor).float().to(device)
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return the heads ``x`` ``[t, a, b, d]`` rotated by the angles of ``positions`` ``[t]``: ``[t, a * b, d]``.
+def rotate(
+    queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both parts ``[t, a, b, d]`` rotated by the angles of ``positions`` ``[t]``: ``[t, a * b, d]`` each.
 
     A pair of channels lies half a head apart: (x cos - y sin, y cos + x sin).
     """
-    tokens, groups, slots, size = x.shape
-    if x.stride(3) != 1:
-        raise ValueError(f"heads of strides {x.stride()} are not contiguous")
-    out = x.new_empty(tokens, groups * slots, size)
+    tokens, size = len(queries), queries.shape[3]
+    parts = queries, keys
+    if any(part.stride(3) != 1 for part in parts):
+        raise ValueError(f"heads of strides {queries.stride()} and {keys.stride()} are not contiguous")
+    heads = [part.shape[1] * part.shape[2] for part in parts]
+    turned, other = (part.new_empty(tokens, count, size) for part, count in zip(parts, heads, strict=True))
     if tokens:
         _rotate[(tokens,)](
-            x, positions, table, out, x.stride(0), x.stride(1), x.stride(2), groups * slots, slots,
-            HEADS=triton.next_power_of_2(groups * slots), HALF=size // 2, num_warps=4, **PLAIN,
+            queries, keys, positions, table, turned, other, *queries.stride()[:3], *keys.stride()[:3], *heads,
+            queries.shape[2], keys.shape[2], QUERIES=triton.next_power_of_2(heads[0]),
+            KEYS=triton.next_power_of_2(heads[1]), HALF=size // 2, num_warps=4, **PLAIN,
         )  # fmt: skip
-    return out
+    return turned, other
 
 
 @triton.jit
 def _rotate(
-    x, positions, table, out, of_token, of_group, of_slot, heads, slots, HEADS: tl.constexpr, HALF: tl.constexpr
-):
+    queries, keys, positions, table, turned, other, query_token, query_group, query_slot, key_token, key_group,
+    key_slot, of_queries, of_keys, query_slots, key_slots, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    channel, head = tl.arange(0, HALF)[None, :], tl.arange(0, HEADS)[:, None]
-    angle = table + tl.load(positions + token).to(tl.int64) * 2 * HALF + channel
+    angle = table + tl.load(positions + token).to(tl.int64) * 2 * HALF + tl.arange(0, HALF)[None, :]
     cos, sin = tl.load(angle), tl.load(angle + HALF)
-    source = x + token * of_token + head // slots * of_group + head % slots * of_slot + channel
+    query, key = queries + token * query_token, keys + token * key_token
+    first, second = turned + token * of_queries * 2 * HALF, other + token * of_keys * 2 * HALF
+    _turn(query, first, cos, sin, query_group, query_slot, of_queries, query_slots, QUERIES, HALF)
+    _turn(key, second, cos, sin, key_group, key_slot, of_keys, key_slots, KEYS, HALF)
+
+
+@triton.jit
+def _turn(source, target, cos, sin, of_group, of_slot, heads, slots, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Rotate the ``heads`` of a token at ``source``, into ``target``."""
+    channel, head = tl.arange(0, HALF)[None, :], tl.arange(0, HEADS)[:, None]
+    source += head // slots * of_group + head % slots * of_slot + channel
     first = tl.load(source, mask=head < heads, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=head < heads, other=0.0).to(tl.float32)
-    target = out + (token * heads + head) * 2 * HALF + channel
-    tl.store(target, (first * cos - second * sin).to(out.dtype.element_ty), mask=head < heads)
-    tl.store(target + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=head < heads)
+    target += head * 2 * HALF + channel
+    tl.store(target, (first * cos - second * sin).to(target.dtype.element_ty), mask=head < heads)
+    tl.store(target + HALF, (second * cos + first * sin).to(target.dtype.element_ty), mask=head < heads)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

@@ -133,12 +133,9 @@ def _exact_rotation(kind: type, rotation: Callable[[torch.device], torch.Tensor]
         """The rotation of `kernels.rotate`, by the angles of the trainer."""
 
         def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
-            table = rotation(query.device)
-            turned = [
-                kernels.rotate(part.unflatten(-1, (-1, self.head_size))[:, None], positions, table).flatten(1)
-                for part in (query, key)
-            ]
-            return turned[0], turned[1]
+            queries, keys = (part.unflatten(-1, (-1, self.head_size))[:, None] for part in (query, key))
+            queries, keys = kernels.rotate(queries, keys, positions, rotation(query.device))
+            return queries.flatten(1), keys.flatten(1)
 
     return ExactRotation
 

@@ -130,10 +130,11 @@ def elementwise() -> None:
     parts, positions = torch.randn(5, 2, 4, SIZE), torch.tensor([3, 0, 90, 17, 4])
     inv_freq = 10000.0 ** -(torch.arange(0, SIZE, 2) / SIZE)
     table = kernels.rotation_table(inv_freq, 100, 1.0, torch.device("cpu"))
-    pairs = torch.complex(*parts[:, :, :3].double().chunk(2, -1))  # a slice: heads of one kind lie between others
-    turned = pairs * torch.exp(1j * positions[:, None] * inv_freq.double())[:, None, None]
-    wanted = torch.cat([turned.real, turned.imag], -1).flatten(1, 2)
-    found["rotation"] = gap(kernels.rotate(parts[:, :, :3], positions, table), wanted)
+    heads = parts[:, :, :3], parts[:, :, 3:]  # slices: heads of one kind lie between others
+    for name, part, turned in zip(("queries", "keys"), heads, kernels.rotate(*heads, positions, table), strict=True):
+        pairs = torch.complex(*part.double().chunk(2, -1))
+        pairs = pairs * torch.exp(1j * positions[:, None] * inv_freq.double())[:, None, None]
+        found[f"rotated {name}"] = gap(turned, torch.cat([pairs.real, pairs.imag], -1).flatten(1, 2))
 
 
 torch.manual_seed(0)
