@@ -15,8 +15,9 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Rows have the alignment of vLLM's, whose vocabulary is padded.
     """
-    out = _rows(hidden, len(hidden), len(weight))
-    return kernels.linear(hidden, weight, out=out) if len(weight) else out  # a rank may have padding alone
+    if not len(weight):  # a rank may have padding alone
+        return _rows(hidden, len(hidden), 0)
+    return kernels.linear(hidden, weight, dtype=torch.float32, multiple=kernels.LOGITS_ROW)
 
 
 def _rows(like: torch.Tensor, count: int, columns: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ of a reduction follows the alignment of its loads.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -42,37 +43,73 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
     tile: Tile | None = None,
+    multiple: int = 1,
 ) -> torch.Tensor:
     """Return ``x`` ``[..., k]`` times ``weight`` ``[n, k]`` transposed, plus ``bias`` ``[n]``: ``[..., n]``.
 
-    ``out`` ``[t, n]``, of another dtype or row stride, receives the result instead of a new tensor like ``x``. Rows for
-    which torch's product has the same bits are computed by it (`rows_of_torch`).
+    The result is of the dtype of ``x`` or of ``dtype``. Its rows begin at multiples of ``multiple`` numbers. Rows for
+    which torch's product has the same bits are computed by it (`rows_of_torch`), if rows follow one another.
     """
     depth, columns = x.shape[-1], len(weight)
     flat = x.reshape(-1, depth).contiguous()
     rows = len(flat)
     if not weight.is_contiguous():
         raise ValueError(f"a weight of strides {weight.stride()} is not contiguous")
-    made = flat.new_empty(rows, columns) if out is None else out
+    width = triton.cdiv(columns, multiple) * multiple
+    parts: tuple[int, ...] = ()
+    if tile is None and width == columns:
+        parts = products_of_torch(rows, _tried(columns, depth, bias is not None, dtype or x.dtype, flat.device))
+    made = flat.new_empty(max(rows, sum(parts)), width, dtype=dtype)[:, :columns]
     first = 0
-    if tile is None:
-        equal = _tried(columns, depth, bias is not None, made.dtype, flat.device)
-        while made.is_contiguous() and (number := rows_at_once(rows - first, equal)):
-            part = slice(first, first + number)
-            _torch_linear(flat[part], weight, bias, made[part])
-            first += number
+    for number in parts:
+        last = first + number
+        _torch_linear(_more_rows(flat[first:last], number), weight, bias, made[first:last])
+        first = last
+    made = made[:rows]
     if first < rows:
         _own_linear(flat[first:], weight, bias, made[first:], tile)
-    return made.view(*x.shape[:-1], columns) if out is None else made
+    return made.view(*x.shape[:-1], columns)
 
 
-def rows_at_once(rows: int, equal: frozenset[int]) -> int:
-    """Return how many of ``rows`` the next product of torch takes: a number of `rows_of_torch`, or 0 for none."""
-    if rows in equal:
-        return rows
-    return max((number for number in equal if number < rows and number % STEP == 0), default=0)
+@functools.lru_cache(maxsize=2**14)
+def products_of_torch(rows: int, equal: frozenset[int]) -> tuple[int, ...]:
+    """Return the rows of torch's products, numbers of ``equal``, that compute the first or all of ``rows`` rows.
+
+    The last product may compute some rows more: it takes the least number that is large enough, of at most `STEP` - 1
+    rows more.
+    """
+    numbers: list[int] = []
+    while rows > 0:
+        number = min((number for number in equal if 0 <= number - rows < STEP), default=0)
+        number = number or max((number for number in equal if number < rows and number % STEP == 0), default=0)
+        if not number:
+            break
+        numbers.append(number)
+        rows -= number
+    return tuple(numbers)
+
+
+def _more_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return ``rows`` rows, the first ones those of ``x`` ``[t, k]``, and others of any numbers.
+
+    These are what follows in the storage of ``x``; a storage that is too small is copied into a larger one.
+    """
+    count, depth = x.shape
+    if count == rows:
+        return x
+    if (x.storage_offset() + rows * depth) * x.element_size() <= x.untyped_storage().nbytes():
+        return x.as_strided((rows, depth), (depth, 1))
+    larger = x.new_empty(rows, depth)
+    larger[:count] = x
+    return larger
+
+
+def _empty(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return an empty tensor of ``shape`` like ``x``, in whose storage `_more_rows` finds `STEP` rows more."""
+    count = math.prod(shape)
+    return x.new_empty(count + STEP * math.prod(shape[1:]))[:count].view(shape)
 
 
 _KNOWN: dict[tuple, frozenset[int]] = {}
@@ -150,10 +187,7 @@ def narrow_agrees(device: torch.device) -> bool:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(192, 1920, generator=generator).to(device, torch.bfloat16)
     weight = torch.randn(320, 1920, generator=generator).to(device, torch.bfloat16)
-    one, other = (
-        linear(x, weight, out=torch.empty(192, 320, device=device, dtype=torch.float32), tile=tile)
-        for tile in (NARROW, WIDE)
-    )
+    one, other = (linear(x, weight, dtype=torch.float32, tile=tile) for tile in (NARROW, WIDE))
     return bool(torch.equal(one, other))
 
 
@@ -191,7 +225,7 @@ def _linear(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x r times ``weight`` ``[h]``, like ``x`` ``[..., h]``, and r = 1 / sqrt(mean(x^2) + eps), ``[..., 1]``."""
     x = x.contiguous()
-    out, scale = torch.empty_like(x), _of_rows(x)
+    out, scale = _empty(x, *x.shape), _of_rows(x)
     _norm(x, None, weight, out, None, scale, eps)
     return out, scale
 
@@ -206,7 +240,7 @@ def add_and_norm(
     x, residual = x.contiguous(), residual.contiguous()
     if residual.dtype != x.dtype:
         raise ValueError(f"a residual of {residual.dtype} and a branch of {x.dtype} have no common sum")
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    out, total = _empty(x, *x.shape), torch.empty_like(x)
     _norm(x, residual, weight, out, total, _of_rows(x) if scale is None else scale, eps)
     return out, total
 
@@ -320,7 +354,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Return silu(x_1) x_2 ``[..., f]`` of ``x`` ``[..., 2 f]``."""
     x = x.contiguous()
     size = x.shape[-1] // 2
-    out = x.new_empty(*x.shape[:-1], size)
+    out = _empty(x, *x.shape[:-1], size)
     if out.numel():
         _silu_and_mul[(out.numel() // size, triton.cdiv(size, 1024))](x, out, size, BLOCK=1024, num_warps=4, **PLAIN)
     return out
@@ -370,7 +404,7 @@ def attention(
         raise ValueError(
             f"strides {key.stride()}, {value.stride()}, {query.stride()} and blocks of {pages.size} tokens"
         )
-    out = query.new_empty(tokens, heads, size) if out is None else out
+    out = _empty(query, tokens, heads, size) if out is None else out
     log_sum = query.new_empty(heads, tokens, dtype=torch.float32)
     queries = QUERIES_AND_HEADS // wide
     sequences = len(pages.lengths)

@@ -102,8 +102,7 @@ class ExactLogits(LogitsProcessor):
     """Logits of `kernels.linear` in float32."""
 
     def _apply_head(self, lm_head, hidden_states, embedding_bias):
-        out = hidden_states.new_empty(len(hidden_states), len(lm_head.weight), dtype=torch.float32)
-        return kernels.linear(hidden_states, lm_head.weight, embedding_bias, out)
+        return kernels.linear(hidden_states, lm_head.weight, embedding_bias, torch.float32)
 
 
 class ExactLinearMethod(UnquantizedLinearMethod):

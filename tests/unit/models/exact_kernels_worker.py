@@ -110,9 +110,20 @@ def products() -> None:
     for name, tile in (("narrow", kernels.NARROW), ("wide", kernels.WIDE)):
         found[f"{name} tiles"] = gap(kernels.linear(x, weight, tile=tile), wanted)
         found[f"{name} tiles, bias"] = gap(kernels.linear(x, weight, bias, tile=tile), wanted + bias)
-    logits = torch.empty(150, 320)[:, :300]
-    kernels.linear(x, weight, out=logits)
+    logits = kernels.linear(x, weight, multiple=64)
     found["rows with an end"] = gap(logits, wanted)
+    found["rows begin at multiples"] = logits.stride() == (320, 1)
+    kernels._KNOWN[300, 200, True, torch.float32, x.device] = frozenset({8, 128})  # of torch: 128 rows, and 128 for 22
+    larger = torch.full((300, 200), float("nan"))
+    larger[:150] = x
+    for name, rows in (("copied", x), ("of a storage", larger[:150])):
+        found[f"more rows, {name}"] = gap(kernels.linear(rows, weight, bias), wanted + bias)
+    for name, result in (
+        ("norm", kernels.rms_norm(x, torch.ones(200), 1e-6)[0]),
+        ("sum", kernels.add_and_norm(x, x, torch.ones(200), 1e-6)[0]),
+        ("activation", kernels.silu_and_mul(torch.cat([x, x], 1))),
+    ):
+        found[f"rows after those of the {name}"] = kernels._more_rows(result, 277).data_ptr() == result.data_ptr()
 
 
 def elementwise() -> None:
