@@ -120,6 +120,8 @@ class _LogProbs(torch.autograd.Function):
         )
         of_logits, gradient = [], hidden.new_empty(early, hidden.shape[1])  # of log p
         own = _exact_head() if exact else None
+        divisor = temperature if own and ranks == 1 else 1.0  # the exact head divides whole rows in place
+        inner = temperature / divisor
         for part in chunks(len(labels), chunk):
             product = own.float32_logits if own else None
             at = _Chunk(hidden[part], weight, labels[part], None if kept is None else kept[part], first, rows, product)
@@ -127,18 +129,23 @@ class _LogProbs(torch.autograd.Function):
             if at.mine is not None:
                 logits, inner_cap = soft_cap(logits, cap).masked_fill(~at.mine, OUTSIDE), None
             empty = logits.shape[1] == 0
-            peak = torch.full_like(log_z[part], float("-inf")) if empty else _peak(logits, temperature, inner_cap)
-            reduce(peak, dist.ReduceOp.MAX, group)
-            sums = _sums(logits, peak, at.column, temperature, inner_cap)
+            if own:  # log Z instead of the largest logit saves a pass over the logits
+                chosen[part] = own.log_probs_of_shards(logits, labels[part], temperature, columns, group)
+                peak = _of_labels(logits, at.column) / inner
+                reduce(peak, dist.ReduceOp.SUM, group)
+                peak -= chosen[part]
+            else:
+                peak = torch.full_like(log_z[part], float("-inf")) if empty else _peak(logits, temperature, inner_cap)
+                reduce(peak, dist.ReduceOp.MAX, group)
+            sums = _sums(logits, peak, at.column, inner, inner_cap)
             reduce(sums, dist.ReduceOp.SUM, group)
             mass, target, moment = sums
             log_z[part] = mass.log() + peak
-            chosen[part] = target - mass.log()
-            if own:
-                chosen[part] = own.log_probs_of_shards(logits, labels[part], temperature, columns, group)
+            if not own:
+                chosen[part] = target - mass.log()
             entropy[part] = mass.log() - moment / mass
             if part.start < early:
-                grad = at.gradient(log_z[part], None, torch.ones_like(mass), None, temperature, cap)
+                grad = at.gradient(log_z[part], None, torch.full_like(mass, 1 / divisor), None, inner, cap)
                 gradient[part] = grad @ weight[:rows]
                 of_logits += [grad] * ctx.trained
                 del grad
@@ -253,6 +260,14 @@ def fused(function):
 @fused
 def _peak(logits, temperature: float, cap: float | None):
     return soft_cap(logits.amax(-1), cap) / temperature
+
+
+def _of_labels(logits, column):
+    """Return the logit of each label ``[t]``; 0 if another rank holds the label."""
+    if logits.shape[1] == 0:
+        return logits.new_zeros(len(logits))
+    mine = (column >= 0) & (column < logits.shape[1])
+    return logits.gather(1, column.where(mine, 0)[:, None])[:, 0].where(mine, 0.0)
 
 
 @fused

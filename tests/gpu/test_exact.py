@@ -16,7 +16,7 @@ if not torch.cuda.is_available():  # the kernels need Triton
 
 from planted import FIRST
 
-from megatron_grpo.models.exact import kernels
+from megatron_grpo.models.exact import head, kernels
 
 FLAGS = """--bf16 --transformer-impl local --exact-log-probs --temperature 1 --beta 0 --max-prompt-length 200
     --max-completion-length 64 --vllm-max-num-seqs 128 --vllm-enable-prefix-caching""".split()
@@ -117,6 +117,19 @@ def test_attention_of_decode_steps_is_that_of_prompts(heads, groups, size):
         )
         steps, _ = kernels.attention(q[at], keys, values, each, size**-0.5)
         assert torch.equal(steps, out[at])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_do_not_depend_on_other_rows(temperature):
+    hidden, weight, ids = random(600, 896), random(8192, 896) * 896**-0.5, torch.randint(0, 8192, (600,), device=DEVICE)
+    logits = head.float32_logits(hidden, weight)
+    wanted = (logits / temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    whole = head.token_log_probs(logits, ids, temperature)
+    assert (whole - wanted).abs().max() < 1e-4
+    for first, count in ((3, 1), (5, 64), (8, 256), (40, 300)):
+        rows = slice(first, first + count)
+        part = head.token_log_probs(head.float32_logits(hidden[rows], weight), ids[rows], temperature)
+        assert torch.equal(part, whole[rows])
 
 
 @pytest.mark.alone

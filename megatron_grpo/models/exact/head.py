@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron_grpo.models.exact import kernels
 
 # Tokens whose logits ranks exchange at once. Of two ranks each then has 0.3 GiB more than the logits of a chunk, with a
-# vocabulary of 152k, and 0.4 GiB with a temperature: less than the gradient of the chunk's logits, which comes later.
+# vocabulary of 152k: less than the gradient of the chunk's logits, which comes later.
 WHOLE_ROWS = 512
 
 
@@ -34,7 +34,8 @@ def log_probs_of_shards(
 ) -> torch.Tensor:
     """Return `token_log_probs` given this rank's columns ``[t, columns[rank]]`` of the logits; equal on all ranks.
 
-    Each rank of ``group`` receives whole rows for a share of the tokens, and sends its results to the others.
+    Each rank of ``group`` receives whole rows for a share of the tokens, and sends its results to the others. One rank
+    alone divides ``logits`` by ``temperature``.
     """
     if len(columns) == 1:
         return token_log_probs(logits, token_ids, temperature)
@@ -62,14 +63,12 @@ def _of_part(logits, token_ids, temperature, columns, group) -> torch.Tensor:
 def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the log-probability of each of ``token_ids`` ``[t]``, given float32 ``logits`` ``[t, v]``: vLLM's kernel.
 
-    With a temperature the logits are divided by vLLM's kernel, too, in a copy.
+    With a temperature vLLM's kernel divides the logits by it, in place.
     """
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
     if temperature != 1:
-        width = logits.stride(0)
-        logits = logits.new_empty(len(logits), width)[:, : logits.shape[1]].copy_(logits)
         slots = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
         apply_temperature(logits, slots, torch.full((1,), temperature, dtype=torch.float32, device=logits.device))
     return compute_token_logprobs(logits, token_ids[:, None])[:, 0]

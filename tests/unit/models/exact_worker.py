@@ -36,8 +36,9 @@ MODEL = """--num-layers 2 --hidden-size 96 --ffn-hidden-size 40 --num-attention-
 
 
 def of_torch(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """vLLM's kernel needs a GPU."""
-    return (logits / temperature).log_softmax(-1).gather(1, token_ids[:, None])[:, 0]
+    """Return what vLLM's kernels return, which need a GPU, and divide the logits as they do."""
+    logits /= temperature
+    return logits.log_softmax(-1).gather(1, token_ids[:, None])[:, 0]
 
 
 def results(flags: list[str], exact: bool) -> tuple[np.ndarray, dict[str, torch.Tensor]]:

@@ -1,6 +1,7 @@
 """The head against torch.log_softmax on gathered logits: values and gradients, at TP 1, 2 and 4."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,34 @@ def test_without_entropy_gradient():
     log_p = torch.log_softmax(hidden @ weight[:VOCAB].T, -1)
     (log_p.gather(1, labels[:, None])[:, 0] * upstream[0]).sum().backward()
     torch.testing.assert_close(got, (hidden.grad, weight.grad), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("of_entropy", [False, True])
+def test_with_log_probabilities_of_the_engines_kernel(monkeypatch, temperature, of_entropy):
+    """Entropies and gradients come from its log-probabilities and the logits, which it divides in place."""
+
+    def log_probs_of_shards(logits, token_ids, temperature, columns, group):
+        assert columns == [VOCAB] and group is None
+        logits /= temperature
+        return logits.log_softmax(-1).gather(1, token_ids[:, None])[:, 0]
+
+    own = SimpleNamespace(float32_logits=head.float32_logits, log_probs_of_shards=log_probs_of_shards)
+    monkeypatch.setattr(head, "_exact_head", lambda: own)
+    results = []
+    for exact in (True, False):
+        hidden, weight, labels, upstream = problem()
+        hidden.requires_grad_(), weight.requires_grad_()
+        if exact:
+            found = vocab_parallel_log_probs(
+                hidden, weight, labels, temperature, VOCAB, chunk=8, entropy_gradient=of_entropy, exact=True
+            )
+        else:
+            log_p = torch.log_softmax(hidden @ weight[:VOCAB].T / temperature, -1)
+            found = log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        ((found[0] * upstream[0]).sum() + (found[1] * upstream[1]).sum() * of_entropy).backward()
+        results.append((*(x.detach() for x in found), hidden.grad, weight.grad))
+    torch.testing.assert_close(*results, atol=2e-5, rtol=2e-5)
 
 
 def test_accumulated_gradient():
