@@ -115,8 +115,12 @@ def test_attention_of_decode_steps_is_that_of_prompts(heads, groups, size):
         each = kernels.Pages(
             torch.arange(len(own) + 1, device=DEVICE).int(), of_lengths[own] - before_end, table[own].to(DEVICE), block
         )
-        steps, _ = kernels.attention(q[at], keys, values, each, size**-0.5)
-        assert torch.equal(steps, out[at])
+        for longest in (None, 1):
+            steps, _ = kernels.attention(q[at], keys, values, each, size**-0.5, longest=longest)
+            assert torch.equal(steps, out[at])
+        padded = each._replace(starts=each.starts.clamp(max=3))  # a CUDA graph of more sequences
+        steps, _ = kernels.attention(q[at[:3]], keys, values, padded, size**-0.5, longest=1)
+        assert torch.equal(steps, out[at[:3]])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

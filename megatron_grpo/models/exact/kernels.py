@@ -17,6 +17,7 @@ import triton.language as tl
 from megatron_grpo.models.exact import QUERIES_AND_HEADS
 
 KEYS = 64  # of a product of queries and keys
+REGISTERS = {64: 128}  # of a thread of attention, by channels of a head: four programs fit a multiprocessor
 NORM_WIDTH = 1024  # numbers of a program of the norm, at least
 LOG2_E = 1.4426950408889634
 LOGITS_ROW = 64  # the row of a matrix of logits begins at a multiple of this
@@ -389,10 +390,12 @@ def attention(
     pages: Pages,
     scale: float,
     out: torch.Tensor | None = None,
+    longest: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return causal attention ``[t, heads, d]``, and log(sum(e^score)) of each query, float32 ``[heads, t]``.
 
-    ``query`` ``[t, heads, d]``; ``key`` and ``value`` ``[blocks, size, groups, d]`` of equal strides.
+    ``query`` ``[t, heads, d]``; ``key`` and ``value`` ``[blocks, size, groups, d]`` of equal strides. ``longest``: no
+    sequence has more queries; with a few, as in decode steps, a program need not look for its sequence.
 
     Every query meets its keys in products of `KEYS` of them, from the first on: in a prompt, in a part of one, and in
     a decode step. Products in which other queries of a program see keys and it does not leave its numbers as they are.
@@ -408,25 +411,27 @@ def attention(
     log_sum = query.new_empty(heads, tokens, dtype=torch.float32)
     queries = QUERIES_AND_HEADS // wide
     sequences = len(pages.lengths)
+    short = longest is not None and longest <= queries
     if tokens:
-        _attention[(groups, tokens // queries + sequences)](
-            query, key, value, pages.table, pages.starts, pages.lengths, out, log_sum, sequences, scale * LOG2_E,
-            pages.size.bit_length() - 1, tokens, query.stride(0), out.stride(0), key.stride(0), key.stride(1),
-            key.stride(2), pages.table.stride(0), HEADS=heads // groups, WIDE=wide, QUERIES=queries, D=size,
-            KEYS=KEYS, num_warps=4, num_stages=3, **PLAIN,
+        _attention[(groups, sequences if short else tokens // queries + sequences)](
+            query, key, value, pages.table, pages.starts, pages.lengths, out, log_sum, sequences, int(short),
+            scale * LOG2_E, pages.size.bit_length() - 1, tokens, query.stride(0), out.stride(0), key.stride(0),
+            key.stride(1), key.stride(2), pages.table.stride(0), HEADS=heads // groups, WIDE=wide, QUERIES=queries,
+            D=size, KEYS=KEYS, num_warps=4, num_stages=3, maxnreg=REGISTERS.get(size), **PLAIN,
         )  # fmt: skip
     return out, log_sum
 
 
-@triton.jit(do_not_specialize=["sequences", "shift", "tokens", "table_row"])
+@triton.jit(do_not_specialize=["sequences", "short", "shift", "tokens", "table_row"])
 def _attention(
-    query, key, value, table, starts, lengths, out, log_sum, sequences, scale, shift, tokens, query_token, out_token,
-    key_block, key_token, key_group, table_row, HEADS: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr,
-    D: tl.constexpr, KEYS: tl.constexpr,
+    query, key, value, table, starts, lengths, out, log_sum, sequences, short, scale, shift, tokens, query_token,
+    out_token, key_block, key_token, key_group, table_row, HEADS: tl.constexpr, WIDE: tl.constexpr,
+    QUERIES: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     group, block = tl.program_id(0), tl.program_id(1)
-    # Sequence s has the blocks from starts[s] // QUERIES + s on: the last one that begins at or before this block.
-    low, high = 0, sequences
+    # Sequence s has the blocks from starts[s] // QUERIES + s on: the last one that begins at or before this block. Of
+    # short sequences each has the block of its number. `short` is no constant: one binary has the bits of all steps.
+    low, high = tl.where(short != 0, block + 1, 0), tl.where(short != 0, block + 1, sequences)
     while low < high:
         middle = (low + high) // 2
         begins = tl.load(starts + middle) // QUERIES + middle
@@ -437,7 +442,7 @@ def _attention(
     sequence = low - 1
     begin = tl.load(starts + sequence)
     count = tl.load(starts + sequence + 1) - begin
-    first = (block - begin // QUERIES - sequence) * QUERIES
+    first = tl.where(short != 0, 0, (block - begin // QUERIES - sequence) * QUERIES)
     if first >= count:
         return
     length = tl.load(lengths + sequence)

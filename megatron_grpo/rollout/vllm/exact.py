@@ -186,5 +186,5 @@ class ExactAttention(FlashAttentionImpl):
         tokens, size = meta.num_actual_tokens, kv_cache.shape[2]
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         pages = kernels.Pages(meta.query_start_loc, meta.seq_lens, meta.block_table, size)
-        kernels.attention(query[:tokens], keys, values, pages, self.scale, output[:tokens])
+        kernels.attention(query[:tokens], keys, values, pages, self.scale, output[:tokens], meta.max_query_len)
         return output
