@@ -68,14 +68,20 @@ def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(size):
 
 
 @pytest.mark.parametrize(("groups", "each", "size"), [(2, 7, 64), (8, 4, 128), (4, 1, 64)])
-def test_rotations_do_not_depend_on_the_order_of_heads(groups, each, size):
+def test_norms_and_rotations_do_not_depend_on_the_order_of_heads(groups, each, size):
     """The trainer has a key and a value after the queries of each group, the engine all queries, then all keys."""
-    heads, positions = random(300, groups, each + 2, size), torch.randperm(300, device=DEVICE)
+    heads, positions, weight = random(300, groups, each + 2, size), torch.randperm(300, device=DEVICE), random(size)
+    both = torch.cat([heads[:, :, :-2].flatten(1), heads[:, :, -2].flatten(1)], 1).unflatten(1, (-1, size))[:, None]
+    split = groups * each
+    for ours, theirs in ((heads[:, :, :-2], both[:, :, :split]), (heads[:, :, -2:-1], both[:, :, split:])):
+        normed = kernels.head_norm(ours, weight, 1e-6).flatten(1)
+        assert torch.equal(normed, kernels.head_norm(theirs, weight, 1e-6).flatten(1))
+        assert torch.equal(normed[77:78], kernels.head_norm(theirs[77:78], weight, 1e-6).flatten(1))
+        wanted = torch.nn.functional.rms_norm(ours.float(), (size,), weight.float(), 1e-6).flatten(1)
+        assert (normed - wanted).norm() < 5e-3 * wanted.norm()
     inv_freq = 1e4 ** -(torch.arange(0, size, 2) / size)
     table = kernels.rotation_table(inv_freq, 300, 1.0, DEVICE)
     queries, keys = kernels.rotate(heads[:, :, :-2], heads[:, :, -2:-1], positions, table)
-    both = torch.cat([heads[:, :, :-2].flatten(1), heads[:, :, -2].flatten(1)], 1).unflatten(1, (-1, size))[:, None]
-    split = groups * each
     again = kernels.rotate(both[:, :, :split], both[:, :, split:], positions.int(), table)
     assert torch.equal(queries, again[0]) and torch.equal(keys, again[1])
     pairs = torch.complex(*both[:, 0].double().chunk(2, -1))

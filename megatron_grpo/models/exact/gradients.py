@@ -54,7 +54,7 @@ class SiluAndMul(torch.autograd.Function):
 
 
 class Heads(HeadsOfPack):
-    """`HeadsOfPack` with the forward passes of `kernels.rms_norm` and `kernels.rotate`.
+    """`HeadsOfPack` with the forward passes of `kernels.head_norm` and `kernels.rotate`.
 
     ``apply(heads, weight_q, weight_k, positions, table, eps, one)``: those of `HeadsOfPack`, and the positions and the
     table of `kernels.rotate` in place of cosines and sines.
@@ -63,7 +63,7 @@ class Heads(HeadsOfPack):
     @staticmethod
     def forward(ctx, heads, weight_q, weight_k, positions, table, eps: float, one: float):
         queries, keys = (
-            part if weight is None else kernels.rms_norm(part, weight, eps)[0]
+            part if weight is None else kernels.head_norm(part, weight, eps)
             for part, weight in ((heads[:, :, :-2], weight_q), (heads[:, :, -2:-1], weight_k))
         )
         turned = kernels.rotate(queries, keys, positions, table)

@@ -2,8 +2,8 @@
 
 No row of a result depends on the number of other rows, nor on what they hold: a program reduces each row in an order
 that its size alone fixes. Sums are in float32, and each result is rounded once. The compiler may not fuse products
-and sums, because it could choose differently for two callers. What reduces reads contiguous tensors only: the layout
-of a reduction follows the alignment of its loads.
+and sums, because it could choose differently for two callers. What reduces reads contiguous tensors, or heads of
+a known alignment: the layout of a reduction follows the alignment of its loads.
 """
 
 import functools
@@ -19,6 +19,7 @@ from megatron_grpo.models.exact import QUERIES_AND_HEADS
 KEYS = 64  # of a product of queries and keys
 REGISTERS = {64: 128}  # of a thread of attention, by channels of a head: four programs fit a multiprocessor
 NORM_WIDTH = 1024  # numbers of a program of the norm, at least
+ALIGNED = 16  # numbers: heads begin at multiples
 LOG2_E = 1.4426950408889634
 LOGITS_ROW = 64  # the row of a matrix of logits begins at a multiple of this
 PLAIN = {"enable_fp_fusion": False}
@@ -291,6 +292,43 @@ def _rms_norm(
     factor = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)
     tl.store(out + at, (values * root[:, None] * factor[None, :]).to(out.dtype.element_ty), mask=inside)
     tl.store(scale + row, root, mask=row < rows)
+
+
+def head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the norm of each head of ``x`` ``[t, a, b, d]``, contiguous; ``weight`` ``[d]``.
+
+    Heads need not be contiguous, as parts of a projection are not: they begin at multiples of `ALIGNED` numbers, which
+    the kernel knows in any case.
+    """
+    tokens, groups, slots, size = x.shape
+    strides, apart = x.stride(), x.data_ptr() % (ALIGNED * x.element_size())
+    if apart or strides[3] != 1 or any(stride % ALIGNED for stride in strides[:3]):
+        raise ValueError(f"heads of strides {strides}, {apart} bytes after a multiple of {ALIGNED} numbers")
+    out = x.new_empty(x.shape)
+    rows, together = tokens * groups * slots, max(1, NORM_WIDTH // size)
+    if rows:
+        _head_norm[(triton.cdiv(rows, together),)](
+            x, weight, out, rows, groups * slots, slots, *(stride // ALIGNED for stride in strides[:3]), eps,
+            ROWS=together, SIZE=size, UNIT=ALIGNED, num_warps=4, **PLAIN,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "slots", "of_token", "of_group", "of_slot"])
+def _head_norm(
+    x, weight, out, rows, heads, slots, of_token, of_group, of_slot, eps, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)[None, :]
+    head = row % heads
+    begin = (row // heads * of_token + head // slots * of_group + head % slots * of_slot) * UNIT
+    inside = (row < rows)[:, None]
+    values = tl.load(x + begin[:, None] + column, mask=inside, other=0.0).to(tl.float32)
+    root = tl.rsqrt(tl.sum(values * values, 1) / SIZE + eps)
+    factor = tl.load(weight + column).to(tl.float32)
+    tl.store(
+        out + row[:, None] * SIZE + column, (values * root[:, None] * factor).to(out.dtype.element_ty), mask=inside
+    )
 
 
 def rotation_table(inv_freq: torch.Tensor, positions: int, factor: float, device: torch.device) -> torch.Tensor:

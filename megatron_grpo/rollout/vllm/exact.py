@@ -83,9 +83,11 @@ def check(engine: Any) -> None:
 
 
 class ExactNorm(RMSNorm):
-    """The norm of `kernels.rms_norm`, with a residual that of `kernels.add_and_norm`."""
+    """The norm of `kernels.rms_norm`, with a residual that of `kernels.add_and_norm`, of heads `kernels.head_norm`."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        if x.dim() == 3:  # [tokens, heads, channels]
+            return kernels.head_norm(x[:, None], self.weight.data, self.variance_epsilon)[:, 0]
         if residual is None:
             return kernels.rms_norm(x, self.weight.data, self.variance_epsilon)[0]
         return kernels.add_and_norm(x, residual, self.weight.data, self.variance_epsilon)

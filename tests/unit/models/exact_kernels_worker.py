@@ -143,6 +143,9 @@ def elementwise() -> None:
     gate, up = gate_and_up.double().chunk(2, -1)
     found["activation"] = gap(kernels.silu_and_mul(gate_and_up), torch.nn.functional.silu(gate) * up)
     parts, positions = torch.randn(5, 2, 4, SIZE), torch.tensor([3, 0, 90, 17, 4])
+    of_head = torch.randn(SIZE)
+    normed = kernels.head_norm(parts[:, :, 1:], of_head, 1e-6)
+    found["norm of heads"] = gap(normed, torch.nn.functional.rms_norm(parts[:, :, 1:], (SIZE,), of_head, 1e-6))
     inv_freq = 10000.0 ** -(torch.arange(0, SIZE, 2) / SIZE)
     table = kernels.rotation_table(inv_freq, 100, 1.0, torch.device("cpu"))
     heads = parts[:, :, :3], parts[:, :, 3:]  # slices: heads of one kind lie between others
