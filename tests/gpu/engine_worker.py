@@ -6,9 +6,11 @@ CASES are methods of `Worker`, joined by commas. Every rank writes its findings 
 """
 
 import json
+import math
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +37,8 @@ from megatron_grpo.rollout.collect import collect_rollout, to_batch
 from megatron_grpo.rollout.engine import Completion, Request, generate
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm import adapter as slots
+from megatron_grpo.rollout.vllm.decode_choice import Measurement, sizes_of
+from megatron_grpo.rollout.vllm.scheduler import attention_choices
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter
 from megatron_grpo.training import train_step
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
@@ -44,6 +48,7 @@ from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import hf, model_weights
 from megatron_grpo.weights.stream import stream_hf
+from tools.benchmark.decode_attention import Case, measure
 
 PROMPTS, GENERATIONS, TOKENS = 8, 4, 32
 FLAGS = f"""--bf16 --max-prompt-length 72 --max-completion-length {TOKENS} --num-generations {GENERATIONS}
@@ -196,6 +201,52 @@ class Worker:
                 done += self.engine.poll()
         return {one.id: (list(one.token_ids), one.log_probs and list(one.log_probs)) for one in done}
 
+    def attention(self) -> None:
+        """The kernel of decode steps: the choice, the graphs that recorded ours, completions on both sides.
+
+        Few sequences decode by FlashAttention if the choice leaves it any, many by our kernel likewise.
+        """
+        engine = self.engine._engine
+        (choice,) = attention_choices(engine)
+        config = engine.vllm_config
+        graphs = config.compilation_config.cudagraph_capture_sizes
+        self.found["attention"] = {
+            "least": None if choice.least == math.inf else choice.least,
+            "line": str(choice),
+            "graphs": sorted(size for size in graphs if size <= config.scheduler_config.max_num_seqs),
+            "recorded": sorted(recorded_with_ours),
+            "mismatch": {number: self.distance(self.sequences(number)) for number in (4, 512)},
+        }
+
+    def attention_times(self) -> None:
+        """Our time over FlashAttention's by number of sequences, on caches of the benchmark's own."""
+        longest = self.args.vllm_max_model_len
+        impl = next(layer.impl for layer in layers_of(self.engine._engine) if layer.impl.choice)
+        shape = impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size
+        ratios = {}
+        for number in sizes_of(self.found["attention"]["graphs"], 512):
+            times, _ = measure(Case("", *shape, number, longest // 8, longest // 2, longest))
+            ratios[number] = times.ours / times.theirs
+        self.found["ratios"] = ratios
+
+    def each_attention(self) -> None:
+        """The mismatch with each kernel, and the layers' calls of ours: without graphs the choice can change."""
+        impls = [layer.impl for layer in layers_of(self.engine._engine)]
+        (start,) = attention_choices(self.engine._engine)
+        facts = self.found["each attention"] = {"line": str(start), "mismatch": [], "calls": []}
+        for least in (1, math.inf):
+            for impl in impls:
+                impl.choice = replace(start, least=least)
+            before = calls_of_ours[0]
+            facts["mismatch"].append(self.mismatch(1.0))
+            facts["calls"].append(calls_of_ours[0] - before)
+
+    def sequences(self, number: int) -> RolloutBatch:
+        """A rollout in which ``number`` sequences decode at a time."""
+        prompts = self.prompts[: max(1, number // 64)]
+        plan = RolloutPlan(prompts, number // len(prompts), Sampling(TOKENS, log_probs=True), 11)
+        return collect_rollout(self.engine, plan, None, None, self.trainer.timers)[0]
+
     def temperatures(self) -> None:
         self.found["mismatch"] = {str(t): self.mismatch(t) for t in (1.0, 0.7)}
 
@@ -318,11 +369,49 @@ class Worker:
         return torch.cuda.mem_get_info()[0]
 
 
+recorded_with_ours: set[int] = set()  # sequences of vLLM's CUDA graphs in which our kernel attends
+calls_of_ours = [0]
+
+
+def note_decode_attention() -> None:
+    """Note the calls of our kernel of decode steps, but for those of the measurement, from now on."""
+    from megatron_grpo.rollout.vllm import colocate  # noqa: F401  it sets what vLLM reads at its import
+    from megatron_grpo.rollout.vllm.decode_attention import DecodeAttention
+
+    decode, choose = DecodeAttention.decode, Measurement.choose
+    measures = [False]
+
+    def noting(self, layer, query, kv_cache, meta, output):
+        if not measures[0]:
+            calls_of_ours[0] += 1
+            if torch.cuda.is_current_stream_capturing():
+                recorded_with_ours.add(len(meta.seq_lens))
+        return decode(self, layer, query, kv_cache, meta, output)
+
+    def choosing(self):
+        measures[0] = True
+        began = time.perf_counter()
+        try:
+            return choose(self)
+        finally:
+            measures[0] = False
+            print(f"choice of a kernel: {time.perf_counter() - began:.2f} s", flush=True)
+
+    DecodeAttention.decode, Measurement.choose = noting, choosing
+
+
+def layers_of(engine) -> list:
+    """Return the engine's layers of attention."""
+    return list(engine.vllm_config.compilation_config.static_forward_context.values())
+
+
 def main() -> None:
     out, cases, flags = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
     args = made_up.parse([*FLAGS, *flags], int(os.environ["WORLD_SIZE"]))
     initialize_distributed(args)
     set_random_seed(args.seed)
+    if any("attention" in case for case in cases):
+        note_decode_attention()
     worker = Worker(args)
     worker.wake()
     for case in cases:

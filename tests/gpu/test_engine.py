@@ -1,10 +1,12 @@
 """Colocated vLLM on GPUs beside a trainer in bf16: random numbers, log-probabilities, weights, memory."""
 
 import json
+import math
 from itertools import chain
 
 import models
 import pytest
+import torch
 from launch import found
 
 FLAT = 0.3  # standard deviation of logits: two samples of 32 tokens are never equal by chance
@@ -85,6 +87,56 @@ def test_short_decode_steps_sample_the_same(tmp_path, model, flags):
     assert truncated == [46, 46, 0], facts  # vLLM's sampler truncates
     for equal, completions, steps in facts.values():
         assert equal == completions == 46 and steps > 20, facts
+
+
+# Sequences of up to 512 tokens, up to 512 at a time, in a cache that holds them.
+MANY = "--max-completion-length 440 --vllm-max-num-seqs 512".split()
+
+
+def needs_hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("our kernel of decode steps has been measured on Hopper alone")
+
+
+def check_attention(facts: dict) -> None:
+    """Graphs recorded the kernel of the choice, and completions are right on both sides of it."""
+    least, graphs = facts["least"] or math.inf, facts["graphs"]
+    assert "our time over FlashAttention's" in facts["line"], facts["line"]
+    assert graphs[-1] == 512 and facts["recorded"] == [size for size in graphs if size >= least], facts
+    assert max(facts["mismatch"].values()) < 0.05, facts["mismatch"]
+
+
+@pytest.mark.alone
+def test_decode_steps_attend_by_the_faster_kernel(tmp_path, model):
+    """From a number of sequences on ours is not slower than FlashAttention, and just below it gains little."""
+    needs_hopper()
+    facts = found(tmp_path / "out", 1, "attention,attention_times", model("qwen3", FLAT), *MANY)[0]
+    attention, ratios = facts["attention"], {int(number): ratio for number, ratio in facts["ratios"].items()}
+    print(attention["line"], ratios)
+    check_attention(attention)
+    least = attention["least"] or math.inf
+    assert all(ratios[number] < 1.1 for number in ratios if number >= least), ratios
+    below = [number for number in ratios if number < least]
+    assert not below or ratios[below[-1]] > 0.85, ratios
+
+
+def test_both_kernels_of_decode_steps_are_right(tmp_path, model):
+    """Without CUDA graphs, where the fixed rule holds and a test can change the choice."""
+    needs_hopper()
+    facts = found(tmp_path / "out", 1, "each_attention", model("qwen3", FLAT), EAGER)[0]["each attention"]
+    assert "a fixed rule" in facts["line"] and "from 128 sequences on" in facts["line"]
+    ours, none = facts["calls"]
+    assert ours >= 4 * 20 and none == 0, facts  # of four layers and most of 32 tokens
+    assert max(facts["mismatch"]) < 0.05, facts
+
+
+@pytest.mark.gpus(2)
+def test_ranks_attend_by_the_same_kernel(tmp_path, model):
+    needs_hopper()
+    flags = *MANY, "--vllm-tensor-parallel-size", "2", "--tensor-model-parallel-size", "2"
+    first, second = found(tmp_path / "out", 2, "attention", model("qwen3", FLAT), *flags)
+    assert first == second
+    check_attention(first["attention"])
 
 
 @pytest.mark.alone

@@ -56,6 +56,7 @@ from megatron_grpo.rollout.weight_sync.weight_check import refuse
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import EngineLost, GrpoError, is_out_of_memory
+from megatron_grpo.utils.log import log
 from megatron_grpo.vision.images import load_processor
 from megatron_grpo.weights.stream import WeightStream
 from megatron_grpo.weights.transfer_plan import HfTensor, Reads, whole
@@ -101,6 +102,9 @@ class VllmColocate:
             from megatron_grpo.rollout.vllm import exact
 
             exact.check(self._engine)
+        if dist.get_rank() == 0:
+            for choice in scheduler.attention_choices(self._engine):
+                log(str(choice))
         scheduler.collect_log_probs(self._engine)
         self.decode_runner = scheduler.shorten_decode_steps(self._engine)
         self._speculates = args.vllm_speculative_config is not None

@@ -2,12 +2,14 @@
 
 A sequence of a decode step has one query, so that attention reads keys and values once and is limited by memory.
 FlashAttention 3 reaches 1.8 to 3.3 TB/s of an H200's 4.8 with sequences of some hundred tokens, this kernel 2.9 to 4.2
-(docs/performance/rollouts.md). FlashAttention keeps batches of few sequences and all that is not a plain decode step.
+(docs/performance/rollouts.md). FlashAttention keeps batches of few sequences, by their times on the engine's GPU
+(`decode_choice`), and all that is not a plain decode step.
 """
 
 import torch
 import triton
 import triton.language as tl
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
@@ -17,7 +19,8 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-LEAST_PROGRAMS = 256  # fewer do not fill a GPU
+from megatron_grpo.rollout.vllm.decode_choice import Choice, Measurement, fixed_rule, sizes_of
+
 PART, MOST_PARTS = 1024, 16  # tokens of a sequence that a program reads, so that none works much longer than others
 ROWS = 16  # least queries of a product
 KEYS = 64  # of a product
@@ -34,6 +37,43 @@ class DecodeMetadataBuilder(FlashAttentionMetadataBuilder):
     """What FlashAttention plans; a CUDA graph of this kernel serves no batch with a prompt, as one of theirs may."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    _has_chosen = False
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        """Return the metadata of a batch that a CUDA graph is about to record; choose a kernel before the first one.
+
+        vLLM calls this on all ranks of an engine alike, with the caches in place, outside of the recording.
+        """
+        if not self._has_chosen and common_attn_metadata.max_query_len == 1:
+            self._has_chosen = True
+            self._choose(common_attn_metadata)
+        return super().build_for_cudagraph_capture(common_attn_metadata)
+
+    def _choose(self, common) -> None:
+        """Measure both kernels for the layers that can have ours, and note the choice there."""
+        every = (self.compilation_config.static_forward_context[name] for name in self.layer_names)
+        layers = [layer for layer in every if isinstance(layer.impl, DecodeAttention) and layer.impl.choice is not None]
+        if not layers or self.dcp_world_size > 1:
+            return
+        dtype, impl = self.vllm_config.model_config.dtype, layers[0].impl
+        of_queries = current_platform.fp8_dtype() if impl.kv_cache_dtype in QUANTIZED else dtype
+        sizes = self.compilation_config.cudagraph_capture_sizes or []
+
+        def rows(number: int) -> torch.Tensor:
+            return torch.zeros(number, impl.num_heads, impl.head_size, dtype=dtype, device=self.device)
+
+        choice = Measurement(
+            layers=[layer for layer in layers if layer.impl.num_heads == impl.num_heads],
+            kernels=(_by_flash_attention, _by_ours),
+            query=lambda number: rows(number).to(of_queries),
+            output=rows,
+            build=lambda batch: self.build(0, batch),
+            common=common,
+            sizes=sizes_of(sizes, self.vllm_config.scheduler_config.max_num_seqs),
+            group=get_tp_group().cpu_group,
+        ).choose()
+        for layer in layers:
+            layer.impl.choice = choice
 
 
 class DecodeAttentionBackend(FlashAttentionBackend):
@@ -56,11 +96,11 @@ class DecodeAttentionBackend(FlashAttentionBackend):
 
 
 class DecodeAttention(FlashAttentionImpl):
-    """Attention of a layer."""
+    """Attention of a layer; ``choice`` is None if FlashAttention computes all of it."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self._is_plain = (
+        is_plain = (
             self.attn_type == AttentionType.DECODER
             and self.alibi_slopes is None
             and self.sliding_window == (-1, -1)
@@ -71,20 +111,27 @@ class DecodeAttention(FlashAttentionImpl):
             and self.num_queries_per_kv <= ROWS
             and not self.batch_invariant_enabled
         )
+        self.choice: Choice | None = None
+        if is_plain:
+            self.choice = fixed_rule(self.num_kv_heads, "without CUDA graphs of decode steps nothing is measured")
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *of_output, **options):
         """Write the attention of a batch into ``output``."""
         meta = attn_metadata
         if (
-            not self._is_plain
+            self.choice is None
             or meta is None
             or meta.max_query_len != 1
             or meta.use_cascade
             or self.dcp_world_size > 1
-            or len(meta.seq_lens) * self.num_kv_heads < LEAST_PROGRAMS
+            or len(meta.seq_lens) < self.choice.least
             or any(scale is not None for scale in (*of_output, *options.values()))
         ):
             return super().forward(layer, query, key, value, kv_cache, meta, output, *of_output, **options)
+        return self.decode(layer, query, kv_cache, meta, output)
+
+    def decode(self, layer, query, kv_cache, meta, output):
+        """Write the attention of a decode step into ``output`` by our kernel."""
         scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if self.kv_cache_dtype in QUANTIZED:
             kv_cache = kv_cache.view(current_platform.fp8_dtype())
@@ -92,6 +139,14 @@ class DecodeAttention(FlashAttentionImpl):
         parts = parts_of(meta.max_seq_len)  # in a CUDA graph of the longest sequence that there can be
         decode_attention(query, kv_cache, meta.block_table, meta.seq_lens, output, self.scale, scales, *parts)
         return output
+
+
+def _by_flash_attention(layer, query, meta, output) -> None:
+    FlashAttentionImpl.forward(layer.impl, layer, query, None, None, layer.kv_cache, meta, output)
+
+
+def _by_ours(layer, query, meta, output) -> None:
+    layer.impl.decode(layer, query, layer.kv_cache, meta, output)
 
 
 def parts_of(longest: int) -> tuple[int, int]:

@@ -30,6 +30,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
 from megatron_grpo.patches import vllm as patches
+from megatron_grpo.rollout.vllm.cuda_graph import record
 from megatron_grpo.rollout.vllm.decode_steps import DecodeStep
 
 UNDER_WAY = 4  # host buffers in turn; vLLM has at most two steps under way
@@ -315,18 +316,10 @@ class DecodeRunner:
 
     def _capture(self, rows: int, sampling: _Sampling) -> _Graph:
         found = torch.empty(2 * rows, dtype=torch.int32, device=self.runner.device)
-        graph, own, current = torch.cuda.CUDAGraph(), self._capture_stream, torch.cuda.current_stream()
         self._slots[:rows].fill_(EMPTY)  # so that the first run changes no state
         self._after_forward(rows, sampling, found)  # compiles kernels
-        own.wait_stream(current)
-        with torch.cuda.stream(own):
-            # Other threads may use the GPU meanwhile.
-            graph.capture_begin(self.runner.cudagraph_manager.pool, capture_error_mode="thread_local")
-            try:
-                self._after_forward(rows, sampling, found)
-            finally:
-                graph.capture_end()
-        current.wait_stream(own)
+        pool = self.runner.cudagraph_manager.pool
+        graph = record(lambda: self._after_forward(rows, sampling, found), self._capture_stream, pool)
         return _Graph(graph.replay, found)
 
     def _after_forward(self, rows: int, sampling: _Sampling, found: torch.Tensor) -> None:

@@ -72,6 +72,13 @@ def use_decode_attention() -> None:
         decode_attention.register()
 
 
+def attention_choices(engine) -> list:
+    """Return each `decode_choice.Choice` of the engine's layers once; none where FlashAttention alone can attend."""
+    layers = engine.vllm_config.compilation_config.static_forward_context.values()
+    found = [getattr(getattr(layer, "impl", None), "choice", None) for layer in layers]
+    return list(dict.fromkeys(choice for choice in found if choice is not None))
+
+
 def collect_log_probs(engine) -> None:
     """Append the log-probabilities of a step's sampled tokens to each request's ``FlatLogprobs.logprobs`` directly.
 
