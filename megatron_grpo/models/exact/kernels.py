@@ -21,6 +21,7 @@ REGISTERS = {64: 128}  # of a thread of attention, by channels of a head: four p
 NORM_WIDTH = 1024  # numbers of a program of the norm, at least
 ALIGNED = 16  # numbers: heads begin at multiples
 LOG2_E = 1.4426950408889634
+ADDRESS = 256  # bytes; a larger power of two in an address makes no difference to cuBLASLt
 LOGITS_ROW = 64  # the row of a matrix of logits begins at a multiple of this
 PLAIN = {"enable_fp_fusion": False}
 
@@ -61,7 +62,7 @@ def linear(
         raise ValueError(f"a weight of strides {weight.stride()} is not contiguous")
     width = triton.cdiv(columns, multiple) * multiple
     parts: tuple[int, ...] = ()
-    if tile is None and width == columns:
+    if tile is None and width == columns and all(_as_tried(tensor) for tensor in (flat, weight, bias)):
         parts = products_of_torch(rows, _tried(columns, depth, bias is not None, dtype or x.dtype, flat.device))
     made = flat.new_empty(max(rows, sum(parts)), width, dtype=dtype)[:, :columns]
     first = 0
@@ -112,6 +113,11 @@ def _empty(x: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return an empty tensor of ``shape`` like ``x``, in whose storage `_more_rows` finds `STEP` rows more."""
     count = math.prod(shape)
     return x.new_empty(count + STEP * math.prod(shape[1:]))[:count].view(shape)
+
+
+def _as_tried(tensor: torch.Tensor | None) -> bool:
+    """Return whether a tensor begins as those of `rows_of_torch` do: cuBLASLt chooses a kernel by addresses, too."""
+    return tensor is None or tensor.data_ptr() % ADDRESS == 0
 
 
 _KNOWN: dict[tuple, frozenset[int]] = {}
