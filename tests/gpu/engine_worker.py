@@ -37,7 +37,7 @@ from megatron_grpo.rollout.collect import collect_rollout, to_batch
 from megatron_grpo.rollout.engine import Completion, Request, generate
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm import adapter as slots
-from megatron_grpo.rollout.vllm.decode_choice import Measurement, sizes_of
+from megatron_grpo.rollout.vllm.decode_choice import Measurement
 from megatron_grpo.rollout.vllm.scheduler import attention_choices
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter
 from megatron_grpo.training import train_step
@@ -48,7 +48,6 @@ from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import hf, model_weights
 from megatron_grpo.weights.stream import stream_hf
-from tools.benchmark.decode_attention import Case, measure
 
 PROMPTS, GENERATIONS, TOKENS = 8, 4, 32
 FLAGS = f"""--bf16 --max-prompt-length 72 --max-completion-length {TOKENS} --num-generations {GENERATIONS}
@@ -215,19 +214,8 @@ class Worker:
             "line": str(choice),
             "graphs": sorted(size for size in graphs if size <= config.scheduler_config.max_num_seqs),
             "recorded": sorted(recorded_with_ours),
-            "mismatch": {number: self.distance(self.sequences(number)) for number in (4, 512)},
+            "mismatch": {number: self.distance(self.sequences(number)) for number in (16, 512)},
         }
-
-    def attention_times(self) -> None:
-        """Our time over FlashAttention's by number of sequences, on caches of the benchmark's own."""
-        longest = self.args.vllm_max_model_len
-        impl = next(layer.impl for layer in layers_of(self.engine._engine) if layer.impl.choice)
-        shape = impl.num_kv_heads, impl.num_queries_per_kv, impl.head_size
-        ratios = {}
-        for number in sizes_of(self.found["attention"]["graphs"], 512):
-            times, _ = measure(Case("", *shape, number, longest // 8, longest // 2, longest))
-            ratios[number] = times.ours / times.theirs
-        self.found["ratios"] = ratios
 
     def each_attention(self) -> None:
         """The mismatch with each kernel, and the layers' calls of ours: without graphs the choice can change."""

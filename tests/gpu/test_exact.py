@@ -20,8 +20,9 @@ from megatron_grpo.models.exact import head, kernels
 
 FLAGS = """--bf16 --transformer-impl local --exact-log-probs --temperature 1 --beta 0 --max-prompt-length 200
     --max-completion-length 64 --vllm-max-num-seqs 128 --vllm-enable-prefix-caching""".split()
-UPDATES = """--global-batch-size 64 --micro-batch-size 16 --num-generations 8 --lr 1e-3 --no-save-hf
+UPDATES = """--global-batch-size 64 --num-generations 8 --lr 1e-3 --no-save-hf
     --use-distributed-optimizer""".split()
+OTHER = "--temperature 0.7 --max-tokens-per-microbatch 4096"
 DEVICE = torch.device("cuda", 0)
 
 
@@ -170,14 +171,14 @@ def check_a_run(root: Path, ranks: int, updates: int, flags: str) -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("flags", ["", "--temperature 0.7 --steps-per-generation 2 --max-tokens-per-microbatch 4096"])
+@pytest.mark.parametrize("flags", ["--micro-batch-size 16", f"{OTHER} --steps-per-generation 2"])
 def test_a_run_has_no_mismatch(tmp_path, flags):
     check_a_run(tmp_path, 1, 4, flags)
 
 
 @pytest.mark.alone
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("flags", ["", "--sequence-parallel --temperature 0.7 --max-tokens-per-microbatch 4096"])
+@pytest.mark.parametrize("flags", ["--micro-batch-size 16", f"{OTHER} --sequence-parallel"])
 def test_two_tensor_parallel_ranks_have_no_mismatch(tmp_path, flags):
     """Both ranks have tokens of the vocabulary, which is smaller than its usual padding."""
     layout = "--tensor-model-parallel-size 2 --vllm-tensor-parallel-size 2 --make-vocab-size-divisible-by 1"

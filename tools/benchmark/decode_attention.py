@@ -58,23 +58,8 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Times:
-    """Microseconds of a call with FlashAttention 3 and with our kernel."""
-
-    theirs: float
-    ours: float
-    read: int  # bytes of keys and values
-    difference: float  # largest, of the two outputs
-
-    def cells(self) -> list[str]:
-        """Return the cells of a row."""
-        speeds = [f"{us:.1f} ({self.read / us / 1e6:.2f})" for us in (self.theirs, self.ours)]
-        return [*speeds, f"{self.difference:.3f}"]
-
-
-def measure(case: Case) -> list[Times]:
-    """Return the times of a case with a cache in bf16 and in FP8."""
+def measure(case: Case) -> str:
+    """Return the row of a case."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     from megatron_grpo.rollout.vllm.decode_attention import decode_attention, parts_of
@@ -91,7 +76,7 @@ def measure(case: Case) -> list[Times]:
     one = torch.ones((), device="cuda")
     scale = case.channels**-0.5
     splits = 1 if case.limit <= 1024 else 32  # as an engine of such sequences: colocate.py
-    found = []
+    cells = []
     for dtype in torch.bfloat16, torch.float8_e4m3fn:
         q, kv = query.to(dtype), cache.to(dtype)
         quantized = dtype != torch.bfloat16
@@ -117,9 +102,11 @@ def measure(case: Case) -> list[Times]:
             decode_attention(q, kv, table, lengths, out, scale, scales, *parts_of(case.limit))
 
         read = int(lengths.sum()) * kv.stride(2) * case.groups * kv.element_size()
-        of_flash, of_own = microseconds(flash), microseconds(own)
-        found.append(Times(of_flash, of_own, read, float((theirs.float() - ours.float()).abs().max())))
-    return found
+        for attend in flash, own:
+            us = microseconds(attend)
+            cells.append(f"{us:.1f} ({read / us / 1e6:.2f})")
+        cells.append(f"{(theirs.float() - ours.float()).abs().max():.3f}")
+    return f"| {case.name} | {' | '.join(cells)} |"
 
 
 def microseconds(call: Callable[[], None], times: int = 20) -> float:
@@ -148,8 +135,7 @@ def main() -> None:
     print("| us (TB/s) | FlashAttention 3 | ours | difference | FlashAttention 3, FP8 | ours, FP8 | difference |")
     print("|---|--:|--:|--:|--:|--:|--:|")
     for case in CASES:
-        cells = [cell for times in measure(case) for cell in times.cells()]
-        print(f"| {case.name} | {' | '.join(cells)} |", flush=True)
+        print(measure(case), flush=True)
 
 
 if __name__ == "__main__":
