@@ -6,8 +6,8 @@ DIRECTORY holds a published config.json. The first half of the ranks hold the te
 random weights; the second half have vLLM's model of each rank of one engine, whose loaders are traced, and whose
 parameters receive the weights. Prints for each sync the seconds until the last rank's device has finished, the
 gigabytes that an engine rank receives a second, with their checksums, and the same for plain messages of as many
-bytes between the same ranks. With --profile the host's functions of the last sync are listed, of the first trainer
-and of the first engine rank.
+bytes between the same ranks. With --profile the host's functions of one more sync are listed, and the device's kernels
+of another, of the first trainer and of the first engine rank.
 """
 
 import argparse
@@ -66,12 +66,16 @@ def measure(
             print(f"sync {number}: {took:.4f} s, {size / took / 1e9:.0f} GB/s to an engine rank", flush=True)
     assert not transfer.differences
     if options.profile:
-        profile = cProfile.Profile()
-        profile.runcall(run)
+        host = cProfile.Profile()
+        host.runcall(run)
+        with torch.profiler.profile() as recorded:  # another sync: each profile makes the other's functions slower
+            run()
+        of_device = "self_device_time_total" if links.device != torch.device("cpu") else "self_cpu_time_total"
         for shown in (0, half):
             dist.barrier(group=links.host)
             if rank == shown:
-                pstats.Stats(profile).sort_stats("tottime").print_stats(12)
+                pstats.Stats(host).sort_stats("tottime").print_stats(12)
+                print(recorded.key_averages().table(of_device, row_limit=16, max_name_column_width=60), flush=True)
     message = torch.empty(min(size, 2**30), dtype=torch.uint8, device=links.device)
     counts = [0] * (2 * half)
     counts[rank + half if rank < half else rank - half] = len(message)
@@ -88,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="DIRECTORY", help="holds config.json as published")
     parser.add_argument("--syncs", type=int, default=5, metavar="N", help="syncs; the first one has further work [5]")
-    parser.add_argument("--profile", action="store_true", help="list the host's functions of a sync")
+    parser.add_argument("--profile", action="store_true", help="list functions and kernels of a sync")
     options = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world % 2:
