@@ -1,6 +1,7 @@
 """pretrain_grpo.py as a user starts it on GPUs: sleeping engine, everything offloaded, resumed, exported."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,15 @@ import pytest
 from launch import REPO, engine_flags, torchrun
 from run_files import metrics_of
 
+from tools.cpu_server import cpu_server
+
 pytestmark = pytest.mark.alone  # vLLM's sleep fails when another program takes memory of the GPU meanwhile
 GPU = """--bf16 --sleep-level 2 --offload-model --offload-optimizer --offload-gradients --check-weight-sync
     --use-distributed-optimizer --vllm-gpu-memory-utilization 0.1 --vllm-enforce-eager""".split()
-RUN = """--micro-batch-size 16 --global-batch-size 64 --num-generations 8 --max-prompt-length 8
-    --max-completion-length 5 --reward-funcs even_tokens --beta 0.02 --lr 1e-4 --train-iters 4 --exit-interval 2
-    --eval-interval 2 --transformer-impl local""".split()
+UPDATES = """--micro-batch-size 16 --global-batch-size 64 --num-generations 8 --max-prompt-length 8
+    --max-completion-length 5 --reward-funcs even_tokens --beta 0.02 --lr 1e-4 --train-iters 4
+    --transformer-impl local""".split()
+RUN = [*UPDATES, "--exit-interval", "2", "--eval-interval", "2"]
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +86,26 @@ def test_experts_of_the_engine(task, tmp_path):
     """The trainer repeats the experts that vLLM chose, which it tells on GPUs only."""
     flags = "--router-replay-mode R3 --steps-per-generation 2 --moe-grouped-gemm"
     check(task, tmp_path / "run", 1, *flags.split(), model="qwen3_moe")
+
+
+SERVER = """--dtype bfloat16 --max-model-len 64 --logprobs-mode processed_logprobs --gpu-memory-utilization 0.2
+    --hf-overrides {"head_dtype":"float32"} --weight-transfer-config {"backend":"nccl"}
+    --enable-return-routed-experts"""
+
+
+@pytest.mark.gpus(2)
+def test_experts_of_a_server(task, tmp_path):
+    """A server on a GPU of its own tells its experts, before and after it has received weights."""
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0,1").split(",")
+    model, data, save = task / "qwen3_moe", task / "data/train.jsonl", tmp_path / "run"
+    flags = "--bf16 --use-distributed-optimizer --router-replay-mode R3 --moe-grouped-gemm --vllm-mode server".split()
+    flags += ["--load-hf", model, "--train-data-path", data, "--save", save]
+    flags += ["--external-plugins", REPO / "tools/benchmark/even_tokens.py"]
+    with cpu_server(model, tmp_path / "server.log", SERVER, CUDA_VISIBLE_DEVICES=gpus[1]) as (url, _):
+        torchrun(1, "pretrain_grpo.py", *UPDATES, *flags, "--vllm-server-base-url", url)
+    rows = metrics_of(save)
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["mismatch/mean_abs"] < 0.02 and 0 < row["grad_norm"] < 100 for row in rows), rows
 
 
 @pytest.mark.gpus(2)
