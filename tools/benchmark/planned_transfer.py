@@ -4,10 +4,10 @@
 
 DIRECTORY holds a published config.json. The first half of the ranks hold the tensor-parallel shards of a trainer, with
 random weights; the second half have vLLM's model of each rank of one engine, whose loaders are traced, and whose
-parameters receive the weights. Prints for each sync the seconds until the last rank's device has finished, the
-gigabytes that an engine rank receives a second, with their checksums, and the same for plain messages of as many
-bytes between the same ranks. With --profile the host's functions of one more sync are listed, and the device's kernels
-of another, of the first trainer and of the first engine rank.
+parameters receive the weights. Prints for each sync the seconds until the last rank's device has finished and the
+gigabytes that an engine rank receives a second, with their checksums; on GPUs the memory of a sync beside the weights;
+and the gigabytes a second of plain messages between the same ranks. With --profile the host's functions of one more
+sync are listed, and the device's kernels of another, of the first trainer and of the first engine rank.
 """
 
 import argparse
@@ -60,17 +60,28 @@ def measure(
 ) -> None:
     """Print the seconds of each sync, and of plain messages of the bytes of an engine rank."""
     rank, half = links.host.rank(), links.host.size() // 2
+    on_gpu = links.device != torch.device("cpu")
+    held = 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
     for number in range(options.syncs):
         took = seconds(run, links)
         if rank == 0:
             print(f"sync {number}: {took:.4f} s, {size / took / 1e9:.0f} GB/s to an engine rank", flush=True)
     assert not transfer.differences
+    if on_gpu:
+        most = torch.zeros(2, dtype=torch.float64)
+        most[rank // half] = torch.cuda.max_memory_allocated() - held
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=links.host)
+        if rank == 0:
+            print("memory of a sync, MiB: trainer {:.0f}, engine {:.0f}".format(*(most / 2**20).tolist()), flush=True)
     if options.profile:
         host = cProfile.Profile()
         host.runcall(run)
         with torch.profiler.profile() as recorded:  # another sync: each profile makes the other's functions slower
             run()
-        of_device = "self_device_time_total" if links.device != torch.device("cpu") else "self_cpu_time_total"
+        of_device = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         for shown in (0, half):
             dist.barrier(group=links.host)
             if rank == shown:
