@@ -414,6 +414,8 @@ def parameters_complete(model: Model) -> Iterator[None]:
     The model says whether it does so: a reference that borrows the policy's modules has arguments of its own.
     """
     chunks: list[Any] = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+    if chunks:
+        await_ranks()  # the gather has a time-out
     for chunk in chunks:
         chunk.disable_forward_pre_hook(param_sync=True)
     try:

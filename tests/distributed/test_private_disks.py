@@ -44,7 +44,7 @@ def test_hosts_share_the_directory_of_checkpoints(start, tiny_models, tmp_path, 
 
 MISSING = [
     ("--load run --train-iters 2", "--load: run/iter_0000001"),
-    ("--pretrained-checkpoint run --use-checkpoint-args --train-iters 1", "--pretrained-checkpoint: run"),
+    ("--pretrained-checkpoint run --use-checkpoint-args --train-iters 1", "--pretrained-checkpoint: run/iter_0000001"),
     ("--load-hf model --tokenizer-model run/hf_assets --train-iters 1", "--tokenizer-model: run/hf_assets"),
 ]
 

@@ -123,10 +123,14 @@ def test_servers_generate_while_the_trainer_updates(flags, double, tmp_path):
 @pytest.mark.vllm
 @pytest.mark.parametrize("how", ["interrupt", "drain", "keep"])
 def test_a_real_server_generates_while_the_trainer_updates(flags, tmp_path, how):
-    """After each publication its log-probabilities must be the trainer's, or the run ends (the probe)."""
+    """After each publication its log-probabilities must be the trainer's, or the run ends (the probe).
+
+    The server generates two completions at a time, so that the trainer waits for it and weights change under some.
+    """
     model, save = flags[flags.index("--load-hf") + 1], tmp_path / "save"
     words = ["--rollout-ranks", 1, "--max-staleness", 2, "--rollout-importance-sampling-mode", "token_truncate"]
-    words += ["--weight-update", how, "--max-completion-length", 48, "--save", save, "--train-iters", 6, "--ignore-eos"]
+    words += ["--weight-update", how, "--max-completion-length", 96, "--save", save, "--train-iters", 6, "--ignore-eos"]
+    words += ["--vllm-max-num-seqs", 2]
     with vllm_server(model, tmp_path) as url:
         environment = {"VLLM_API_KEY": KEY}
         words += ["--vllm-server-base-url", url, "--vllm-server-timeout", 300]

@@ -18,6 +18,7 @@ RUN = f"""--reward-funcs even_length --num-generations 4 --micro-batch-size 4 --
 PHASES = ("offload", "sync", "rollout", "scoring", "logprobs", "update", "eval", "save", "export")
 START = ("model", "checkpoint", "engine", "rewards", "logs")
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+DP2 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 PLACED = "--rollout-ranks 1 --max-staleness 1 --rollout-importance-sampling-mode token_truncate"
 
 
@@ -45,7 +46,7 @@ def test_a_rollout_and_its_rewards(tiny_models, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", TP2, "--pipeline-model-parallel-size 2", f"--rollout-engine megatron {TP2}"])
+@pytest.mark.parametrize("flags", [DP2, TP2, "--pipeline-model-parallel-size 2", f"--rollout-engine megatron {TP2}"])
 def test_every_phase(tiny_models, tmp_path, flags):
     model = tiny_models["qwen3"]
     output = run(model, tmp_path, 2, 1, (*PHASES, "reward"), *flags.split(), updates=4)

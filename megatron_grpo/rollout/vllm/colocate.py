@@ -284,6 +284,7 @@ class VllmColocate:
             holder = planned.holder(table, weights.local)
             self._transfers[kind] = planned.Transfer(self._args, planned.Links.of_trainers(), table, holder, self.reads)
         transfer = self._transfers[kind]
+        await_ranks()  # the ranks exchange parts, and merge adapters, within a time-out
         self._load(transfer.run(weights.local), version)
         refuse(transfer.differences, planned.other_bytes(kind, version))
 
