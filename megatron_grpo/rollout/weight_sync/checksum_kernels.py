@@ -25,7 +25,7 @@ def _row_sums(words, of_rows, height, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = row < height
     word = tl.load(words + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside[:, None], other=0)
-    word ^= (word >> 32) & 0xFFFFFFFF
+    word ^= (word >> 33) & 0x7FFFFFFF
     tl.store(of_rows + row, tl.sum(word, 1), mask=inside)
     tl.store(of_rows + height + row, tl.sum(word * (2 * column + 1).to(tl.int64)[None, :], 1), mask=inside)
 

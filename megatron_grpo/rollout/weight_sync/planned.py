@@ -370,8 +370,9 @@ def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
     ``rows`` [2, pieces]: the first row of each, and the one after its last. The word c of row r of a piece has the
     factor 2 r + 1 in the first sum, and 2 c + 1 in the second. An odd factor has an inverse modulo 2^64, so a change
-    of one word changes both sums. The upper half of a word is first added to the lower one, bit by bit, because two
-    changes of the highest bit alone, as of two signs, would cancel.
+    of one word changes both sums. The highest 31 bits of a word are first added to the lowest 31, bit by bit, because
+    two changes of the highest bit alone, as of two signs, would cancel. Halves of a word, in place of 31 bits, would
+    add signs to signs, and a change of both would be one of the highest bit again.
     """
     in_rows = whole.view(torch.int64).view(-1, ROW_BYTES // 8)
     if whole.is_cuda:
@@ -380,8 +381,8 @@ def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return checksum_kernels.checksums(in_rows, rows)
     by_row, by_column = [], []
     for given in in_rows.split(ROWS):
-        words = given >> 32
-        words &= 2**32 - 1
+        words = given >> 33
+        words &= 2**31 - 1
         words ^= given
         by_row.append(words.sum(1))
         words *= _odd(words.shape[1], words.device)

@@ -263,7 +263,7 @@ def test_kernels_of_checksums_give_the_sums_of_torch():
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 2**32), st.data())
 def test_checksums_are_the_sums_of_the_definition(sizes, seed, data):
-    """Sums by Python's integers modulo 2^64; a changed bit changes both sums of its piece alone, two signs one."""
+    """Sums by Python's integers modulo 2^64; a changed bit changes both sums of its piece alone, signs change one."""
     width = planned.ROW_BYTES // 8
     words = np.random.default_rng(seed).integers(-(2**63), 2**63, (sum(sizes) + 1, width), dtype=np.int64)
     ends = np.cumsum([1, *sizes])  # the first row belongs to no piece
@@ -273,7 +273,7 @@ def test_checksums_are_the_sums_of_the_definition(sizes, seed, data):
         return planned.checksums(torch.from_numpy(words.view(np.uint8).reshape(-1)), rows)
 
     def wanted(first, end):
-        own = [[word ^ (word >> 32 & 2**32 - 1) for word in row] for row in words[first:end].tolist()]
+        own = [[word ^ (word >> 33 & 2**31 - 1) for word in row] for row in words[first:end].tolist()]
         sums = [
             sum(word * factor(r, c) for r, row in enumerate(own) for c, word in enumerate(row))
             for factor in (lambda r, c: 2 * r + 1, lambda r, c: 2 * c + 1)
@@ -287,7 +287,9 @@ def test_checksums_are_the_sums_of_the_definition(sizes, seed, data):
     words[row, column] ^= np.int64(1) << data.draw(st.integers(0, 62))
     changed = found() != before
     assert changed[piece].all() and changed.sum() == 2
-    before = found()
-    for place in {column, (column + 1) % width}:
-        words[row, place] ^= np.int64(-(2**63))
-    assert (found() != before).any(1).tolist() == [number == piece for number in range(len(sizes))]
+    # The signs of one or two numbers of 32 bits, of four of 16 bits, and of every second one: in two words.
+    for bits in (63,), (63, 31), (63, 47, 31, 15), (47, 15):
+        before = found()
+        for place in {column, (column + 1) % width}:
+            words[row, place] ^= np.array(sum(1 << bit for bit in bits), np.uint64).view(np.int64)
+        assert (found() != before).any(1).tolist() == [number == piece for number in range(len(sizes))]
