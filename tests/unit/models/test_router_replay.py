@@ -159,7 +159,9 @@ class VllmDouble:
     def __init__(self, layers: int, told: bool, missing: int):
         self.layers, self.told, self.missing, self.waiting = layers, told, missing, []
         self.llm_engine = self
-        self.vllm_config = SimpleNamespace(use_v2_model_runner=True)
+        self.vllm_config = SimpleNamespace(
+            use_v2_model_runner=True, compilation_config=SimpleNamespace(static_forward_context={})
+        )
 
     def add_request(self, request_id, prompt, params, lora_request):
         self.waiting.append((request_id, prompt["prompt_token_ids"]))
