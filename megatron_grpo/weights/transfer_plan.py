@@ -10,8 +10,9 @@ thus sends the same number of bytes, give or take a piece, and every rank knows 
 rank on a trainer's device reads that trainer's own shards in place, and receives others from its host where it can.
 
 The sync has rounds of consecutive weights, in which an engine rank receives at most ``limit`` bytes and a holder sends
-on average at most as many. In each step of the sync the replicas of an engine are in rounds of different
-pipeline stages, so that all stages send. No process group is used here.
+on average at most as many. The shards that it reads have at most `SHARDS` times as many: they are copies if they are
+merged with an adapter or stored in 8 bits. In each step of the sync the replicas of an engine are in rounds of
+different pipeline stages, so that all stages send. No process group is used here.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from megatron_grpo.weights.parameter_mapping import Slice, Weight, not_in_the_mo
 Box = tuple[tuple[int, int], ...]  # (first, end) along each axis of a Hugging Face tensor
 Needs = Sequence[Sequence[Box]]  # of each tensor of `hf_tensors`; boxes can overlap
 ROUND_BYTES = 128 * 2**20  # two rounds are under way at a time
+SHARDS = 4  # an engine of more ranks than a trainer receives parts of larger shards
 PIECE_BYTES = 16 * 2**20  # a larger piece is divided, for the balance of the holders
 
 
@@ -291,7 +293,7 @@ class Plan:
         received = received.cumsum(0)
         of_all = (received * [alike[id(needs)] for needs in distinct]).sum(1).tolist()
         first = Round(range(0), range(0))  # of the round that grows
-        sent = defaultdict[int, float](float)  # by each holder of a group
+        sent, read = defaultdict[int, float](float), defaultdict[int, int](int)  # by each holder of a group
         grown, largest = first, 0.0  # bytes that a holder sends of one weight
         for weights, tensors in self._closed():
             groups = {group for number in weights for _, group in self.shards[number]}
@@ -301,15 +303,29 @@ class Plan:
             # With many engines a single weight can exceed the limit; other holders send theirs in the same round.
             limit = max(self._limit, largest, share)
             held = (received[tensors.stop] - received[grown.tensors.start]).max()
-            if grown.weights and (held > self._limit or most > limit):
+            shards = self._shard_bytes(weights)
+            of_shards = max(read[group] + nbytes for group, nbytes in shards.items())
+            if grown.weights and (held > self._limit or most > limit or of_shards > SHARDS * self._limit):
                 yield grown
-                first, sent, largest = Round(weights, tensors), defaultdict(float), 0.0
+                first, sent, read, largest = Round(weights, tensors), defaultdict(float), defaultdict(int), 0.0
             largest = max(largest, share)
             grown = Round(range(first.weights.start, weights.stop), range(first.tensors.start, tensors.stop))
             for group in groups:
                 sent[group] += share
+                read[group] += shards[group]
         if grown.weights:
             yield grown
+
+    def _shard_bytes(self, weights: range) -> dict[int, int]:
+        """Return the bytes of the shards of ``weights`` that each group of holders has."""
+        found: dict[int, int] = {}
+        for number in weights:
+            weight, shards = self.weights[number], self.shards[number]
+            tensors = [self.tensors[self._number[name]] for name in weight.hf]
+            nbytes = sum(tensor.nbytes // (tensor.shape[0] if weight.all_experts else 1) for tensor in tensors)
+            for _, group in shards:
+                found[group] = found.get(group, 0) + nbytes // len(shards)
+        return found
 
     def _closed(self) -> Iterator[tuple[range, range]]:
         """Yield the shortest runs of weights that complete their tensors, with the numbers of these."""

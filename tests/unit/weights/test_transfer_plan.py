@@ -182,6 +182,26 @@ def test_a_weight_above_the_limit_is_sent_beside_that_of_another_holder(argument
     assert all({number * 2 // args.num_experts for number in pair} == {0, 1} for pair in pairs)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_trainer_reads_few_shards_at_a_time_for_an_engine_of_many_ranks(tp, arguments):
+    """Shards that are merged with an adapter, or stored in 8 bits, are copies: of a whole round."""
+    layout, ranks, limit = (tp, 1, 1, 1, 1), 16, 20_000
+    args = arguments("qwen3, tied", layout)
+    weights = model_weights.table(args)
+    tensors, holders = transfer_plan.hf_tensors(weights, params_dtype(args)), world(args, layout, weights)
+
+    def rows(tensor, rank):
+        first, *others = tensor.shape
+        return (first * rank // ranks, first * (rank + 1) // ranks), *((0, size) for size in others)
+
+    needs = [[[rows(tensor, rank)] for tensor in tensors] for rank in range(ranks)]
+    rounds = Plan(weights, tensors, holders * 8, needs, limit=limit).rounds
+    itemsize = params_dtype(args).itemsize
+    of_rounds = [[math.prod(weights[n].shard_shape(tp)) * itemsize for n in part.weights] for part in rounds]
+    assert all(sum(nbytes) <= transfer_plan.SHARDS * limit or len(nbytes) == 1 for nbytes in of_rounds)
+    assert max(map(sum, of_rounds)) > 2 * limit and len(rounds) < sum(map(len, of_rounds)) / 2
+
+
 def test_replicas_are_in_rounds_of_different_stages(arguments):
     """In the same order all would receive from one stage, and the others would send nothing."""
     layout = (1, 2, 1, 1, 1)
