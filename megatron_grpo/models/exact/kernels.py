@@ -457,8 +457,9 @@ def attention(
     sequences = len(pages.lengths)
     short = longest is not None and longest <= queries
     if tokens:
-        _attention[(groups, sequences if short else tokens // queries + sequences)](
-            query, key, value, pages.table, pages.starts, pages.lengths, out, log_sum, sequences, int(short),
+        blocks = sequences if short else tokens // queries + sequences
+        _attention[(groups * blocks,)](  # a second number of programs may not exceed 65,535
+            query, key, value, pages.table, pages.starts, pages.lengths, out, log_sum, groups, sequences, int(short),
             scale * LOG2_E, pages.size.bit_length() - 1, tokens, query.stride(0), out.stride(0), key.stride(0),
             key.stride(1), key.stride(2), pages.table.stride(0), HEADS=heads // groups, WIDE=wide, QUERIES=queries,
             D=size, KEYS=KEYS, num_warps=4, num_stages=3, maxnreg=REGISTERS.get(size), **PLAIN,
@@ -466,13 +467,13 @@ def attention(
     return out, log_sum
 
 
-@triton.jit(do_not_specialize=["sequences", "short", "shift", "tokens", "table_row"])
+@triton.jit(do_not_specialize=["groups", "sequences", "short", "shift", "tokens", "table_row"])
 def _attention(
-    query, key, value, table, starts, lengths, out, log_sum, sequences, short, scale, shift, tokens, query_token,
-    out_token, key_block, key_token, key_group, table_row, HEADS: tl.constexpr, WIDE: tl.constexpr,
+    query, key, value, table, starts, lengths, out, log_sum, groups, sequences, short, scale, shift, tokens,
+    query_token, out_token, key_block, key_token, key_group, table_row, HEADS: tl.constexpr, WIDE: tl.constexpr,
     QUERIES: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    group, block = tl.program_id(0), tl.program_id(1)
+    group, block = tl.program_id(0) % groups, tl.program_id(0) // groups
     # Sequence s has the blocks from starts[s] // QUERIES + s on: the last one that begins at or before this block. Of
     # short sequences each has the block of its number. `short` is no constant: one binary has the bits of all steps.
     low, high = tl.where(short != 0, block + 1, 0), tl.where(short != 0, block + 1, sequences)

@@ -1,9 +1,11 @@
 """What test_exact_log_probs.py asks the kernels in Triton's interpreter; prints the answers."""
 
 import json
+import math
 import os
 import sys
 from itertools import pairwise
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
@@ -89,6 +91,21 @@ def attention() -> None:
     found["part of a prompt"] = torch.equal(kernels.attention(q[rest], keys, values, chunked, SIZE**-0.5)[0], out[rest])
 
 
+def long_packs() -> None:
+    """CUDA has at most 65,535 programs along the second and the third axis."""
+
+    class Launches:
+        def __getitem__(self, programs):
+            few = all(number < 2**16 for number in programs[1:])
+            found["programs of a long pack"] = few and math.prod(programs) == 2**16 + 1
+            return lambda *_, **__: None
+
+    empty = torch.empty(2**17, 1, 32, SIZE, device="meta")
+    pages = kernels.Pages(torch.tensor([0, 2**17]), torch.tensor([2**17]), torch.empty(1, 2**17, device="meta"), 1)
+    with mock.patch.object(kernels, "_attention", Launches()):
+        kernels.attention(empty[:, 0], empty[:, :, :1], empty[:, :, :1], pages, 1.0)  # 32 heads of one key head
+
+
 def shared_prompts() -> None:
     """Completions of a prompt that is in the pack once, against whole sequences in float64."""
     prompt, completions = 20, [7, 30]
@@ -156,6 +173,6 @@ def elementwise() -> None:
 
 
 torch.manual_seed(0)
-for question in (attention, shared_prompts, products, elementwise):
+for question in (attention, long_packs, shared_prompts, products, elementwise):
     question()
 json.dump(found, sys.stdout)
