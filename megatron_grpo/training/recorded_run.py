@@ -82,7 +82,7 @@ def run_flags(args: Namespace) -> dict[str, Any]:
         flags["train_iters"] = args.train_iters
     if args.rollout_ranks:  # their number is free; which groups have started is recorded in another way
         flags["rollout_ranks"] = True
-    if args.exact_log_probs:  # shards of other sizes have other sums
+    if args.exact_log_probs and args.tensor_model_parallel_size > 1:  # shards of other sizes have other sums
         flags["tensor_model_parallel_size"] = args.tensor_model_parallel_size
     return flags
 
