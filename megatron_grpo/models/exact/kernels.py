@@ -40,6 +40,7 @@ WIDE = Tile(128, 256, 64, 8, 3)  # of many rows: training and prompts
 NARROW = Tile(64, 64, 128, 4, 4)  # of few rows: decode steps
 FEW_PROGRAMS = 128  # of wide tiles: fewer leave a part of a GPU idle
 STEP, MOST_ROWS, MOST_NUMBERS = 128, 2**14, 2**28  # rows that torch's product is tried with, and numbers of its result
+LEAST_NUMBERS = 2**20  # of 16 bits that a trial compares: sums in another order differ in one of some 5,000
 
 
 def linear(
@@ -135,21 +136,31 @@ def _tried(*kind: Any) -> frozenset[int]:
 def rows_of_torch(columns: int, depth: int, biased: bool, dtype: torch.dtype, device: torch.device) -> frozenset[int]:
     """Return the numbers of rows with which torch's product, which is faster, has the bits of ours.
 
-    They are tried, with random numbers: all up to 16, those of CUDA graphs, and multiples of `STEP`. From now on torch
-    divides no sum among programs.
+    They are tried, with random numbers: all up to 16, those of CUDA graphs, and multiples of `STEP`. Small numbers are
+    tried with several products. From now on torch divides no sum among programs.
     """
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False, False
     most = min(MOST_ROWS, max(512, MOST_NUMBERS // columns // STEP * STEP))
-    draw = functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
-    x, weight = draw(most, depth).bfloat16(), (draw(columns, depth) * depth**-0.5).bfloat16()
-    bias = draw(columns).bfloat16() if biased else None
+    generator = torch.Generator(device).manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator, device=device, dtype=torch.bfloat16)
+    x, weight = draw(most, depth), draw(columns, depth).mul_(depth**-0.5)
+    bias = draw(columns) if biased else None
     expected, made = (torch.empty(most, columns, dtype=dtype, device=device) for _ in range(2))
     _own_linear(x, weight, bias, expected)
+    least = 1 if dtype == torch.float32 else min(most, LEAST_NUMBERS // columns)
     found = set()
     for number in {*range(1, 17), *range(16, 513, 8), *range(STEP, most + 1, STEP)}:
-        _torch_linear(x[:number], weight, bias, made[:number])
-        if torch.equal(made[:number], expected[:number]):
+        rows = max(1, least // number) * number
+        for first in range(0, rows, number):
+            part = slice(first, first + number)
+            if _as_tried(x[part]) and _as_tried(made[part]):
+                _torch_linear(x[part], weight, bias, made[part])
+            else:
+                out = made.new_empty(number, columns)
+                _torch_linear(x[part].clone(), weight, bias, out)
+                made[part] = out
+        if torch.equal(made[:rows], expected[:rows]):
             found.add(number)
     return frozenset(found)
 

@@ -102,7 +102,7 @@ class VllmColocate:
             from megatron_grpo.rollout.vllm import exact
 
             exact.check(self._engine)
-        if dist.get_rank() == 0:
+        if self.is_lead:  # replicas measure by themselves
             for choice in scheduler.attention_choices(self._engine):
                 log(str(choice))
         scheduler.collect_log_probs(self._engine)

@@ -113,7 +113,7 @@ class DecodeAttention(FlashAttentionImpl):
         )
         self.choice: Choice | None = None
         if is_plain:
-            self.choice = fixed_rule(self.num_kv_heads, "without CUDA graphs of decode steps nothing is measured")
+            self.choice = fixed_rule(self.num_kv_heads, "no CUDA graphs of steps with one token of a sequence")
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *of_output, **options):
         """Write the attention of a batch into ``output``."""

@@ -147,6 +147,29 @@ def products() -> None:
         found[f"rows after those of the {name}"] = kernels._more_rows(result, 277).data_ptr() == result.data_ptr()
 
 
+def trials() -> None:
+    """A product that adds its parts in the opposite order has our bits in most rows, and is not taken for any."""
+
+    def product(x, weight, order: slice) -> torch.Tensor:
+        total = torch.zeros(len(x), len(weight))
+        for left, right in list(zip(x.double().split(16, 1), weight.double().split(16, 1), strict=True))[order]:
+            total += (left @ right.T).float()
+        return total
+
+    forwards, backwards = slice(None), slice(None, None, -1)
+
+    def accepted(order: slice) -> frozenset[int]:
+        kernels._torch_linear = lambda x, weight, bias, out: out.copy_(product(x, weight, order))
+        return kernels.rows_of_torch(256, 512, False, torch.bfloat16, torch.device("cpu"))
+
+    kept = kernels._own_linear, kernels._torch_linear, kernels.MOST_ROWS
+    kernels._own_linear = lambda x, weight, bias, out: out.copy_(product(x, weight, forwards))
+    kernels.MOST_ROWS = 512
+    found["numbers of rows with our order"] = {1, 16, 512} < accepted(forwards)
+    found["no number with another order"] = not accepted(backwards)
+    kernels._own_linear, kernels._torch_linear, kernels.MOST_ROWS = kept
+
+
 def elementwise() -> None:
     x, weight = torch.randn(9, 3, 96), torch.randn(96)
     found["norm"] = gap(kernels.rms_norm(x, weight, 1e-6)[0], torch.nn.functional.rms_norm(x, (96,), weight, 1e-6))
@@ -173,6 +196,6 @@ def elementwise() -> None:
 
 
 torch.manual_seed(0)
-for question in (attention, long_packs, shared_prompts, products, elementwise):
+for question in (attention, long_packs, shared_prompts, products, trials, elementwise):
     question()
 json.dump(found, sys.stdout)
