@@ -21,7 +21,7 @@ FIRST = {
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
     """Context in which a kernel changes the last bit of one number of its result."""
-    from megatron_grpo.models.exact import head, kernels  # they import Triton, whose interpreter a test may choose
+    from megatron_grpo.models.exact import head, kernels  # they import Triton; a test may choose its interpreter
 
     module: Any = head if name == "token_log_probs" else kernels
     kernel = getattr(module, name)

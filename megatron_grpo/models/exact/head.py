@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from megatron_grpo.models.exact import kernels
 
-# Tokens whose logits ranks exchange at once. Of two ranks each then has 0.3 to 0.5 GiB more than the logits of a chunk,
-# with a vocabulary of 152k: less than the gradient of the chunk's logits, which comes later.
+# Ranks exchange the logits of so many tokens at once. With a vocabulary of 152k each of two ranks then has 0.3 to 0.5
+# GiB more than the logits of a chunk. Their gradient, which comes later, is larger.
 WHOLE_ROWS = 512
 
 

@@ -111,7 +111,7 @@ def _more_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _empty(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return an empty tensor of ``shape`` like ``x``, in whose storage `_more_rows` finds `STEP` rows more."""
+    """Return an empty tensor of ``shape`` like ``x``; its storage has `STEP` rows more, for `_more_rows`."""
     count = math.prod(shape)
     return x.new_empty(count + STEP * math.prod(shape[1:]))[:count].view(shape)
 

@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tokens ``[t, ...]`` of all ranks of ``group``, of which each has a slice ``x`` ``[t / n, ...]``."""
+    """Return the tokens ``[t, ...]`` of ``group``; each of its n ranks has a slice ``x`` ``[t / n, ...]``."""
     whole = x.new_empty(group.size() * len(x), *x.shape[1:])
     dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
     return whole
@@ -133,15 +133,13 @@ def _product(
 class ExactColumnLinear(ColumnParallelLinear):
     """megatron-core's linear layer with the forward pass of `kernels.linear`."""
 
-    def _forward_impl(self, input, weight, *args, **kwargs):
-        return _product(input, weight, *args, **kwargs)
+    _forward_impl = staticmethod(_product)
 
 
 class ExactRowLinear(RowParallelLinear):
     """megatron-core's linear layer with the forward pass of `kernels.linear`."""
 
-    def _forward_impl(self, input, weight, *args, **kwargs):
-        return _product(input, weight, *args, **kwargs)
+    _forward_impl = staticmethod(_product)
 
 
 class ExactNorm(RMSNorm):

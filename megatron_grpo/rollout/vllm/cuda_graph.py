@@ -1,4 +1,4 @@
-"""CUDA graphs in a process whose other threads may use the GPU."""
+"""CUDA graphs that a thread records while other threads may use the GPU."""
 
 from collections.abc import Callable
 from typing import Any

@@ -66,7 +66,7 @@ def sizes_of(recorded: Sequence[int], most: int) -> list[int]:
 
 
 def mean_lengths(longest: int) -> list[int]:
-    """Return the mean lengths to measure, in tokens, of an engine whose longest sequence has ``longest``."""
+    """Return the mean lengths to measure, in tokens; the engine's longest sequence has ``longest``."""
     return sorted({max(1, longest // 4), min(MEAN, max(1, longest // 2))})
 
 
@@ -127,7 +127,7 @@ def seconds_of(calls: Sequence[Callable[[], None]]) -> list[float]:
 class Measurement:
     """What an engine measures; ``build`` returns the metadata of a batch, and ``group`` is of the engine's ranks."""
 
-    layers: Sequence[Any]  # whose attention has both kernels
+    layers: Sequence[Any]  # each can attend by both kernels
     kernels: tuple[Attend, Attend]  # FlashAttention, ours
     query: Callable[[int], torch.Tensor]  # of a number of sequences
     output: Callable[[int], torch.Tensor]

@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from good_args import MODEL, RUN, validated
+from interpreted import last_line
 from planted import FIRST
 from ranks import real_torchrun
 from slow import slow_except
@@ -24,11 +24,7 @@ ROUNDING = 1e-5  # of float32
 
 @pytest.fixture(scope="module")
 def answers() -> dict:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), *sys.path])}
-    command = [sys.executable, str(HERE / "exact_kernels_worker.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(last_line(HERE / "exact_kernels_worker.py"))
 
 
 def test_kernels_compute_what_float64_computes(answers):

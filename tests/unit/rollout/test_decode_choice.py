@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreted import last_line
 
 from megatron_grpo.patches import cpu_backend
 from megatron_grpo.rollout.vllm import scheduler
@@ -28,7 +26,6 @@ from megatron_grpo.rollout.vllm.decode_choice import (
 )
 
 SIZES = [8, 64, 512]
-HERE = Path(__file__)
 
 
 @pytest.mark.parametrize(
@@ -287,12 +284,8 @@ def test_an_engine_measures_before_its_first_graph(of_vllm, monkeypatch):
 
 @pytest.fixture(scope="module")
 def worker():
-    """What the worker found: Triton's interpreter must be chosen before Triton is imported."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE.parents[3]), *sys.path])}
-    command = [sys.executable, str(HERE.with_name("decode_choice_worker.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    """What the worker found."""
+    return json.loads(last_line(Path(__file__).with_name("decode_choice_worker.py")))
 
 
 @pytest.mark.vllm

@@ -2,9 +2,6 @@
 
 import datetime
 import math
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreted import last_line
 from made_up_trainers import LAYOUTS, shards_of, world
 from slow import slow_except
 from toy_checkpoints import make, toy_args
@@ -272,13 +270,7 @@ def test_needs_survive_their_message(arguments):
 
 
 def test_kernels_of_checksums_give_the_sums_of_torch():
-    """In Triton's interpreter, which must be chosen before Triton is imported: in a process of its own."""
-    here = Path(__file__)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parents[3]), *sys.path])}
-    command = [sys.executable, str(here.with_name("checksum_kernels_worker.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines()[-1] == "yes"
+    assert last_line(Path(__file__).with_name("checksum_kernels_worker.py")) == "yes"
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 2**32), st.data())
