@@ -8,6 +8,7 @@ a known alignment: the layout of a reduction follows the alignment of its loads.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,8 @@ NARROW = Tile(64, 64, 128, 4, 4)  # of few rows: decode steps
 FEW_PROGRAMS = 128  # of wide tiles: fewer leave a part of a GPU idle
 STEP, MOST_ROWS, MOST_NUMBERS = 128, 2**14, 2**28  # rows that torch's product is tried with, and numbers of its result
 LEAST_NUMBERS = 2**20  # of 16 bits that a trial compares: sums in another order differ in one of some 5,000
+MOST_TIMED_ROWS = 512  # products of more rows fill a GPU in any tiles
+SLOW = 2  # times as long as our product: torch's had 12 times with 64 rows of 4,864 numbers on an H200
 
 
 def linear(
@@ -134,10 +137,11 @@ def _tried(*kind: Any) -> frozenset[int]:
 
 
 def rows_of_torch(columns: int, depth: int, biased: bool, dtype: torch.dtype, device: torch.device) -> frozenset[int]:
-    """Return the numbers of rows with which torch's product, which is faster, has the bits of ours.
+    """Return the numbers of rows with which torch's product, which is mostly faster, has the bits of ours.
 
     They are tried, with random numbers: all up to 16, those of CUDA graphs, and multiples of `STEP`. Small numbers are
-    tried with several products. From now on torch divides no sum among programs.
+    tried with several products. From now on torch divides no sum among programs, so that a few programs can have all
+    the work of a long sum: numbers with which its product is `SLOW` are left out.
     """
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False, False
@@ -162,7 +166,33 @@ def rows_of_torch(columns: int, depth: int, biased: bool, dtype: torch.dtype, de
                 made[part] = out
         if torch.equal(made[:rows], expected[:rows]):
             found.add(number)
-    return frozenset(found)
+    return frozenset(
+        number for number in found if number > MOST_TIMED_ROWS or not _is_slow(x[:number], weight, bias, dtype)
+    )
+
+
+def _is_slow(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    """Return whether torch's product takes more than `SLOW` times as long as ours."""
+    out = x.new_empty(len(x), len(weight), dtype=dtype)
+    torchs, ours = (_seconds(product, x, weight, bias, out) for product in (_torch_linear, _own_linear))
+    return torchs > SLOW * ours
+
+
+def _seconds(product: Callable[..., None], *tensors: torch.Tensor | None) -> float:
+    """Return the seconds of five products, the lesser of two measurements; 0 in Triton's interpreter."""
+    if not torch.cuda.is_available():
+        return 0.0
+    times = []
+    for _ in range(2):
+        product(*tensors)
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        for _ in range(5):
+            product(*tensors)
+        ended.record()
+        ended.synchronize()
+        times.append(begun.elapsed_time(ended) / 1e3)
+    return min(times)
 
 
 def _torch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
