@@ -272,7 +272,7 @@ class Transfer:
         progress.advance()
         sources = self._sources(traffic, local) if local is not None else {}
         own = [(piece, self._in_dtype(piece, sources[piece.weight][piece.spot])) for piece in traffic.own]
-        sent, received = self._packed(layouts.sent), self._packed(layouts.received, torch.empty)
+        sent, received = self._packed(layouts.sent), self._packed(layouts.received)
         if sent.pieces:
             torch._foreach_copy_(sent.parts, [sources[piece.weight][piece.spot] for piece in sent.pieces])
             sums = checksums(sent.whole, sent.layout.rows)
@@ -344,9 +344,9 @@ class Transfer:
         ends = torch.tensor(rows, dtype=torch.int64).view(-1, 2).T.contiguous()
         return _Layout(pieces, places, ends.to(self._links.device), sums, nbytes)
 
-    def _packed(self, layout: _Layout, new: Callable[..., torch.Tensor] = torch.zeros) -> _Packed:
-        """Return a ``new`` buffer with a layout: of zeros, as a row can end after its piece, or of what will arrive."""
-        whole = new(sum(layout.nbytes.values()), dtype=torch.uint8, device=self._links.device)
+    def _packed(self, layout: _Layout) -> _Packed:
+        """Return a new buffer with a layout. What a row has after its piece is the same at sender and receiver."""
+        whole = torch.empty(sum(layout.nbytes.values()), dtype=torch.uint8, device=self._links.device)
         typed = {dtype: whole.view(dtype) for dtype in {torch.int64, *(dtype for dtype, *_ in layout.places)}}
         parts = [typed[dtype].as_strided(shape, strides, first) for dtype, shape, strides, first in layout.places]
         sums = [typed[torch.int64][first : first + 2 * count].view(-1, 2) for first, count in layout.sums]
