@@ -86,6 +86,14 @@ def connect(args: Namespace, role: Role, store: dist.Store, rank: int, world_siz
 def _device_group(store: dist.Store, rank: int, size: int, timeout: timedelta, on_host: bool = False) -> Any:
     if on_host or not torch.cuda.is_available():
         return dist.ProcessGroupGloo(store, rank, size, timeout)
+    return dist.ProcessGroupNCCL(store, rank, size, nccl_options(timeout))
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Return the settings of the group that sends weights.
+
+    NCCL's kernels go before others: copies of one round of a sync fill a GPU, and those of the next could not begin.
+    """
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    options._timeout, options.is_high_priority_stream = timeout, True
+    return options

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_grpo.models.config import params_dtype
+from megatron_grpo.parallel.roles import nccl_options
 from megatron_grpo.rollout.vllm.loader_trace import trace
 from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.rollout.weight_sync.planned import Links, Transfer
@@ -111,8 +112,10 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
-    links = Links(dist.group.WORLD, dist.new_group(backend="nccl" if on_gpu else "gloo"), device)
+    timeout = datetime.timedelta(minutes=5)
+    dist.init_process_group("gloo", timeout=timeout)
+    settings = {"backend": "nccl", "pg_options": nccl_options(timeout)} if on_gpu else {"backend": "gloo"}
+    links = Links(dist.group.WORLD, dist.new_group(**settings), device)
     weights = planned.table(args, "weights")
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
     size = sum(tensor.nbytes for tensor in tensors) // half
