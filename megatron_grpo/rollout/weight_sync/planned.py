@@ -271,10 +271,10 @@ class Transfer:
         """Begin to send the pieces of a round."""
         progress.advance()
         sources = self._sources(traffic, local) if local is not None else {}
-        own = [(piece, self._in_dtype(piece, sources[piece.weight][piece.spot])) for piece in traffic.own]
+        own = [(piece, self._in_dtype(piece, self._part(piece, sources[piece.weight]))) for piece in traffic.own]
         sent, received = self._packed(layouts.sent), self._packed(layouts.received)
         if sent.pieces:
-            torch._foreach_copy_(sent.parts, [sources[piece.weight][piece.spot] for piece in sent.pieces])
+            torch._foreach_copy_(sent.parts, [self._part(piece, sources[piece.weight]) for piece in sent.pieces])
             sums = checksums(sent.whole, sent.layout.rows)
             torch._foreach_copy_(sent.sums, list(sums.split(list(map(len, sent.sums)))))
         work = None
@@ -320,6 +320,10 @@ class Transfer:
             shard = plain(local[self._plan.weights[number].name])
             found[number] = shard.mT if self._plan.weights[number].transposed else shard
         return found
+
+    def _part(self, piece: Piece, shard: torch.Tensor) -> torch.Tensor:
+        """Return what a piece is of a shard; mostly all of it, and a view takes the host longer than the comparison."""
+        return shard if piece.shape == shard.shape else shard[piece.spot]
 
     def _in_dtype(self, piece: Piece, part: torch.Tensor) -> torch.Tensor:
         return part.to(self._plan.tensors[piece.tensor].dtype)
