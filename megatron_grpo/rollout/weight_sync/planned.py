@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,6 +115,7 @@ class _Layout(NamedTuple):
     rows: torch.Tensor  # [2, pieces]: the first row of each, and the one after its last
     sums: list[tuple[int, int]]  # of each rank's checksums: the first word, and how many pieces
     nbytes: dict[int, int]  # of each rank
+    placed: list[tuple[list[int], list[torch.Tensor]]]  # which pieces go into parameters, and where; again if to two
 
 
 class _Layouts(NamedTuple):
@@ -207,7 +208,7 @@ class Transfer:
         for traffic, one in zip(self._traffic, busy.tolist(), strict=True):
             traffic.busy = bool(one)
         self._layouts = [self._layouts_of(traffic) for traffic in self._traffic]
-        self._checks: list[tuple[list[Piece], torch.Tensor]] = []  # pieces, [n] whether they differ
+        self._checks: list[tuple[list[Piece], torch.Tensor, torch.Tensor]] = []  # pieces; checksums and those expected
         self.differences: list[str] = []  # of the newest sync, on an engine rank
 
     def _traffic_of(self, engine: int) -> dict[int, _Traffic]:
@@ -262,9 +263,9 @@ class Transfer:
             yield from self._take(ahead)
         differing: list[Piece] = []
         if self._checks:
-            checked, found = zip(*self._checks, strict=True)
-            together = torch.cat(found).tolist()  # waits for the GPU once
-            differing = [piece for piece, differs in zip(chain(*checked), together, strict=True) if differs]
+            checked, found, expected = zip(*self._checks, strict=True)
+            differs = (torch.cat(found) != torch.cat(expected)).any(1).tolist()  # waits for the GPU once
+            differing = list(compress(chain(*checked), differs))
         self.differences = list(dict.fromkeys(self._plan.tensors[piece.tensor].name for piece in differing))
 
     def _begin(self, traffic: _Traffic, layouts: _Layouts, local: Mapping[str, torch.Tensor] | None) -> _Exchange:
@@ -290,10 +291,11 @@ class Transfer:
         traffic, own, received = exchange.traffic, exchange.own, exchange.received
         if exchange.work is not None:
             exchange.work.wait()
-        arrived = [*own, *zip(received.pieces, received.parts, strict=True)]
-        direct = [(to, part) for piece, part in arrived for to in self._targets.get(id(piece), ())]
+        direct = [(to, part) for piece, part in own for to in self._targets.get(id(piece), ())]
         if direct:
             torch._foreach_copy_([to for to, _ in direct], [part for _, part in direct])
+        for which, targets in received.layout.placed:
+            torch._foreach_copy_(targets, [received.parts[number] for number in which])
         if received.pieces:
             self._check(received, torch.cat(received.sums))
         if exchange.copied.pieces:
@@ -303,9 +305,10 @@ class Transfer:
         for piece, part in own:
             if piece.nbytes > PIECE_BYTES:  # of an embedding: a buffer for it would be as large
                 for target in self._targets.get(id(piece), ()):
-                    self._checks.append(([piece], (_bits(target) != _bits(part)).any()[None]))
+                    differ = (_bits(target) != _bits(part)).any().to(torch.int64).view(1, 1).expand(1, 2)
+                    self._checks.append(([piece], differ, torch.zeros_like(differ)))
         staged: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
-        for piece, part in arrived:
+        for piece, part in (*own, *zip(received.pieces, received.parts, strict=True)):
             if piece.tensor not in self._direct:
                 staged[piece.tensor].append((piece, part))
         for number in traffic.tensors if self._receives else ():
@@ -346,7 +349,12 @@ class Transfer:
             begin += -(-CHECKSUM_BYTES * len(of_rank) // ROW_BYTES) * ROW_BYTES
             nbytes[rank] = begin - first
         ends = torch.tensor(rows, dtype=torch.int64).view(-1, 2).T.contiguous()
-        return _Layout(pieces, places, ends.to(self._links.device), sums, nbytes)
+        targets = [self._targets.get(id(piece), ()) for piece in pieces]
+        placed = []
+        for place in range(max(map(len, targets), default=0)):
+            which = [number for number, of_piece in enumerate(targets) if len(of_piece) > place]
+            placed.append((which, [targets[number][place] for number in which]))
+        return _Layout(pieces, places, ends.to(self._links.device), sums, nbytes, placed)
 
     def _packed(self, layout: _Layout) -> _Packed:
         """Return a new buffer with a layout. What a row has after its piece is the same at sender and receiver."""
@@ -361,12 +369,10 @@ class Transfer:
 
         What has gone into the engine's parameters is read back into the buffer.
         """
-        targets = [self._targets.get(id(piece), ()) for piece in packed.pieces]
-        for place in range(max(1, *map(len, targets))):
-            back = [(part, of[place]) for part, of in zip(packed.parts, targets, strict=True) if len(of) > place]
-            if back:
-                torch._foreach_copy_([part for part, _ in back], [target for _, target in back])
-            self._checks.append((packed.pieces, (checksums(packed.whole, packed.layout.rows) != expected).any(1)))
+        for which, targets in packed.layout.placed or [([], [])]:
+            if which:
+                torch._foreach_copy_([packed.parts[number] for number in which], targets)
+            self._checks.append((packed.pieces, checksums(packed.whole, packed.layout.rows), expected))
 
 
 def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
