@@ -62,6 +62,10 @@ class HeadsOfPack(torch.autograd.Function):
         return out, of_queries, of_keys, *[None] * 4
 
 
+# Numbers of tokens are not specialized: Triton compiles a kernel again, in the middle of a run, for the first number
+# that 16 divides.
+
+
 @triton.jit
 def _halves(place, half: tl.constexpr, inside):
     return tl.load(place, inside, 0.0).to(tl.float32), tl.load(place + half, inside, 0.0).to(tl.float32)
@@ -83,7 +87,7 @@ def _head(
     tl.store(target + half, second * cos_2 + first * sin_2, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _heads(
     heads, weight_q, weight_k, cos, sin, queries, keys, values,
     tokens, groups, eps, one, slots: tl.constexpr, half: tl.constexpr, normed: tl.constexpr, rows: tl.constexpr,
@@ -131,7 +135,7 @@ def _head_gradient(
     return of_first, of_second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _heads_gradient(
     heads, weight_q, weight_k, cos, sin, queries, keys, values, out, of_weights,
     tokens, groups, eps, one,
@@ -214,7 +218,7 @@ def norm_gradient(
     return out, of_weight.sum(0).to(weight.dtype) if trained else None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_gradient(
     x, weight, scale, grad, residual, out, of_weight,
     rows, size, width: tl.constexpr, trained: tl.constexpr, added: tl.constexpr,
