@@ -4,6 +4,7 @@ Before an engine records its CUDA graphs, both kernels attend over the layers' o
 blocks in any order. Each runs as in a decode step: the same metadata, in a CUDA graph.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ from megatron_grpo.rollout.vllm.cuda_graph import record
 LEAST_PROGRAMS = 256  # of the fixed rule: fewer do not fill a GPU
 GAIN = 0.03  # least share of FlashAttention's time that our kernel saves: less may be noise
 MEAN = 512  # tokens
+SPREADS = (
+    1.0,
+    0.25,
+)  # of lengths, over their mean: of requests that follow one another, and of those that began together
+BESIDE = 32  # sequences; from here on the next larger graph is measured, too
 ROUNDS = 3
 READ, LEAST_LAYERS = 256 << 20, 2  # bytes that a graph reads, more than a GPU caches; layers in it
 
@@ -60,9 +66,17 @@ def by_times(sizes: Sequence[int], theirs: Sequence[float], ours: Sequence[float
 
 
 def sizes_of(recorded: Sequence[int], most: int) -> list[int]:
-    """Return the numbers of sequences to measure: powers of two and the largest of the graphs of at most ``most``."""
+    """Return the numbers of sequences to measure, of the graphs of at most ``most``: powers of two and the largest.
+
+    Programs of FlashAttention that fill a GPU once with 64 sequences take twice as long with 72: from `BESIDE` on the
+    graph above each power of two is measured, too.
+    """
     held = sorted(size for size in recorded if 1 <= size <= most)
-    return [size for size in held if size & (size - 1) == 0 or size == held[-1]]
+    powers = [size & (size - 1) == 0 for size in held]
+    beside = [False, *(power and size >= BESIDE for power, size in zip(powers, held, strict=True))]
+    return [
+        size for size, power, above in zip(held, powers, beside, strict=False) if power or above or size == held[-1]
+    ]
 
 
 def mean_lengths(longest: int) -> list[int]:
@@ -70,10 +84,11 @@ def mean_lengths(longest: int) -> list[int]:
     return sorted({max(1, longest // 4), min(MEAN, max(1, longest // 2))})
 
 
-def lengths_of(number: int, mean: int) -> torch.Tensor:
-    """Return ``number`` lengths in any order ``[number]``, spread evenly up to twice ``mean``."""
-    spread = ((torch.arange(number) + 0.5) * 2 * mean / number).ceil().int()
-    return spread[torch.randperm(number, generator=torch.Generator().manual_seed(0))]
+def lengths_of(number: int, mean: int, spread: float) -> torch.Tensor:
+    """Return ``number`` lengths in any order ``[number]``, even between ``mean`` times 1 - ``spread`` and 1 + it."""
+    place = (torch.arange(number) + 0.5) / number
+    lengths = (mean * (1 - spread + 2 * spread * place)).ceil().int()
+    return lengths[torch.randperm(number, generator=torch.Generator().manual_seed(0))]
 
 
 def made_up_batch(common: Any, lengths: torch.Tensor, size: int) -> Any:
@@ -164,8 +179,9 @@ class Measurement:
         blocks, heads, size, width = cache.shape
         query, output = self.query(number), self.output(number)
         held = (blocks // number - 2) * size  # tokens of a sequence on average, so that all fit
-        for mean in sorted({min(mean, held) for mean in mean_lengths(self.common.max_seq_len)}):
-            lengths = lengths_of(number, mean)
+        means = sorted({min(mean, held) for mean in mean_lengths(self.common.max_seq_len)})
+        for mean, spread in itertools.product(means, SPREADS):
+            lengths = lengths_of(number, mean, spread)
             read = int(lengths.sum()) * heads * width * cache.element_size()
             layers = self.layers[: max(LEAST_LAYERS, -(-READ // read))]
             meta = self.build(made_up_batch(self.common, lengths, size))

@@ -26,7 +26,7 @@ GROUPS, HEADS, D, SIZE, LONGEST = 2, 3, 64, 16, 400
 def kernel() -> list[str]:
     """Return the parts of a sequence with which outputs differ from float64 over each sequence alone."""
     generator = torch.Generator().manual_seed(0)
-    batch = made_up_batch(own_batch(LONGEST, SIZE), lengths_of(5, LONGEST // 2), SIZE)
+    batch = made_up_batch(own_batch(LONGEST, SIZE), lengths_of(5, LONGEST // 2, 1.0), SIZE)
     blocks = int(batch.block_table_tensor.max()) + 1
     cache = torch.randn(blocks, GROUPS, SIZE, 2 * D, generator=generator)
     query = torch.randn(5, GROUPS * HEADS, D, generator=generator)

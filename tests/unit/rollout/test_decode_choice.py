@@ -16,6 +16,7 @@ from interpreted import last_line
 from megatron_grpo.patches import cpu_backend
 from megatron_grpo.rollout.vllm import scheduler
 from megatron_grpo.rollout.vllm.decode_choice import (
+    SPREADS,
     Measurement,
     by_times,
     fixed_rule,
@@ -60,18 +61,18 @@ def test_the_fixed_rule_needs_256_programs(key_heads, least):
 
 def test_sizes_are_those_of_graphs():
     vllms = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    assert sizes_of(vllms, 512) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    assert sizes_of(vllms, 48) == [1, 2, 4, 8, 16, 32, 48]
+    assert sizes_of(vllms, 512) == [1, 2, 4, 8, 16, 32, 40, 64, 72, 128, 136, 256, 272, 512]
+    assert sizes_of(vllms, 48) == [1, 2, 4, 8, 16, 32, 40, 48]
     assert sizes_of([12, 6], 8) == [6]
     assert sizes_of([], 8) == []
 
 
-@given(st.integers(1, 700), st.integers(2, 40_000))
-def test_lengths_have_their_mean_and_fit_the_longest(number, longest):
+@given(st.integers(1, 700), st.integers(2, 40_000), st.sampled_from(SPREADS))
+def test_lengths_have_their_mean_and_fit_the_longest(number, longest, spread):
     for mean in mean_lengths(longest):
-        lengths = lengths_of(number, mean).double()
-        assert lengths.min() >= 1 and lengths.max() <= max(longest, 2)
-        assert mean <= lengths.mean() < mean + 1
+        lengths = lengths_of(number, mean, spread).double()
+        assert lengths.min() >= max(1, (1 - spread) * mean) and lengths.max() <= max(longest, (1 + spread) * mean + 1)
+        assert mean - 1e-3 <= lengths.mean() < mean + 1
 
 
 @dataclass
