@@ -170,6 +170,9 @@ def trials() -> None:
     kernels.MOST_ROWS = 512
     found["numbers of rows with our order"] = {1, 16, 512} < accepted(forwards)
     found["no number with another order"] = not accepted(backwards)
+    on_gpu, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+    found["no clock of a GPU for the interpreter"] = {1, 16, 512} < accepted(forwards)
+    torch.cuda.is_available = on_gpu
     every, kernels._seconds = accepted(forwards), seconds
     found["a number with which torch is slow"] = every - accepted(forwards) == {64}
     kernels._own_linear, kernels._torch_linear, kernels.MOST_ROWS, kernels._seconds = kept
