@@ -115,7 +115,7 @@ def main() -> None:
     timeout = datetime.timedelta(minutes=5)
     dist.init_process_group("gloo", timeout=timeout)
     settings = {"backend": "nccl", "pg_options": nccl_options(timeout)} if on_gpu else {"backend": "gloo"}
-    links = Links(dist.group.WORLD, dist.new_group(**settings), device)
+    links = Links(dist.group.WORLD, dist.new_group(timeout=timeout, **settings), device)
     weights = planned.table(args, "weights")
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
     size = sum(tensor.nbytes for tensor in tensors) // half
