@@ -194,6 +194,34 @@ def test_a_fault_of_the_transfer_names_its_tensor(fault, layout, colocated, dire
         assert run(args, holders, weights, whole, reads, colocated)[2] == set(spoilt) != set()
 
 
+PLACES = {"for the loaders": (0, None), "straight": (1, 0), "first of two": (2, 0), "second of two": (2, 1)}
+
+
+@pytest.mark.parametrize(("copies", "place"), PLACES.values(), ids=PLACES.keys())
+@pytest.mark.parametrize("colocated", [False, True], ids=["apart", "colocated"])
+def test_one_wrong_element_is_found_in_every_place(copies, place, colocated, directory, monkeypatch):
+    """The last element of a piece that does not fill its row, in a parameter, in one of two, or before the loaders."""
+    args = toy_args(directory("qwen3"), tensor_model_parallel_size=LAYOUTS[1][0])
+    weights, whole = model_weights.table(args), tensors_of(directory("qwen3"))
+    tensors, check, spoilt = transfer_plan.hf_tensors(weights, params_dtype(args)), Transfer._check, []
+
+    def check_with_fault(transfer, packed, expected):
+        for piece, part in zip(packed.pieces, packed.parts, strict=True):
+            if not spoilt and piece.nbytes % planned.ROW_BYTES:
+                spoilt.append(tensors[piece.tensor].name)
+                given = part if place is None else transfer._targets[id(piece)][place]
+                given[(-1,) * given.ndim] += 1
+        check(transfer, packed, expected)
+
+    monkeypatch.setattr(Transfer, "_check", check_with_fault)
+    needs = transfer_plan.whole(tensors)
+    holders, reads = world(args, LAYOUTS[1], weights), []
+    for _ in holders if colocated else range(1):
+        targets = [{box: [torch.zeros(t.shape) for _ in range(copies)]} for t, (box,) in zip(tensors, needs)]
+        reads.append(Reads(needs, targets if copies else [None] * len(tensors)))
+    assert run(args, holders, weights, whole, reads, colocated)[2] == set(spoilt) != set()
+
+
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_large_pieces_of_a_colocated_trainer_are_compared(spoilt, directory, monkeypatch):
     """They have no checksums: here all pieces count as large, and one bit of the first one that is compared differs."""
