@@ -91,7 +91,8 @@ def changed_flags(was: dict[str, Any], now: dict[str, Any], leave_out: Collectio
     """Return one text for each flag that differs."""
     # Ledgers of earlier versions have some of the unrelated ones.
     names = sorted((was.keys() | now.keys()) - {*leave_out, *UNRELATED_FLAGS})
-    return [f"{flag(n)} was {was.get(n)} and is {now.get(n)}" for n in names if was.get(n) != now.get(n)]
+    before, after = ({name: flags.get(name, "not recorded") for name in names} for flags in (was, now))
+    return [f"{flag(n)} was {before[n]} and is {after[n]}" for n in names if was.get(n) != now.get(n)]
 
 
 def read_ledger(args: Namespace, iteration: int) -> Content:

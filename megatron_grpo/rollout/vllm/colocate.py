@@ -102,8 +102,8 @@ class VllmColocate:
             from megatron_grpo.rollout.vllm import exact
 
             exact.check(self._engine)
-        if self.is_lead:  # replicas measure by themselves
-            for choice in scheduler.attention_choices(self._engine):
+        if self.is_lead and args.vllm_speculative_config is None:  # steps with drafts are FlashAttention's
+            for choice in scheduler.attention_choices(self._engine):  # replicas measure by themselves
                 log(str(choice))
         scheduler.collect_log_probs(self._engine)
         self.decode_runner = scheduler.shorten_decode_steps(self._engine)
