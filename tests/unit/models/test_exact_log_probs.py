@@ -135,8 +135,8 @@ def test_completions_of_another_tensor_parallel_size_are_not_used():
     """The trainer's log-probabilities of those in a ledger would differ."""
     two = "--tensor-model-parallel-size 2 --vllm-tensor-parallel-size 2"
     one, other = run_flags(validated("", base=SHAPE)), run_flags(validated(two, base=SHAPE))
-    assert changed_flags(one, other) == ["--tensor-model-parallel-size was None and is 2"]
-    assert changed_flags(other, one) == ["--tensor-model-parallel-size was 2 and is None"]
+    assert changed_flags(one, other) == ["--tensor-model-parallel-size was not recorded and is 2"]
+    assert changed_flags(other, one) == ["--tensor-model-parallel-size was 2 and is not recorded"]
     assert "tensor_model_parallel_size" not in one  # as in ledgers of earlier versions, which have one rank
     plain = SHAPE.replace("--exact-log-probs", "")
     assert not changed_flags(run_flags(validated("", base=plain)), run_flags(validated(two, base=plain)))
