@@ -18,10 +18,7 @@ from megatron_grpo.rollout.vllm.cuda_graph import record
 LEAST_PROGRAMS = 256  # of the fixed rule: fewer do not fill a GPU
 GAIN = 0.03  # least share of FlashAttention's time that our kernel saves: less may be noise
 MEAN = 512  # tokens
-SPREADS = (
-    1.0,
-    0.25,
-)  # of lengths, over their mean: of requests that follow one another, and of those that began together
+SPREADS = 1.0, 0.25  # of lengths over their mean: requests follow one another, or began together
 BESIDE = 32  # sequences; from here on the next larger graph is measured, too
 ROUNDS = 3
 READ, LEAST_LAYERS = 256 << 20, 2  # bytes that a graph reads, more than a GPU caches; layers in it
