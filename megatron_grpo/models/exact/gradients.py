@@ -23,12 +23,11 @@ class Norm(RootMeanSquareNorm):
 
 
 class AddAndNorm(torch.autograd.Function):
-    """``apply(x, residual, weight, eps)``: `kernels.add_and_norm`. One pass over memory makes all gradients."""
+    """``apply(x, residual, weight, eps)``: norm and sum of `kernels.add_and_norm`; one pass makes all gradients."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps: float):
-        scale = x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
-        out, total = kernels.add_and_norm(x, residual, weight, eps, scale)
+        out, total, scale = kernels.add_and_norm(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, scale)
         ctx.set_materialize_grads(False)
         return out, total

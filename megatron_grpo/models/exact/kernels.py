@@ -272,52 +272,42 @@ def _linear(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x r times ``weight`` ``[h]``, like ``x`` ``[..., h]``, and r = 1 / sqrt(mean(x^2) + eps), ``[..., 1]``."""
-    x = x.contiguous()
-    out, scale = _empty(x, *x.shape), _of_rows(x)
-    _norm(x, None, weight, out, None, scale, eps)
-    return out, scale
+    return _norm(x.contiguous(), weight, eps)
 
 
 def add_and_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `rms_norm` of x + ``residual`` ``[..., h]``, rounded, and this sum.
-
-    ``scale``, float32 ``[..., 1]``, receives the second result of `rms_norm`.
-    """
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `rms_norm` of x + ``residual`` ``[..., h]``, rounded, this sum, and the second result of `rms_norm`."""
     x, residual = x.contiguous(), residual.contiguous()
     if residual.dtype != x.dtype:
         raise ValueError(f"a residual of {residual.dtype} and a branch of {x.dtype} have no common sum")
-    out, total = _empty(x, *x.shape), torch.empty_like(x)
-    _norm(x, residual, weight, out, total, _of_rows(x) if scale is None else scale, eps)
-    return out, total
-
-
-def _of_rows(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
+    total = torch.empty_like(x)
+    out, scale = _norm(x, weight, eps, residual, total)
+    return out, total, scale
 
 
 def _norm(
     x: torch.Tensor,
-    residual: torch.Tensor | None,
     weight: torch.Tensor,
-    out: torch.Tensor,
-    total: torch.Tensor | None,
-    scale: torch.Tensor,
     eps: float,
-) -> None:
-    """Write the results of `add_and_norm`, or without ``residual`` those of `rms_norm`.
+    residual: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `rms_norm`; with ``residual`` that of the sum, which is written to ``total``.
 
     Both run one binary, because another one could sum a row in another order.
     """
     size = x.shape[-1]
     rows, width = x.numel() // size, triton.next_power_of_2(size)
+    out, scale = _empty(x, *x.shape), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     together = max(1, NORM_WIDTH // width)
     if rows:
         _rms_norm[(triton.cdiv(rows, together),)](
             x, x if residual is None else residual, weight, out, out if total is None else total, scale, rows, size,
             eps, int(residual is not None), ROWS=together, WIDTH=width, num_warps=4, **PLAIN,
         )  # fmt: skip
+    return out, scale
 
 
 @triton.jit(do_not_specialize=["rows", "add"])

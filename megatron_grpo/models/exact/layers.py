@@ -201,7 +201,7 @@ def _with_norm(addition: Callable, norm: ExactNorm) -> Callable:
                 from megatron_grpo.models.exact import kernels
 
                 with torch.no_grad():
-                    normed, total = kernels.add_and_norm(output, residual, norm.weight, norm.eps)
+                    normed, total, _ = kernels.add_and_norm(output, residual, norm.weight, norm.eps)
             vars(total)["normed"] = normed
             return total
 

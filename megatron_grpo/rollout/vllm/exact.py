@@ -90,7 +90,7 @@ class ExactNorm(RMSNorm):
             return kernels.head_norm(x[:, None], self.weight.data, self.variance_epsilon)[:, 0]
         if residual is None:
             return kernels.rms_norm(x, self.weight.data, self.variance_epsilon)[0]
-        return kernels.add_and_norm(x, residual, self.weight.data, self.variance_epsilon)
+        return kernels.add_and_norm(x, residual, self.weight.data, self.variance_epsilon)[:2]
 
 
 class ExactSiluAndMul(SiluAndMul):
