@@ -4,10 +4,10 @@ Before an engine records its CUDA graphs, both kernels attend over the layers' o
 blocks in any order. Each runs as in a decode step: the same metadata, in a CUDA graph.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -69,10 +69,14 @@ def sizes_of(recorded: Sequence[int], most: int) -> list[int]:
     graph above each power of two is measured, too.
     """
     held = sorted(size for size in recorded if 1 <= size <= most)
-    powers = [size & (size - 1) == 0 for size in held]
-    beside = [False, *(power and size >= BESIDE for power, size in zip(powers, held, strict=True))]
+
+    def is_power(size: int) -> bool:
+        return size & (size - 1) == 0
+
     return [
-        size for size, power, above in zip(held, powers, beside, strict=False) if power or above or size == held[-1]
+        size
+        for below, size in pairwise([0, *held])
+        if is_power(size) or (below >= BESIDE and is_power(below)) or size == held[-1]
     ]
 
 
@@ -177,7 +181,7 @@ class Measurement:
         query, output = self.query(number), self.output(number)
         held = (blocks // number - 2) * size  # tokens of a sequence on average, so that all fit
         means = sorted({min(mean, held) for mean in mean_lengths(self.common.max_seq_len)})
-        for mean, spread in itertools.product(means, SPREADS):
+        for mean, spread in product(means, SPREADS):
             lengths = lengths_of(number, mean, spread)
             read = int(lengths.sum()) * heads * width * cache.element_size()
             layers = self.layers[: max(LEAST_LAYERS, -(-READ // read))]

@@ -92,7 +92,7 @@ class Batch:
 
 
 def own_batch(longest: int, size: int) -> Batch:
-    """An engine's description, whose table of blocks is a part of a wider one."""
+    """Return an engine's own description of a batch. Its table of blocks is a slice of a wider table."""
     table = torch.zeros(4, longest // size + 8, dtype=torch.int32)[:, : -(-longest // size)]
     empty = torch.zeros(0)
     return Batch(empty, empty, empty, 4, 4, 1, longest, table, empty, empty)
