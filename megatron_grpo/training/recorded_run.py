@@ -91,8 +91,9 @@ def changed_flags(was: dict[str, Any], now: dict[str, Any], leave_out: Collectio
     """Return one text for each flag that differs."""
     # Ledgers of earlier versions have some of the unrelated ones.
     names = sorted((was.keys() | now.keys()) - {*leave_out, *UNRELATED_FLAGS})
-    before, after = ({name: flags.get(name, "not recorded") for name in names} for flags in (was, now))
-    return [f"{flag(n)} was {before[n]} and is {after[n]}" for n in names if was.get(n) != now.get(n)]
+    changed = [name for name in names if was.get(name) != now.get(name)]
+    none = "not recorded"
+    return [f"{flag(name)} was {was.get(name, none)} and is {now.get(name, none)}" for name in changed]
 
 
 def read_ledger(args: Namespace, iteration: int) -> Content:

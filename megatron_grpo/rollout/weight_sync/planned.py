@@ -272,10 +272,10 @@ class Transfer:
         """Begin to send the pieces of a round."""
         progress.advance()
         sources = self._sources(traffic, local) if local is not None else {}
-        own = [(piece, self._in_dtype(piece, self._part(piece, sources[piece.weight]))) for piece in traffic.own]
+        own = [(piece, self._in_dtype(piece, _part(piece, sources[piece.weight]))) for piece in traffic.own]
         sent, received = self._packed(layouts.sent), self._packed(layouts.received)
         if sent.pieces:
-            torch._foreach_copy_(sent.parts, [self._part(piece, sources[piece.weight]) for piece in sent.pieces])
+            torch._foreach_copy_(sent.parts, [_part(piece, sources[piece.weight]) for piece in sent.pieces])
             sums = checksums(sent.whole, sent.layout.rows)
             torch._foreach_copy_(sent.sums, list(sums.split(list(map(len, sent.sums)))))
         work = None
@@ -305,8 +305,8 @@ class Transfer:
         for piece, part in own:
             if piece.nbytes > PIECE_BYTES:  # of an embedding: a buffer for it would be as large
                 for target in self._targets.get(id(piece), ()):
-                    differ = (_bits(target) != _bits(part)).any().to(torch.int64).view(1, 1).expand(1, 2)
-                    self._checks.append(([piece], differ, torch.zeros_like(differ)))
+                    differing = (_bits(target) != _bits(part)).sum().expand(1, 2)
+                    self._checks.append(([piece], differing, torch.zeros_like(differing)))
         staged: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
         for piece, part in (*own, *zip(received.pieces, received.parts, strict=True)):
             if piece.tensor not in self._direct:
@@ -323,10 +323,6 @@ class Transfer:
             shard = plain(local[self._plan.weights[number].name])
             found[number] = shard.mT if self._plan.weights[number].transposed else shard
         return found
-
-    def _part(self, piece: Piece, shard: torch.Tensor) -> torch.Tensor:
-        """Return what a piece is of a shard; mostly all of it, and a view takes the host longer than the comparison."""
-        return shard if piece.shape == shard.shape else shard[piece.spot]
 
     def _in_dtype(self, piece: Piece, part: torch.Tensor) -> torch.Tensor:
         return part.to(self._plan.tensors[piece.tensor].dtype)
@@ -403,6 +399,11 @@ def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     first, last = rows
     plain, by_rows, by_columns = up_to[:, last] - up_to[:, first]
     return torch.stack([by_rows - 2 * first * plain, by_columns], 1)
+
+
+def _part(piece: Piece, shard: torch.Tensor) -> torch.Tensor:
+    """Return what a piece is of a shard; mostly all of it, and a view takes the host longer than the comparison."""
+    return shard if piece.shape == shard.shape else shard[piece.spot]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

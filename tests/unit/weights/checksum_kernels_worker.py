@@ -14,7 +14,7 @@ from megatron_grpo.rollout.weight_sync import checksum_kernels, planned
 
 
 def answers() -> list[str]:
-    """Return the sizes of pieces whose sums differ from those of torch's operations."""
+    """Return the sizes of pieces for which the kernels and torch's operations have other sums."""
     generator = torch.Generator().manual_seed(0)
     differing = []
     for sizes in ([1], [3, 1, 2], [checksum_kernels.ROWS_OF_PIECE + 5, 7], []):
