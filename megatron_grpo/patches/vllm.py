@@ -88,6 +88,15 @@ SAMPLE_TOKENS = Replacement(
     scope="object",
     needed="vLLM 0.26 on a GPU",
 )
+TOKEN_LOG_PROBS = Replacement(
+    "vllm.v1.worker.gpu.sample.logprob:compute_token_logprobs",
+    "logits, token_ids",
+    "Compute log-probabilities by several programs a row: vLLM's kernel has one, which takes as long for a few rows as "
+    "for hundreds. With --exact-log-probs the trainer calls the same kernel.",
+    by="megatron_grpo/rollout/vllm/decode_runner.py",
+    proof="tests/gpu/test_exact.py::test_a_run_has_no_mismatch",
+    needed="vLLM 0.26 on a GPU",
+)
 DECODE_STEPS = Sources(
     "vllm/v1",
     "core/block_pool.py core/kv_cache_coordinator.py core/kv_cache_manager.py core/kv_cache_utils.py "

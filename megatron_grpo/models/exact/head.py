@@ -61,14 +61,13 @@ def _of_part(logits, token_ids, temperature, columns, group) -> torch.Tensor:
 
 
 def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the log-probability of each of ``token_ids`` ``[t]``, given float32 ``logits`` ``[t, v]``: vLLM's kernel.
+    """Return the log-probability of each of ``token_ids`` ``[t]``, given float32 ``logits`` ``[t, v]``.
 
     With a temperature vLLM's kernel divides the logits by it, in place.
     """
     from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
-    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
     if temperature != 1:
         slots = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
         apply_temperature(logits, slots, torch.full((1,), temperature, dtype=torch.float32, device=logits.device))
-    return compute_token_logprobs(logits, token_ids[:, None])[:, 0]
+    return kernels.token_log_probs(logits, token_ids[:, None])[:, 0]

@@ -24,6 +24,7 @@ ALIGNED = 16  # numbers: heads begin at multiples
 LOG2_E = 1.4426950408889634
 ADDRESS = 256  # bytes; a larger power of two in an address makes no difference to cuBLASLt
 LOGITS_ROW = 64  # the row of a matrix of logits begins at a multiple of this
+LOGITS = 8192  # of a program of `token_log_probs`
 PLAIN = {"enable_fp_fusion": False}
 
 
@@ -442,6 +443,69 @@ def _silu_and_mul(x, out, size, BLOCK: tl.constexpr):
     gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * size + column, (gate * tl.sigmoid(gate) * other).to(out.dtype.element_ty), mask=inside)
+
+
+def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return log softmax(``logits`` ``[t, v]``) at ``token_ids`` ``[t, n]``: float32 ``[t, n]``.
+
+    A program takes `LOGITS` of a row: one for a whole row would leave a GPU idle with the few rows of a decode step.
+    """
+    rows, columns = logits.shape
+    if not _has_whole_rows(logits):
+        wide = logits.new_empty(rows, triton.cdiv(columns, LOGITS_ROW) * LOGITS_ROW)[:, :columns]
+        logits = wide.copy_(logits)
+    token_ids = token_ids.to(torch.int64).contiguous()
+    parts, found = triton.cdiv(columns, LOGITS), logits.new_empty(token_ids.shape, dtype=torch.float32)
+    if rows:
+        sums = found.new_empty(rows, parts, 2)
+        _log_sums[(rows, parts)](
+            logits, sums, logits.stride(0) // LOGITS_ROW, columns, parts, UNIT=LOGITS_ROW, COLUMNS=LOGITS, num_warps=8,
+            **PLAIN,
+        )  # fmt: skip
+        _token_log_probs[(rows,)](
+            logits, sums, token_ids, found, logits.stride(0) // LOGITS_ROW, parts, token_ids.shape[1],
+            UNIT=LOGITS_ROW, PARTS=triton.next_power_of_2(parts), num_warps=1, **PLAIN,
+        )  # fmt: skip
+    return found
+
+
+def _has_whole_rows(logits: torch.Tensor) -> bool:
+    """Return whether each row ``[v]`` begins at a multiple of `LOGITS_ROW` numbers, and its storage ends at one."""
+    width = logits.stride(0)
+    end = (logits.storage_offset() + len(logits) * width) * logits.element_size()
+    in_rows = logits.stride(1) == 1 and width % LOGITS_ROW == 0 and _as_tried(logits)
+    return in_rows and end <= logits.untyped_storage().nbytes()
+
+
+@triton.jit(do_not_specialize=["width", "columns", "parts"])
+def _log_sums(logits, sums, width, columns, parts, UNIT: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write the largest of some logits of a row, and the sum of their exponentials over that of the largest."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    # Whole units are read: a mask that could end anywhere would make each number a load of its own.
+    values = tl.load(logits + row * width * UNIT + column, mask=column < width * UNIT, other=0.0).to(tl.float32)
+    values = tl.where(column < columns, values, float("-inf"))
+    most = tl.max(values, 0)
+    total = tl.sum(tl.exp(values - tl.where(most == float("-inf"), 0.0, most)), 0)
+    place = sums + (row * parts + part) * 2
+    tl.store(place, most)
+    tl.store(place + 1, total)
+
+
+@triton.jit(do_not_specialize=["width", "parts", "count"])
+def _token_log_probs(
+    logits, sums, token_ids, found, width, parts, count, UNIT: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    place = sums + (row * parts + part) * 2
+    each = tl.load(place, mask=part < parts, other=float("-inf"))
+    most = tl.max(each, 0)
+    totals = tl.load(place + 1, mask=part < parts, other=0.0)
+    log_sum = tl.log(tl.sum(totals * tl.exp(each - tl.where(most == float("-inf"), 0.0, most)), 0))
+    for number in range(count):
+        token = tl.load(token_ids + row * count + number)
+        own = tl.load(logits + row * width * UNIT + token).to(tl.float32)
+        tl.store(found + row * count + number, own - most - log_sum)
 
 
 class Pages(NamedTuple):

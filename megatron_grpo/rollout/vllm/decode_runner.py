@@ -26,9 +26,9 @@ from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
-from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
+from megatron_grpo.models.exact import kernels
 from megatron_grpo.patches import vllm as patches
 from megatron_grpo.rollout.vllm.cuda_graph import record
 from megatron_grpo.rollout.vllm.decode_steps import DecodeStep
@@ -44,6 +44,7 @@ def install(runner: Any) -> "DecodeRunner | None":
     made = DecodeRunner(runner)
     made.execute = patches.EXECUTE_MODEL.install_on(runner, made.execute_model)
     made.sample = patches.SAMPLE_TOKENS.install_on(runner, made.sample_tokens)
+    patches.TOKEN_LOG_PROBS.install(kernels.token_log_probs)  # vLLM's own steps have the same bits
     return made
 
 
@@ -335,7 +336,7 @@ class DecodeRunner:
         )  # fmt: skip
         found[:rows] = tokens
         if sampling.log_probs:
-            found[rows:].view(torch.float32).copy_(compute_token_logprobs(logits, tokens.unsqueeze(-1)).view(-1))
+            found[rows:].view(torch.float32).copy_(kernels.token_log_probs(logits, tokens[:, None])[:, 0])
         # No request of the batch has penalties, which alone read the counts of tokens.
         post_update(
             slots, states.num_computed_tokens.gpu, states.last_sampled_tokens, None, tokens.view(-1, 1),

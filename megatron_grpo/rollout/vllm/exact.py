@@ -31,6 +31,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from megatron_grpo.models.exact import HEAD_SIZES, kernels
 from megatron_grpo.models.exact.layers import rotation_of
+from megatron_grpo.patches import vllm as patches
 from megatron_grpo.rollout.vllm.decode_attention import DecodeAttentionBackend, DecodeMetadataBuilder
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
@@ -49,6 +50,7 @@ def register(args: Namespace) -> None:
     layers += [(kind, _exact_linear(kind)) for kind in LINEARS]
     rotation = rotation_of(args)
     layers += [(kind, _exact_rotation(kind, rotation)) for kind in ROTATIONS]
+    patches.TOKEN_LOG_PROBS.install(kernels.token_log_probs)
     for kind, ours in layers:
         op_registry_oot.pop(kind.__name__, None)  # of an earlier engine
         kind.register_oot(ours)
@@ -67,8 +69,8 @@ def check(engine: Any) -> None:
     config = engine.vllm_config
     if not config.use_v2_model_runner:
         raise GrpoError(
-            "--exact-log-probs needs vLLM's second model runner, whose kernel of log-probabilities the trainer calls, "
-            "and vLLM chose its first one for this model: leave the flag out"
+            "--exact-log-probs needs vLLM's second model runner, where the trainer's kernel of log-probabilities takes "
+            "the place of vLLM's, and vLLM chose its first one for this model: leave the flag out"
         )
     model = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
     ours = [type(module).__name__ for module in model.modules()]

@@ -207,7 +207,26 @@ def elementwise() -> None:
         found[f"rotated {name}"] = gap(turned, torch.cat([pairs.real, pairs.imag], -1).flatten(1, 2))
 
 
+def log_probs() -> None:
+    """Vocabularies of one and of several programs; tokens that may not be sampled have logits of -inf."""
+    for columns in (300, 20000):
+        logits, ids = 5 * torch.randn(5, columns), torch.randint(0, columns, (5, 2))
+        logits[1, : columns // 2] = float("-inf")  # all of a program's
+        ids[1] = columns - 1
+        whole = kernels.token_log_probs(logits, ids)
+        found[f"log-probabilities of {columns}"] = gap(whole, logits.double().log_softmax(-1).gather(1, ids))
+        width = -(-columns // 64) * 64 + 64
+        buffer = torch.full((5 * width + 64,), float("nan"))
+        first = -buffer.data_ptr() % kernels.ADDRESS // 4
+        padded = buffer[first : first + 5 * width].view(5, width)[:, :columns].copy_(logits)
+        found[f"rows of {columns} are read where they are"] = kernels._has_whole_rows(padded)
+        some = slice(2, 3), slice(1, 5)
+        equal = [torch.equal(kernels.token_log_probs(padded[rows], ids[rows, :1]), whole[rows, :1]) for rows in some]
+        found[f"log-probabilities of {columns} in other rows"] = all(equal)
+    found["a token that may not be sampled"] = bool(kernels.token_log_probs(logits, 0 * ids)[1, 0] == float("-inf"))
+
+
 torch.manual_seed(0)
-for question in (attention, long_packs, shared_prompts, products, trials, elementwise):
+for question in (attention, long_packs, shared_prompts, products, trials, elementwise, log_probs):
     question()
 json.dump(found, sys.stdout)
