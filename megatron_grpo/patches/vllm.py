@@ -97,6 +97,14 @@ TOKEN_LOG_PROBS = Replacement(
     proof="tests/gpu/test_exact.py::test_a_run_has_no_mismatch",
     needed="vLLM 0.26 on a GPU",
 )
+GUMBEL_SAMPLE = Replacement(
+    "vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
+    None,  # 0.32 has others; `DECODE_RUNNER` knows the sources
+    "Sample with a quarter of the random bits: vLLM's kernel computes four words for each token and uses one.",
+    by="megatron_grpo/rollout/vllm/decode_runner.py",
+    proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
+    needed="vLLM 0.26 on a GPU",
+)
 DECODE_STEPS = Sources(
     "vllm/v1",
     "core/block_pool.py core/kv_cache_coordinator.py core/kv_cache_manager.py core/kv_cache_utils.py "

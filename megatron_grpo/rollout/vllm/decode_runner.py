@@ -30,6 +30,7 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
 from megatron_grpo.models.exact import kernels
 from megatron_grpo.patches import vllm as patches
+from megatron_grpo.rollout.vllm import sampling_kernels
 from megatron_grpo.rollout.vllm.cuda_graph import record
 from megatron_grpo.rollout.vllm.decode_steps import DecodeStep
 
@@ -45,6 +46,7 @@ def install(runner: Any) -> "DecodeRunner | None":
     made.execute = patches.EXECUTE_MODEL.install_on(runner, made.execute_model)
     made.sample = patches.SAMPLE_TOKENS.install_on(runner, made.sample_tokens)
     patches.TOKEN_LOG_PROBS.install(kernels.token_log_probs)  # vLLM's own steps have the same bits
+    patches.GUMBEL_SAMPLE.install(sample_tokens)
     return made
 
 
@@ -73,6 +75,19 @@ def can_have(runner: Any) -> bool:
         and runner.cudagraph_manager.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         and not runner.cudagraph_manager.use_aux_hidden_state_outputs
     )
+
+
+def sample_tokens(
+    logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature,
+    output_processed_logits=None, output_processed_logits_col=None, use_fp64=False,
+):  # fmt: skip
+    """Return a token of each row of ``logits`` by `sampling_kernels.sample`, by vLLM's kernel where drafts need it."""
+    if apply_temperature or use_fp64 or output_processed_logits is not None:
+        return gumbel_sample(
+            logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, output_processed_logits,
+            output_processed_logits_col, use_fp64,
+        )  # fmt: skip
+    return sampling_kernels.sample(logits, expanded_idx_mapping, temperature, seed, pos)
 
 
 @dataclass(frozen=True)
@@ -330,7 +345,7 @@ class DecodeRunner:
         logits = runner.model.compute_logits(runner.cudagraph_manager.hidden_states[:rows])
         if sampling.temperature:
             apply_temperature(logits, slots, self._temperatures)
-        tokens = gumbel_sample(
+        tokens = sample_tokens(
             logits, slots, self._temperatures, self._seeds, positions, apply_temperature=False,
             use_fp64=runner.sampler.use_fp64_gumbel,
         )  # fmt: skip

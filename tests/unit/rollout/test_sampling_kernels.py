@@ -1,0 +1,24 @@
+"""Kernels that sample tokens, in Triton's interpreter."""
+
+import json
+from pathlib import Path
+
+import pytest
+from interpreted import last_line
+
+CRITICAL = 25.7  # of chi-square with 5 degrees of freedom: one of 10,000 is larger
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict:
+    return json.loads(last_line(Path(__file__).parent / "sampling_kernels_worker.py"))
+
+
+def test_a_row_has_its_token_wherever_it_lies(answers):
+    equal = {name: answer for name, answer in answers.items() if isinstance(answer, bool)}
+    assert len(equal) == 7 and all(equal.values()), equal
+
+
+def test_tokens_have_their_probabilities(answers):
+    values = {name: answer for name, answer in answers.items() if not isinstance(answer, bool)}
+    assert len(values) == 2 and max(values.values()) < CRITICAL, values
