@@ -153,8 +153,11 @@ def test_engine_and_trainer_are_equal_and_planted_differences_are_found(tmp_path
     assert found["first"] == {"": None, **FIRST}
 
 
-def check_a_run(root: Path, ranks: int, updates: int, flags: str) -> None:
-    """Updates of an untrained model with a large learning rate: its weights change in each of them."""
+def check_a_run(root: Path, ranks: int, updates: int, flags: str, runs: int = 1) -> None:
+    """Updates of an untrained model with a large learning rate: its weights change in each of them.
+
+    Each of several ``runs`` resumes the one before.
+    """
     sizes = "--steps 0 --hidden-size 128 --ffn-hidden-size 256 --kv-channels 64 --max-position-embeddings 512".split()
     for script, *words in (
         ("data/arithmetic.py", "--save", root / "data", "--digits", "2", "--reversed"),
@@ -164,16 +167,17 @@ def check_a_run(root: Path, ranks: int, updates: int, flags: str) -> None:
     places = "--load-hf", root / "model", "--train-data-path", root / "data/train.jsonl", "--save", root / "run"
     plugins = "--reward-funcs", "even_tokens", "--external-plugins", REPO / "tools/benchmark/even_tokens.py"
     words = [*FLAGS, *UPDATES, "--train-iters", updates, *engine_flags(64), *places, *plugins, *flags.split()]
-    torchrun(ranks, "pretrain_grpo.py", *words)
+    for _ in range(runs):
+        torchrun(ranks, "pretrain_grpo.py", *words, "--load", root / "run", "--exit-interval", updates // runs)
     rows = metrics_of(root / "run")
-    assert len(rows) == updates
+    assert [row["iteration"] for row in rows] == [*range(1, updates + 1)]
     assert all(row["mismatch/max_abs"] == 0 and row["mismatch/kl"] == 0 for row in rows)
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("flags", ["--micro-batch-size 16", f"{OTHER} --steps-per-generation 2"])
-def test_a_run_has_no_mismatch(tmp_path, flags):
-    check_a_run(tmp_path, 1, 4, flags)
+@pytest.mark.parametrize(("runs", "flags"), [(1, "--micro-batch-size 16"), (2, f"{OTHER} --steps-per-generation 2")])
+def test_a_run_has_no_mismatch(tmp_path, runs, flags):
+    check_a_run(tmp_path, 1, 4, flags, runs)
 
 
 @pytest.mark.alone

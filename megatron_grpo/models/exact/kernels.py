@@ -19,6 +19,7 @@ from megatron_grpo.models.exact import QUERIES_AND_HEADS
 
 KEYS = 64  # of a product of queries and keys
 REGISTERS = {64: 128}  # of a thread of attention, by channels of a head: four programs fit a multiprocessor
+STEP_ROWS = 16  # of such a product in a decode step, which has one query a sequence: the least that there can be
 NORM_WIDTH = 1024  # numbers of a program of the norm, at least
 ALIGNED = 16  # numbers: heads begin at multiples
 LOG2_E = 1.4426950408889634
@@ -546,19 +547,56 @@ def attention(
             f"strides {key.stride()}, {value.stride()}, {query.stride()} and blocks of {pages.size} tokens"
         )
     out = _empty(query, tokens, heads, size) if out is None else out
-    log_sum = query.new_empty(heads, tokens, dtype=torch.float32)
-    queries = QUERIES_AND_HEADS // wide
-    sequences = len(pages.lengths)
+    rows = QUERIES_AND_HEADS
+    if longest is not None and longest * wide <= STEP_ROWS and steps_agree(heads, groups, size, query.device):
+        rows = STEP_ROWS
+    return out, _attend(query, key, value, pages, scale, out, longest, rows)
+
+
+def _attend(query, key, value, pages: Pages, scale: float, out, longest: int | None, rows: int) -> torch.Tensor:
+    """Write attention into ``out``, in programs of ``rows`` queries and heads; return the logarithms of its sums."""
+    tokens, heads, size = query.shape
+    groups, sequences = key.shape[2], len(pages.lengths)
+    wide = triton.next_power_of_2(heads // groups)
+    queries, few = rows // wide, rows == STEP_ROWS
     short = longest is not None and longest <= queries
+    log_sum = query.new_empty(heads, tokens, dtype=torch.float32)
     if tokens:
         blocks = sequences if short else tokens // queries + sequences
         _attention[(groups * blocks,)](  # a second number of programs may not exceed 65,535
             query, key, value, pages.table, pages.starts, pages.lengths, out, log_sum, groups, sequences, int(short),
             scale * LOG2_E, pages.size.bit_length() - 1, tokens, query.stride(0), out.stride(0), key.stride(0),
             key.stride(1), key.stride(2), pages.table.stride(0), HEADS=heads // groups, WIDE=wide, QUERIES=queries,
-            D=size, KEYS=KEYS, num_warps=4, num_stages=3, maxnreg=REGISTERS.get(size), **PLAIN,
+            D=size, KEYS=KEYS, num_warps=1 if few else 4, num_stages=3, maxnreg=None if few else REGISTERS.get(size),
+            **PLAIN,
         )  # fmt: skip
-    return out, log_sum
+    return log_sum
+
+
+@functools.cache
+def steps_agree(heads: int, groups: int, size: int, device: torch.device) -> bool:
+    """Return whether attention in programs of `STEP_ROWS` rows equals that of `QUERIES_AND_HEADS` on this device.
+
+    Instructions of tensor cores for few rows may add in another order than those for many. Call it before a CUDA graph
+    is captured.
+    """
+    if device.type != "cuda":  # Triton's interpreter
+        return False
+    generator, tokens = torch.Generator().manual_seed(0), 2048
+    sequences = max(tokens, LEAST_NUMBERS // (heads * size))
+    q, k, v = (
+        torch.randn(count, of_token, size, generator=generator).to(device, torch.bfloat16)
+        for count, of_token in ((sequences, heads), (tokens, groups), (tokens, groups))
+    )
+    numbers = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+    table = torch.arange(tokens, dtype=torch.int32, device=device).expand(sequences, tokens)
+    pages = Pages(numbers, numbers[:-1] % tokens + 1, table, 1)
+    outs = [torch.empty_like(q) for _ in range(2)]
+    sums = [
+        _attend(q, k[:, None], v[:, None], pages, size**-0.5, out, 1, rows)
+        for out, rows in zip(outs, (QUERIES_AND_HEADS, STEP_ROWS), strict=True)
+    ]
+    return torch.equal(*outs) and torch.equal(*sums)
 
 
 @triton.jit(do_not_specialize=["groups", "sequences", "short", "shift", "tokens", "table_row"])
