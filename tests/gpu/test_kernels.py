@@ -403,3 +403,30 @@ def test_attention_of_decode_steps(groups, heads, d, parts, quantized):
         scores = torch.einsum("hd,lhd->hl", query[i].double() * of_query, keys * of_keys) * d**-0.5
         want = torch.einsum("hl,lhd->hd", scores.softmax(-1), values * of_values)
         assert (output[i].double() - want).abs().max() < 0.02, length
+
+
+@pytest.mark.parametrize("over", ["positions", "seeds"])
+def test_sampled_tokens_have_their_probabilities(over):
+    """Chi-square over a vocabulary of two programs and a part of a third; each token has 20 draws or more."""
+    pytest.importorskip("vllm")
+    from megatron_grpo.rollout.vllm.sampling_kernels import sample
+
+    columns, rows = 9000, 2**18
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.full((columns,), float("-inf"))
+    likely = torch.randperm(columns, generator=generator)[:2000]
+    logits[likely] = torch.randn(2000, generator=generator)
+    draws = torch.arange(rows, device="cuda")
+    spread, fixed = draws.flip(0) * 2**20 + 5, torch.full_like(draws, 11)
+    seeds, positions = (spread, fixed) if over == "seeds" else (fixed, draws)
+    slots, hot = draws.int(), torch.ones(rows, device="cuda")
+    tokens = [
+        sample(logits.cuda().expand(len(part), -1).contiguous(), slots[part], hot, seeds, positions[part])
+        for part in draws.split(2**14)
+    ]
+    counts = torch.cat(tokens).bincount(minlength=columns).double().cpu()
+    assert counts[likely].sum() == rows
+    expected = rows * logits.double().softmax(0)
+    enough = expected > 20
+    value, freedom = float(((counts - expected)[enough] ** 2 / expected[enough]).sum()), int(enough.sum()) - 1
+    assert freedom > 500 and abs(value - freedom) < 5 * (2 * freedom) ** 0.5, (value, freedom)

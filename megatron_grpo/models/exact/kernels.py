@@ -20,6 +20,7 @@ from megatron_grpo.models.exact import QUERIES_AND_HEADS
 KEYS = 64  # of a product of queries and keys
 REGISTERS = {64: 128}  # of a thread of attention, by channels of a head: four programs fit a multiprocessor
 STEP_ROWS = 16  # of such a product in a decode step, which has one query a sequence: the least that there can be
+STEP_PROGRAMS = {64: 256}  # least number of programs of `STEP_ROWS` that are faster, by channels of a head
 NORM_WIDTH = 1024  # numbers of a program of the norm, at least
 ALIGNED = 16  # numbers: heads begin at multiples
 LOG2_E = 1.4426950408889634
@@ -235,8 +236,8 @@ def narrow_agrees(device: torch.device) -> bool:
     if device.type != "cuda":  # Triton's interpreter
         return True
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(192, 1920, generator=generator).to(device, torch.bfloat16)
-    weight = torch.randn(320, 1920, generator=generator).to(device, torch.bfloat16)
+    x = torch.randn(192, 1920, generator=generator, device="cpu").to(device, torch.bfloat16)
+    weight = torch.randn(320, 1920, generator=generator, device="cpu").to(device, torch.bfloat16)
     one, other = (linear(x, weight, dtype=torch.float32, tile=tile) for tile in (NARROW, WIDE))
     return bool(torch.equal(one, other))
 
@@ -548,8 +549,9 @@ def attention(
         )
     out = _empty(query, tokens, heads, size) if out is None else out
     rows = QUERIES_AND_HEADS
-    if longest is not None and longest * wide <= STEP_ROWS and steps_agree(heads, groups, size, query.device):
-        rows = STEP_ROWS
+    is_step = longest is not None and longest * wide <= STEP_ROWS
+    if is_step and groups * len(pages.lengths) >= STEP_PROGRAMS.get(size, math.inf):
+        rows = STEP_ROWS if steps_agree(heads, groups, size, query.device) else rows
     return out, _attend(query, key, value, pages, scale, out, longest, rows)
 
 
@@ -585,7 +587,7 @@ def steps_agree(heads: int, groups: int, size: int, device: torch.device) -> boo
     generator, tokens = torch.Generator().manual_seed(0), 2048
     sequences = max(tokens, LEAST_NUMBERS // (heads * size))
     q, k, v = (
-        torch.randn(count, of_token, size, generator=generator).to(device, torch.bfloat16)
+        torch.randn(count, of_token, size, generator=generator, device="cpu").to(device, torch.bfloat16)
         for count, of_token in ((sequences, heads), (tokens, groups), (tokens, groups))
     )
     numbers = torch.arange(sequences + 1, dtype=torch.int32, device=device)
