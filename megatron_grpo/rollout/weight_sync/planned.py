@@ -305,7 +305,8 @@ class Transfer:
         for piece, part in own:
             if piece.nbytes > PIECE_BYTES:  # of an embedding: a buffer for it would be as large
                 for target in self._targets.get(id(piece), ()):
-                    differing = (_bits(target) != _bits(part)).sum().expand(1, 2)
+                    # A sum would convert each of the answers to 64 bits first, in memory of four times the piece.
+                    differing = (_bits(target) != _bits(part)).any().long().expand(1, 2)
                     self._checks.append(([piece], differing, torch.zeros_like(differing)))
         staged: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
         for piece, part in (*own, *zip(received.pieces, received.parts, strict=True)):

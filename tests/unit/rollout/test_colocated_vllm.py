@@ -2,6 +2,7 @@
 left of the trainer's stream.
 """
 
+import contextlib
 import json
 import re
 from functools import partial
@@ -28,7 +29,7 @@ def engine(**methods) -> VllmColocate:
     made = object.__new__(VllmColocate)
     made.replica, made._version, made._loads, made._submitted, made._under_way = 0, 0, 0, 0, {}
     made.has_weights, made._awake, made._sleep_level, made._seeds_requests = True, True, 1, False
-    made._sees_images, made._finished = False, []
+    made._sees_images, made._finished, made._dropped = False, [], -1
     made._speculates, made._mtp_prefixes, made._draft_directory = False, (), None
     made._adapter_request, made._drafts_from_completions = None, False
     made._llm = SimpleNamespace(**methods)
@@ -76,6 +77,24 @@ def test_an_engine_that_fails_in_a_rollout_is_lost(one_process):
     )
     with pytest.raises(EngineLost, match="vLLM's step failed on rank 0: EngineDeadError"), vllm.rollout(1):
         list(generate(vllm, [Request(0, [3], Sampling(4))]))
+
+
+def test_the_prefix_cache_is_dropped_once_after_requests(one_process):
+    drops = []
+
+    def drop() -> bool:
+        drops.append(vllm._submitted)
+        return len(drops) != 2  # then a request still uses it
+
+    vllm = engine(add_request=lambda *_, **options: None, reset_prefix_cache=drop)
+    for requests in (0, 0, 1):
+        vllm._submitted += requests
+        with contextlib.suppress(GrpoError), vllm.rollout(1):
+            pass
+    with vllm.rollout(1):
+        pass
+    vllm._drop_prefix_cache()
+    assert drops == [0, 1, 1]
 
 
 def collected(scheduler, states: dict) -> None:

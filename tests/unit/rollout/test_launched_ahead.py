@@ -78,6 +78,7 @@ def engine(one_process):
     )
     made._llm = SimpleNamespace(collective_rpc=lambda function, args: vars(device).update(version=device.version + 1))
     made._under_way, made._finished, made._version, made._loads, made._submitted = {}, [], 0, 0, 0
+    made._dropped = -1
     made._speculates = made._seeds_requests = made._sees_images = made._mtp_prefixes = False
     made._adapter_request = None
     made.launched = launched
