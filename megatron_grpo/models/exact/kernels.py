@@ -472,10 +472,13 @@ def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tens
 
 
 def _has_whole_rows(logits: torch.Tensor) -> bool:
-    """Return whether each row ``[v]`` begins at a multiple of `LOGITS_ROW` numbers, and its storage ends at one."""
+    """Return whether each row ``[v]`` begins at a multiple of `LOGITS_ROW` numbers, and its storage ends at one.
+
+    Rows of an expanded tensor share their numbers, and have no width of their own.
+    """
     width = logits.stride(0)
     end = (logits.storage_offset() + len(logits) * width) * logits.element_size()
-    in_rows = logits.stride(1) == 1 and width % LOGITS_ROW == 0 and _as_tried(logits)
+    in_rows = logits.stride(1) == 1 and width % LOGITS_ROW == 0 and width >= logits.shape[1] and _as_tried(logits)
     return in_rows and end <= logits.untyped_storage().nbytes()
 
 
@@ -582,6 +585,8 @@ def steps_agree(heads: int, groups: int, size: int, device: torch.device) -> boo
     Instructions of tensor cores for few rows may add in another order than those for many. Call it before a CUDA graph
     is captured.
     """
+    if triton.next_power_of_2(heads // groups) > STEP_ROWS:  # a program has no room for the heads of a key
+        return False
     if device.type != "cuda":  # Triton's interpreter
         return False
     generator, tokens = torch.Generator().manual_seed(0), 2048

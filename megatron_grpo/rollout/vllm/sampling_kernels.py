@@ -43,7 +43,7 @@ def _noise(bits):
     bits = bits.to(tl.uint32, bitcast=True)
     high, low = (bits >> 16).to(tl.int32).to(tl.float32), (bits & 0xFFFF).to(tl.int32).to(tl.float32)
     u = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10  # 2^-16, 2^-32
-    series = 1.0 / 8.0  # of -log(1 - u) = u + u^2 / 2 + ...; what is left out is below 2^-20 of it where u < 1/4
+    series = 1.0 / 8.0  # of -log(1 - u) = u + u^2 / 2 + ...; what is left out is below 2^-19 of it where u < 1/4
     series = 1.0 / 7.0 + u * series
     series = 1.0 / 6.0 + u * series
     series = 1.0 / 5.0 + u * series

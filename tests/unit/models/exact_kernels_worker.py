@@ -88,6 +88,7 @@ def attention() -> None:
     with mock.patch.object(kernels, "steps_agree", lambda *_: True):
         steps, sums = kernels.attention(q[at], keys, values, each, SIZE**-0.5, longest=1)
     found["programs of few rows"] = max(gap(steps, out[at]), gap(sums, log_sum[:, at]))
+    found["32 heads of a key"] = not kernels.steps_agree(32, 1, SIZE, torch.device("cuda"))  # an engine's question
     ends = [length // queries * queries // 2 // queries * queries for length in LENGTHS]
     rest = torch.cat([torch.arange(part.start + end, part.stop) for part, end in zip(parts, ends, strict=True)])
     counts = torch.tensor([0, *(length - end for length, end in zip(LENGTHS, ends, strict=True))]).cumsum(0).int()
@@ -227,6 +228,10 @@ def log_probs() -> None:
         some = slice(2, 3), slice(1, 5)
         equal = [torch.equal(kernels.token_log_probs(padded[rows], ids[rows, :1]), whole[rows, :1]) for rows in some]
         found[f"log-probabilities of {columns} in other rows"] = all(equal)
+        one = padded[:1].expand(5, -1)
+        found[f"{columns} columns of one row"] = gap(
+            kernels.token_log_probs(one, ids), one.double().log_softmax(-1).gather(1, ids)
+        )
     found["a token that may not be sampled"] = bool(kernels.token_log_probs(logits, 0 * ids)[1, 0] == float("-inf"))
 
 
