@@ -27,6 +27,7 @@ LOG2_E = 1.4426950408889634
 ADDRESS = 256  # bytes; a larger power of two in an address makes no difference to cuBLASLt
 LOGITS_ROW = 64  # the row of a matrix of logits begins at a multiple of this
 LOGITS = 8192  # of a program of `token_log_probs`
+IDS = 32  # tokens of a row whose log-probabilities are computed at a time
 PLAIN = {"enable_fp_fusion": False}
 
 
@@ -466,7 +467,7 @@ def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tens
         )  # fmt: skip
         _token_log_probs[(rows,)](
             logits, sums, token_ids, found, logits.stride(0) // LOGITS_ROW, parts, token_ids.shape[1],
-            UNIT=LOGITS_ROW, PARTS=triton.next_power_of_2(parts), num_warps=1, **PLAIN,
+            UNIT=LOGITS_ROW, PARTS=triton.next_power_of_2(parts), IDS=IDS, num_warps=1, **PLAIN,
         )  # fmt: skip
     return found
 
@@ -499,7 +500,7 @@ def _log_sums(logits, sums, width, columns, parts, UNIT: tl.constexpr, COLUMNS: 
 
 @triton.jit(do_not_specialize=["width", "parts", "count"])
 def _token_log_probs(
-    logits, sums, token_ids, found, width, parts, count, UNIT: tl.constexpr, PARTS: tl.constexpr
+    logits, sums, token_ids, found, width, parts, count, UNIT: tl.constexpr, PARTS: tl.constexpr, IDS: tl.constexpr
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     place = sums + (row * parts + part) * 2
@@ -507,10 +508,12 @@ def _token_log_probs(
     most = tl.max(each, 0)
     totals = tl.load(place + 1, mask=part < parts, other=0.0)
     log_sum = tl.log(tl.sum(totals * tl.exp(each - tl.where(most == float("-inf"), 0.0, most)), 0))
-    for number in range(count):
-        token = tl.load(token_ids + row * count + number)
-        own = tl.load(logits + row * width * UNIT + token).to(tl.float32)
-        tl.store(found + row * count + number, own - most - log_sum)
+    for first in range(0, count, IDS):
+        number = first + tl.arange(0, IDS)
+        held = number < count
+        token = tl.load(token_ids + row * count + number, mask=held, other=0)
+        own = tl.load(logits + row * width * UNIT + token, mask=held, other=0.0).to(tl.float32)
+        tl.store(found + row * count + number, own - most - log_sum, mask=held)
 
 
 class Pages(NamedTuple):

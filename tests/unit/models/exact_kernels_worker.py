@@ -215,8 +215,13 @@ def elementwise() -> None:
 def log_probs() -> None:
     """Vocabularies of one and of several programs; tokens that may not be sampled have logits of -inf."""
     for columns in (300, 20000):
-        logits, ids = 5 * torch.randn(5, columns), torch.randint(0, columns, (5, 2))
+        logits = 5 * torch.randn(5, columns)
+        # Likely tokens where programs begin and end: a sum without one of them, or with one twice, differs.
+        edges = torch.tensor(sorted({0, columns - 1, *(n for n in (8191, 8192, 16383, 16384) if n < columns)}))
+        logits[:, edges] = 20 + torch.rand(5, len(edges))
+        logits[3] += 200  # the largest of another row
         logits[1, : columns // 2] = float("-inf")  # all of a program's
+        ids = torch.cat([edges.expand(5, -1), torch.randint(0, columns, (5, 40))], 1)
         ids[1] = columns - 1
         whole = kernels.token_log_probs(logits, ids)
         found[f"log-probabilities of {columns}"] = gap(whole, logits.double().log_softmax(-1).gather(1, ids))
@@ -232,7 +237,29 @@ def log_probs() -> None:
         found[f"{columns} columns of one row"] = gap(
             kernels.token_log_probs(one, ids), one.double().log_softmax(-1).gather(1, ids)
         )
+        with mock.patch.object(kernels, "ADDRESS", 64):  # at multiples of which torch allocates on a CPU
+            found[f"rows of {columns} that are copied"] = all(
+                not kernels._has_whole_rows(rows) and torch.equal(kernels.token_log_probs(rows, ids), whole)
+                for rows in (rows.copy_(logits) for rows in elsewhere(columns, width))
+            )
     found["a token that may not be sampled"] = bool(kernels.token_log_probs(logits, 0 * ids)[1, 0] == float("-inf"))
+
+
+def elsewhere(columns: int, width: int) -> list[torch.Tensor]:
+    """Return rows ``[5, columns]`` that the kernel cannot read where they are.
+
+    In this order they have another width, another address, gaps, and twice an end after the storage's last unit.
+    """
+    return [
+        torch.full((numbers,), float("nan")).as_strided((5, columns), strides, offset)
+        for numbers, strides, offset in (
+            (5 * columns, (columns, 1), 0),
+            (6 * width, (width, 1), 1),
+            (10 * width, (2 * width, 2), 0),
+            (4 * width + columns, (width, 1), 0),
+            (5 * width, (width, 1), 64),
+        )
+    ]
 
 
 torch.manual_seed(0)
