@@ -95,7 +95,7 @@ TOKEN_LOG_PROBS = Replacement(
     "for hundreds. With --exact-log-probs the trainer calls the same kernel.",
     by="megatron_grpo/rollout/vllm/decode_runner.py",
     proof="tests/gpu/test_exact.py::test_a_run_has_no_mismatch",
-    needed="vLLM 0.26 on a GPU",
+    needed="--exact-log-probs, or vLLM 0.26 on a GPU",
 )
 GUMBEL_SAMPLE = Replacement(
     "vllm.v1.worker.gpu.sample.sampler:gumbel_sample",

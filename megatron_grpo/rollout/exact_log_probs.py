@@ -137,5 +137,6 @@ def check_equal(update: int, row: Mapping[str, float]) -> None:
     raise GrpoError(
         f"--exact-log-probs: in update {update} a token's log-probability in the trainer differs from the engine's by "
         f"up to {row['mismatch/max_abs']:.3g} nats (mean {row.get('mismatch/mean_abs', float('nan')):.3g}). "
-        "tools/check_engine.py --layers finds the first tensor that differs; leave the flag out to train without it"
+        "Completions of a --ledger from another version of this project, of torch or of Triton, or from another GPU, "
+        "can differ: move the ledger away. tools/check_engine.py --layers finds the first tensor that differs. " + CURE
     )

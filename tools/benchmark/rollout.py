@@ -3,12 +3,13 @@
     torchrun --nproc-per-node 1 tools/benchmark/rollout.py --load-hf MODEL --prompts 64 --max-completion-length 128
     torchrun --nproc-per-node 1 tools/benchmark/rollout.py --model-family qwen3 ... --bf16   # random weights
 
-Both use the same engine with the same settings. Ours is all of `collect_rollout`: requests, polling, decoding, a
-trivial reward in worker processes, and the exchange of the batch between ranks. The two alternate in each round, with
-and without log-probabilities; all completions have the same length (--ignore-eos). Flags that are not in --help are
-those of pretrain_grpo.py. Prints a Markdown table: medians over rounds, and the median of the ratios of the speeds. CPU
-time is that of rank 0's process, without the reward workers, over the tokens of all replicas. With --kernels N one more
-rollout of ours is profiled: the N kinds of kernels with the largest time are listed.
+Both use the same engine with the same settings and kernels: on a GPU those of attention, sampling and log-probabilities
+may be ours. Ours is all of `collect_rollout`: requests, polling, decoding, a trivial reward in worker processes, and
+the exchange of the batch between ranks. The two alternate in each round, with and without log-probabilities; all
+completions have the same length (--ignore-eos). Flags that are not in --help are those of pretrain_grpo.py. Prints a
+Markdown table: medians over rounds, and the median of the ratios of the speeds. CPU time is that of rank 0's process,
+without the reward workers, over the tokens of all replicas. With --kernels N one more rollout of ours is profiled: the
+N kinds of kernels with the largest time are listed.
 """
 
 import argparse
