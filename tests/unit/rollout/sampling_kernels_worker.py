@@ -8,6 +8,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from megatron_grpo.rollout.vllm import sampling_kernels
 from megatron_grpo.rollout.vllm.sampling_kernels import sample
@@ -43,6 +45,27 @@ def noise_of(seed: int, position: int, columns: int) -> torch.Tensor:
     return torch.from_numpy(-np.log(-np.log1p(-(words + 0.5) / 2**32)))
 
 
+@triton.jit
+def noise_of_bits(bits, found, NUMBER: tl.constexpr):
+    place = tl.arange(0, NUMBER)
+    tl.store(found + place, sampling_kernels._noise(tl.load(bits + place)))
+
+
+def error_of_noise() -> tuple[float, bool]:
+    """Return the largest error of the noise of random bits, of the smallest ones, and where the series ends.
+
+    Also whether all of it is finite. The largest 1% of numbers, for which float32 has few digits, seldom decide.
+    """
+    small, middle = np.arange(2**9), 2**30 + np.arange(-(2**9), 2**9)
+    words = np.concatenate([small, small << 16, middle, np.random.default_rng(0).integers(0, 2**32, 2**11 - 2)])
+    words = np.concatenate([words, [2**32 - 1, 2**31]]).astype(np.uint32)
+    noise = torch.empty(len(words))
+    noise_of_bits[(1,)](torch.from_numpy(words.view(np.int32)), noise, NUMBER=len(words))
+    u = (words + 0.5) / 2**32
+    error = np.abs(noise.double().numpy() + np.log(-np.log1p(-u)))
+    return float(error[u < 0.99].max()), bool(noise.isfinite().all())
+
+
 def gap_to_noise() -> float:
     """Return the largest gap between a sampled token's logit with its noise and the largest one of its row.
 
@@ -70,6 +93,7 @@ def gap_to_noise() -> float:
 assert philox(np.zeros(1), 0)[:, 0].tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123's own
 torch.manual_seed(0)
 found["gap to the noise in float64"] = gap_to_noise()
+found["error of the noise"], found["noise is finite"] = error_of_noise()
 ties = torch.zeros(2, 150)
 ties[1, :70] = -1.0
 found["the first of equal logits"] = sample(ties, slots(2) - 2, ties[0], *ties.long()[:, :2]).tolist() == [0, 70]

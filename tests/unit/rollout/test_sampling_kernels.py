@@ -16,7 +16,7 @@ def answers() -> dict:
 
 def test_a_row_has_its_token_wherever_it_lies(answers):
     equal = {name: answer for name, answer in answers.items() if isinstance(answer, bool)}
-    assert len(equal) == 8 and all(equal.values()), equal
+    assert len(equal) == 9 and all(equal.values()), equal
 
 
 def test_tokens_have_their_probabilities(answers):
@@ -27,3 +27,4 @@ def test_tokens_have_their_probabilities(answers):
 def test_noise_is_that_of_seed_position_and_token(answers):
     """The random words are those of Random123's description of Philox."""
     assert answers["gap to the noise in float64"] < 1e-5, answers
+    assert answers["error of the noise"] < 1e-5, answers
