@@ -37,12 +37,21 @@ def philox(counter: np.ndarray, key: int) -> np.ndarray:
     return np.stack(words)
 
 
-def noise_of(seed: int, position: int, columns: int) -> torch.Tensor:
-    """Return the noise of each token in float64 ``[columns]``."""
-    key = int(philox(np.array([position]), seed % 2**64)[0, 0])
+@triton.jit
+def key_of(seeds, positions, key):
+    tl.store(key + tl.arange(0, 1), tl.randint(tl.load(seeds), tl.load(positions)).to(tl.int64))
+
+
+def noise_of(seed: torch.Tensor, position: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the noise of each token in float64 ``[columns]``.
+
+    Triton's versions make other keys of a seed and a position of 64 bits.
+    """
+    key = torch.empty(1, dtype=torch.int64)
+    key_of[(1,)](seed, position, key)
     quarter, parts = sampling_kernels.QUARTER, -(-columns // (4 * sampling_kernels.QUARTER))
-    words = philox(np.arange(parts * quarter), key).reshape(4, parts, quarter).transpose(1, 0, 2).reshape(-1)[:columns]
-    return torch.from_numpy(-np.log(-np.log1p(-(words + 0.5) / 2**32)))
+    words = philox(np.arange(parts * quarter), int(key) % 2**64).reshape(4, parts, quarter).swapaxes(0, 1).flatten()
+    return torch.from_numpy(-np.log(-np.log1p(-(words[:columns] + 0.5) / 2**32)))
 
 
 @triton.jit
@@ -85,7 +94,7 @@ def gap_to_noise() -> float:
     for row, slot in enumerate(requests.tolist()):
         total = logits[row].double()
         if temperatures[slot]:
-            total += noise_of(int(seeds[slot]), int(positions[row]), columns)
+            total += noise_of(seeds[slot], positions[row], columns)
         gaps.append(float(total.max() - total[tokens[row]]))
     return max(gaps)
 
