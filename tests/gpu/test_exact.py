@@ -133,7 +133,10 @@ def test_attention_of_decode_steps_is_that_of_prompts(heads, groups, size, monke
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_do_not_depend_on_other_rows(temperature):
-    hidden, weight, ids = random(600, 896), random(8192, 896) * 896**-0.5, torch.randint(0, 8192, (600,), device=DEVICE)
+    """A row has several programs, the last one a part."""
+    columns = 2 * kernels.LOGITS + 1000
+    hidden, weight = random(600, 896), random(columns, 896) * 896**-0.5
+    ids = torch.randint(0, columns, (600,), device=DEVICE)
     logits = head.float32_logits(hidden, weight)
     wanted = (logits / temperature).log_softmax(-1).gather(1, ids[:, None])[:, 0]
     whole = head.token_log_probs(logits, ids, temperature)
@@ -142,6 +145,10 @@ def test_log_probabilities_do_not_depend_on_other_rows(temperature):
         rows = slice(first, first + count)
         part = head.token_log_probs(head.float32_logits(hidden[rows], weight), ids[rows], temperature)
         assert torch.equal(part, whole[rows])
+    several = torch.cat([torch.randint(0, columns, (600, 2 * kernels.IDS), device=DEVICE), ids[:, None]], 1)
+    found = kernels.token_log_probs(logits, several)  # which have been divided
+    assert torch.equal(found[:, -1], whole)
+    assert (found - logits.log_softmax(-1).gather(1, several)).abs().max() < 1e-4
 
 
 @pytest.mark.alone
