@@ -167,7 +167,7 @@ class VllmColocate:
 
     def _search_stop_words_from(self, request: Request) -> None:
         """Give vLLM the end of a continued completion's text, so that it finds a stop word that began in it."""
-        state = self._states()[-1]  # the newest request's
+        state = scheduler.request_states(self._engine)[-1]  # the newest request's
         tail = list(request.begun_turn_ids)[-request.stop_word_window() :]
         text = state.detokenizer.tokenizer.decode(tail, skip_special_tokens=True)
         state.detokenizer.output_text = text.rstrip("\ufffd")  # the rest of a character comes with the next token
@@ -227,7 +227,7 @@ class VllmColocate:
 
     def unfinished(self) -> list[Completion]:
         unfinished = []
-        for state in self._states():
+        for state in scheduler.request_states(self._engine):
             ids = list(state.detokenizer.output_token_ids)
             log_probs, kept = _log_probs(state.logprobs_processor.logprobs, len(ids))
             number = _number(state.external_req_id)
@@ -243,10 +243,6 @@ class VllmColocate:
         unfinished = self.unfinished()
         self.abort(completion.id for completion in unfinished)
         return unfinished
-
-    def _states(self) -> list:
-        """Return vLLM's states of all requests."""
-        return list(self._engine.output_processor.request_states.values())
 
     @contextlib.contextmanager
     def rollout(self, seed: int) -> Iterator[None]:
@@ -311,7 +307,7 @@ class VllmColocate:
         if not self._under_way:
             self._drop_prefix_cache()
         not_begun = []
-        for state in self._states():
+        for state in scheduler.request_states(self._engine):
             under_way, tokens = self._under_way[_number(state.external_req_id)], len(state.detokenizer.output_token_ids)
             under_way.seams.append((tokens, self._version))
             if not tokens:

@@ -1,9 +1,9 @@
 """vLLM's scheduler with a short path for the decode steps of a rollout: the same steps and completions in less time.
 
 In most steps of a rollout each running request decodes one token, and the blocks are enough. vLLM then calls a dozen
-functions for each request, though a request needs a block only every 16 steps or so. `DecodeSteps` schedules all these
-tokens in one loop, and appends them to vLLM's records. vLLM's own code admits requests, schedules every other step, and
-handles every request that finishes, or whose output is more than a token.
+functions for each request, though a request needs a block only every 16 steps or so. `DecodeSteps` schedules and
+records all these tokens at once, in the arrays of a `RunningTable`. vLLM's own code admits requests, schedules every
+other step, and handles every request that finishes, or whose output is more than a token.
 
 A step that admits a request is no decode step, and takes several times as long. vLLM admits one as soon as a place is
 free: with 512 short completions at a time some end in every step, and none would be a decode step. Here requests that
@@ -17,21 +17,24 @@ the tests compared (`megatron_grpo.patches.vllm.DECODE_STEPS`). vLLM builds the 
 import copy
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.request import RequestStatus
+
+from megatron_grpo.rollout.vllm.running_table import Records, Rows, RunningTable
 
 # vLLM's queues of requests that are not running; a version has some of them.
 QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 LIMITS = ("max_num_running_reqs", "max_num_active_reqs")  # of the requests that run; a version has some of them
 BETWEEN_ADMISSIONS = 16  # steps at most, while less than one of `PLACES` places is free
 PLACES = 8
+NONE = -1  # no token, or several: vLLM's code handles them
 
 
 def scheduler(vllm_config, **options):
@@ -45,18 +48,11 @@ class DecodeStep(SchedulerOutput):
     """A step that `DecodeSteps` scheduled: one token of each of its requests."""
 
     requests: list[Any]
+    rows: Rows  # of the requests in the table, and the serial numbers that they had
+    serials: Rows
+    computed: Rows  # tokens of the requests before this one
+    grown: list[int]  # places of those that can have a new block
     preemptions: int  # of the scheduler's life, when it was scheduled
-
-
-class _Records(NamedTuple):
-    """Where the tokens of a request go."""
-
-    longest: int  # tokens at which it ends
-    ends: frozenset[int]  # tokens that end it
-    all_tokens: list[int]
-    add_output: Callable[[int], None]
-    add_token: Callable[[int], None]
-    add_log_prob: Callable[[float], None] | None
 
 
 _Scheduler: Any = object  # one of vLLM's schedulers comes after the class
@@ -71,6 +67,9 @@ class DecodeSteps(_Scheduler):
         self.has_decode_steps = self._can_have_decode_steps(managers)
         self._block_size = managers[0].block_size if managers else 0
         self._num_managers = len(managers)
+        self._numbers_of_cached = [
+            getattr(manager, "num_cached_block", {}) for manager in managers
+        ]  # blocks by request
         # Whether what is admitted depends on the running requests by their number and their tokens alone.
         self._can_admit_apart = (
             self.lora_config is None
@@ -85,7 +84,7 @@ class DecodeSteps(_Scheduler):
         self._has_common_prefixes = hasattr(self.kv_cache_manager.coordinator, "get_num_common_prefix_blocks")
         self._steps_waited = 0  # since a request could have been admitted
         self._preemptions = 0
-        self._records: dict[str, _Records | None] = {}  # by request; None: vLLM's own code handles its outputs
+        self._table = RunningTable(self.hash_block_size if self._caches else 0)
 
     def _can_have_decode_steps(self: Any, managers) -> bool:
         """Whether this engine has nothing that works in each step or for each token."""
@@ -111,7 +110,10 @@ class DecodeSteps(_Scheduler):
                 step = self._decode_step(self._none_admitted)
             elif self._can_admit_apart:
                 step = self._decode_step(self._admitted)
-        return super().schedule(throttle_prefills) if step is None else step
+        if step is None:
+            self._table.hand_over()
+            step = super().schedule(throttle_prefills)
+        return step
 
     def _waits_for_places(self: Any) -> bool:
         """Return whether no request is admitted in this step, because no place is free, or few are for a short time."""
@@ -130,49 +132,42 @@ class DecodeSteps(_Scheduler):
 
         The requests that run fit the budget of a step: vLLM admits a request only if the others leave a token of it.
         """
-        size, caches, last_position = self._block_size, self._caches, self.max_model_len - 1
-        requests: list[Any] = []
-        ids: list[str] = []
-        computed_tokens: list[int] = []
-        output_tokens: list[int] = []
-        at_blocks: list[tuple[int, Any]] = []  # those that need a block, or fill one
-        new_blocks = 0
-        for request in self.running:
-            computed, ahead = request.num_computed_tokens, request.num_output_placeholders
-            if ahead and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens:
-                continue  # its last token is being computed
-            tokens = len(request._all_token_ids)
-            if (
-                tokens + ahead - computed != 1
-                or computed >= last_position
-                or request.mm_features
-                or request.structured_output_request is not None
-            ):
-                return None
-            needs_block = computed % size == 0
-            new_blocks += needs_block
-            if needs_block or (caches and tokens % size == 0):
-                at_blocks.append((len(ids), request))
-            requests.append(request)
-            ids.append(request.request_id)
-            computed_tokens.append(computed)
-            output_tokens.append(len(request._output_token_ids) + ahead)
-        if not ids or new_blocks * self._num_managers > self.kv_cache_manager.block_pool.get_num_free_blocks():
+        table, size, requests = self._table, self._block_size, self.running.copy()
+        rows = table.rows_of(requests)
+        computed, ahead = table.computed[rows], table.ahead[rows]
+        ending = (ahead > 0) & (computed + 2 - ahead >= table.limit[rows])
+        if ending.any():  # their last tokens are being computed
+            requests = list(itertools.compress(requests, ~ending))
+            rows, computed, ahead = rows[~ending], computed[~ending], ahead[~ending]
+        tokens = table.tokens[rows]
+        if (
+            not requests
+            or (tokens + ahead - computed != 1).any()
+            or int(computed.max()) >= self.max_model_len - 1
+            or table.is_special[rows].any()
+        ):
             return None
+        needs_block = computed % size == 0
+        if np.count_nonzero(needs_block) * self._num_managers > self.kv_cache_manager.block_pool.get_num_free_blocks():
+            return None
+        ids: list[str] = [request.request_id for request in requests]
         # vLLM's first runner gets all tokens of a request that missed a step.
         if not (self.use_v2_model_runner or self.prev_step_scheduled_req_ids.issuperset(ids)):
             return None
         block_ids: list[Any] = [None] * len(ids)
-        for place, request in at_blocks:
-            block_ids[place] = self.kv_cache_manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
-        placeholder = int(self._is_async)
-        for request in requests:
-            request.num_computed_tokens += 1
-            request.num_in_flight_tokens += 1
-            request.num_output_placeholders += placeholder
+        at_block = needs_block | (tokens % size == 0) if self._caches else needs_block
+        grown = np.flatnonzero(at_block).tolist()
+        if self._caches:
+            table.settle(rows[at_block].tolist())
+        for place in grown:
+            block_ids[place] = self._block_ids(requests[place], int(computed[place]) + 1)
+        table.computed[rows] += 1
+        table.in_flight[rows] += 1
+        table.ahead[rows] += int(self._is_async)
         step: Any = DecodeStep.make_empty()
         vars(step).update(vars(admit(len(ids))))
         step.requests, step.preemptions = requests, self._preemptions
+        step.rows, step.serials, step.computed, step.grown = rows, table.serial[rows], computed, grown
         resumed = step.scheduled_cached_reqs
         step.scheduled_cached_reqs = CachedRequestData(
             req_ids=ids + resumed.req_ids,
@@ -180,10 +175,11 @@ class DecodeSteps(_Scheduler):
             new_token_ids=[],
             all_token_ids=resumed.all_token_ids,
             new_block_ids=block_ids + resumed.new_block_ids,
-            num_computed_tokens=computed_tokens + resumed.num_computed_tokens,
-            num_output_tokens=output_tokens + resumed.num_output_tokens,
+            num_computed_tokens=computed.tolist() + resumed.num_computed_tokens,
+            num_output_tokens=(tokens - table.prompt[rows] + ahead).tolist() + resumed.num_output_tokens,
         )
-        step.num_scheduled_tokens = dict.fromkeys(ids, 1) | step.num_scheduled_tokens
+        admitted, step.num_scheduled_tokens = step.num_scheduled_tokens, dict.fromkeys(ids, 1)
+        step.num_scheduled_tokens.update(admitted)
         step.total_num_scheduled_tokens += len(ids)
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(ids)
@@ -191,6 +187,16 @@ class DecodeSteps(_Scheduler):
             first = self.running[0].request_id
             step.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(first)
         return step
+
+    def _block_ids(self: Any, request, tokens: int) -> tuple[list[int], ...] | None:
+        """Return the new blocks of a request that has so many ``tokens`` in a step; None if it needs none.
+
+        With a prefix cache the request must be settled.
+        """
+        if self._caches:
+            return self.kv_cache_manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
+        blocks = self.kv_cache_manager.coordinator.allocate_new_blocks(request.request_id, tokens, tokens)
+        return tuple([block.block_id for block in of_group] for of_group in blocks) if any(blocks) else None
 
     def _none_admitted(self: Any, decodes: int) -> SchedulerOutput:
         """Return the rest of a step in which no request can be admitted."""
@@ -218,8 +224,8 @@ class DecodeSteps(_Scheduler):
             running += self.running
             self.running = running
 
-    def record(self: Any, step, output, log_probs: list[float] | None, states: dict) -> SchedulerOutput | None:
-        """Append the sampled tokens of a step, with ``log_probs`` by row, to vLLM's records of its requests.
+    def record(self: Any, step, output, log_probs, states: dict) -> SchedulerOutput | None:
+        """Append the sampled tokens of a step, with ``log_probs`` [n] by row, to vLLM's records of its requests.
 
         ``states``: those of vLLM's output processor. Returns the step with the requests that are left to vLLM's
         ``update_from_output``: those that were admitted in it, that end or have ended, or whose outputs vLLM's code
@@ -233,42 +239,32 @@ class DecodeSteps(_Scheduler):
             or getattr(self, "encoder_cache_mismatch_reqs", None)  # not in vLLM 0.26
         ):
             return step
-        places, sampled, records = output.req_id_to_index, output.sampled_token_ids, self._records
-        running, is_async, caches, size = RequestStatus.RUNNING, self._is_async, self._caches, self._block_size
-        hash_size, manager = self.hash_block_size, self.kv_cache_manager
-        values: Any = log_probs
+        table, rows, number = self._table, step.rows, len(step.requests)
+        ids, sampled = step.scheduled_cached_reqs.req_ids[:number], output.sampled_token_ids
+        table.refresh(rows)
+        held = table.serial[rows] == step.serials
+        for place in np.flatnonzero(held & (table.is_known[rows] == 0)).tolist():
+            table.know(int(rows[place]), self._records_of(step.requests[place], states[ids[place]]))
+        if output.req_ids[:number] != ids:  # the runner has another order
+            places = list(map(output.req_id_to_index.__getitem__, ids))
+            sampled = [sampled[place] for place in places]
+            log_probs = None if log_probs is None else log_probs[places]
+        tokens = np.array([of_row[0] if len(of_row) == 1 else NONE for of_row in sampled[:number]], np.int64)
+        ends, which_ends = table.tokens[rows] + 1 >= table.longest[rows], table.which_ends[rows]
+        for which in np.unique(which_ends).tolist():
+            ends |= (which_ends == which) & (tokens[:, None] == table.ends[which]).any(1)
+        plain = held & ~ends & (table.is_left[rows] == 0) & (tokens != NONE)
         left: dict[str, int] = {}
-        for request in step.requests:
-            request_id = request.request_id
-            if request.status is not running:
-                left[request_id] = 1
-                continue
-            try:
-                record = records[request_id]
-            except KeyError:
-                record = records[request_id] = self._records_of(request, states[request_id])
-            if record is None:
-                left[request_id] = 1
-                continue
-            longest, ends, all_tokens, add_output, add_token, add_log_prob = record
-            place = places[request_id]
-            (token,) = sampled[place]
-            if token in ends or len(all_tokens) + 1 >= longest:
-                left[request_id] = 1
-                continue
-            all_tokens.append(token)
-            add_output(token)
-            add_token(token)
-            if add_log_prob is not None:
-                add_log_prob(values[place])
-            request.num_in_flight_tokens -= 1
-            if caches and len(all_tokens) % hash_size == 0:
-                request.update_block_hashes()
-            if is_async:
-                request.num_output_placeholders -= 1
-                known = request.num_computed_tokens - request.num_output_placeholders
-                if caches and known % size == 0:
-                    manager.cache_blocks(request, known)
+        if not plain.all():
+            left = dict.fromkeys(itertools.compress(ids, ~plain), 1)
+            rows, tokens = rows[plain], tokens[plain]
+            log_probs = None if log_probs is None else log_probs[:number][plain]
+        table.append(rows, tokens, None if log_probs is None else log_probs[: len(rows)])
+        table.in_flight[rows] -= 1
+        if self._is_async:
+            table.ahead[rows] -= 1
+            if self._caches:
+                self._cache_blocks(rows)
         if len(step.num_scheduled_tokens) > len(step.requests):
             left.update(itertools.islice(step.num_scheduled_tokens.items(), len(step.requests), None))
         if not left:
@@ -277,7 +273,17 @@ class DecodeSteps(_Scheduler):
         rest.num_scheduled_tokens = left
         return rest
 
-    def _records_of(self: Any, request, state) -> _Records | None:
+    def _cache_blocks(self: Any, rows: Rows) -> None:
+        """Add full blocks to the prefix cache; vLLM's allocation has done so for the requests of the next step."""
+        known, size = self._table.computed[rows] - self._table.ahead[rows], self._block_size
+        full = known % size == 0
+        for row, tokens in zip(rows[full].tolist(), known[full].tolist(), strict=True):
+            request = self._table.requests[row]
+            if any(cached.get(request.request_id, 0) < tokens // size for cached in self._numbers_of_cached):
+                self._table.settle([row])
+                self.kv_cache_manager.cache_blocks(request, tokens)
+
+    def _records_of(self: Any, request, state) -> Records | None:
         """Return where the tokens of a request go; None if vLLM does more with a token than appending it."""
         sampling = request.sampling_params
         if (
@@ -292,19 +298,35 @@ class DecodeSteps(_Scheduler):
             return None
         log_probs = state.logprobs_processor.logprobs
         ends = [*(sampling.stop_token_ids or ()), sampling.eos_token_id]
-        return _Records(
+        return Records(
             longest=min(request.num_prompt_tokens + request.max_tokens, self.max_model_len),
             ends=frozenset(token for token in ends if token is not None),
-            all_tokens=request._all_token_ids,
-            add_output=request._output_token_ids.append,
-            add_token=state.detokenizer.token_ids.append,
-            add_log_prob=None if log_probs is None else log_probs.logprobs.append,
-        )
+            extend=(
+                request._all_token_ids.extend, request._output_token_ids.extend, state.detokenizer.token_ids.extend
+            ),
+            extend_log_probs=None if log_probs is None else log_probs.logprobs.extend,
+        )  # fmt: skip
+
+    def settle(self: Any) -> None:
+        """Bring vLLM's records of all requests up to date."""
+        self._table.settle_all()
+
+    def update_from_output(self: Any, scheduler_output, model_runner_output):
+        self._table.hand_over(scheduler_output.num_scheduled_tokens)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def finish_requests(self: Any, *args, **options):
+        self._table.hand_over()
+        return super().finish_requests(*args, **options)
+
+    def reset_prefix_cache(self: Any, *args, **options):
+        self._table.hand_over()
+        return super().reset_prefix_cache(*args, **options)
 
     def _preempt_request(self: Any, request, *args, **options) -> None:
         self._preemptions += 1
         super()._preempt_request(request, *args, **options)
 
     def _free_request(self: Any, request, *args, **options):
-        self._records.pop(request.request_id, None)
+        self._table.release(request.request_id)
         return super()._free_request(request, *args, **options)

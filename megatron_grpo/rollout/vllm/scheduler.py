@@ -17,6 +17,13 @@ def scheduler_of(engine):
     return engine.engine_core.engine_core.scheduler
 
 
+def request_states(engine) -> list:
+    """Return vLLM's states of all requests, with all tokens that are recorded."""
+    if settle := getattr(scheduler_of(engine), "settle", None):  # of `decode_steps`
+        settle()
+    return list(engine.output_processor.request_states.values())
+
+
 def step_under_way(engine) -> bool:
     """Return whether vLLM has launched a step and not recorded its tokens.
 
@@ -92,7 +99,7 @@ def collect_log_probs(engine) -> None:
         lists = model_runner_output.logprobs
         if lists is not None and lists.logprobs.shape[1] > 1:  # with kept tokens
             return update(scheduler_output, model_runner_output)
-        log_probs = None if lists is None else lists.logprobs[:, 0].tolist()
+        log_probs = None if lists is None else lists.logprobs[:, 0]
         starts = None if lists is None else lists.cu_num_generated_tokens
         model_runner_output.logprobs = None
         if record is not None and starts is None:
@@ -107,7 +114,8 @@ def collect_log_probs(engine) -> None:
             if state is not None and state.logprobs_processor.logprobs is not None and output.new_token_ids:
                 row = model_runner_output.req_id_to_index[output.request_id]
                 start = row if starts is None else starts[row]
-                state.logprobs_processor.logprobs.logprobs += log_probs[start : start + len(output.new_token_ids)]
+                own = log_probs[start : start + len(output.new_token_ids)]
+                state.logprobs_processor.logprobs.logprobs += own.tolist()
         return outputs
 
     scheduler = scheduler_of(engine)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import ranks
 from slow import slow_except
@@ -106,9 +107,9 @@ def test_nothing_is_kept_of_finished_requests(lives):
         if world.schedule() is not None:
             world.update()
         if number == 3:
-            assert len(world.scheduler._records) == 3
+            assert len(world.scheduler._table._rows) == 3
             world.abort(0)
-    assert not world.scheduler._records and not world.outputs.request_states
+    assert not world.scheduler._table._rows and not world.outputs.request_states
 
 
 @pytest.fixture
@@ -121,12 +122,13 @@ def running(lives):
     step = world.scheduler.schedule()
     assert isinstance(step, lives.DecodeStep)
     output = lives.ModelRunnerOutput(["r0"], {"r0": 0}, [[30]])
-    assert world.scheduler.record(step, output, [-1.0], world.outputs.request_states) is None  # all is done
+    assert world.scheduler.record(step, output, np.array([-1.0]), world.outputs.request_states) is None  # all is done
     return world
 
 
 def test_images_are_vllms_part(running):
     (request,) = running.scheduler.running
+    running.scheduler._table.hand_over()
     request.mm_features = [object()]
     assert running.scheduler._decode_step(running.scheduler._none_admitted) is None
 
