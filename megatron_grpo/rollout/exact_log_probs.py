@@ -71,6 +71,7 @@ SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ),
     ("swiglu", (True,), "the kernel is of SwiGLU"),
     ("vllm_speculative_config", (None,), "a step of drafts has several logits of a sequence: leave it out"),
+    ("rollout_ranks", (0,), "engines on ranks of their own have not been run with the kernels: give 0"),
     ("max_staleness", (0,), "tokens of earlier weights have other log-probabilities: give 0"),
     ("mismatch_sample_rate", (1.0,), "every rollout is compared: leave it out"),
     ("top_p", (1.0,), _TRUNCATED),
