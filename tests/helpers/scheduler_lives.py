@@ -276,10 +276,10 @@ class World:
 
     def rewind(self, number: int) -> None:
         """Let the next step compute a token of a request again."""
+        if isinstance(self.scheduler, decode_steps.DecodeSteps):
+            self.scheduler._table.hand_over()
         for request in self.scheduler.running[:1]:
             if not (self.queue or request.is_prefill_chunk or request.num_output_placeholders):
-                if isinstance(self.scheduler, decode_steps.DecodeSteps):
-                    self.scheduler._table.hand_over()
                 request.num_computed_tokens -= 1
 
     def free_an_image(self, number: int) -> None:
@@ -329,7 +329,8 @@ class World:
         made = ModelRunnerOutput(names, places, sampled, lists, num_nans_in_logits=nans)
         of_core = self.scheduler.update_from_output(step, made).get(0) or EngineCoreOutputs()
         processed = self.outputs.process_outputs(of_core.outputs)
-        self.scheduler.finish_requests(processed.reqs_to_abort, RequestStatus.FINISHED_ABORTED)
+        if processed.reqs_to_abort:  # vLLM's engine core is not asked to abort nothing
+            self.scheduler.finish_requests(processed.reqs_to_abort, RequestStatus.FINISHED_ABORTED)
         return [
             (o.request_id, o.finished, o.num_cached_tokens, vars_of(o.outputs[0])) for o in processed.request_outputs
         ]
