@@ -67,9 +67,7 @@ class DecodeSteps(_Scheduler):
         self.has_decode_steps = self._can_have_decode_steps(managers)
         self._block_size = managers[0].block_size if managers else 0
         self._num_managers = len(managers)
-        self._numbers_of_cached = [
-            getattr(manager, "num_cached_block", {}) for manager in managers
-        ]  # blocks by request
+        self._cached_blocks = [getattr(manager, "num_cached_block", {}) for manager in managers]  # of each request
         # Whether what is admitted depends on the running requests by their number and their tokens alone.
         self._can_admit_apart = (
             self.lora_config is None
@@ -279,7 +277,7 @@ class DecodeSteps(_Scheduler):
         full = known % size == 0
         for row, tokens in zip(rows[full].tolist(), known[full].tolist(), strict=True):
             request = self._table.requests[row]
-            if any(cached.get(request.request_id, 0) < tokens // size for cached in self._numbers_of_cached):
+            if any(cached.get(request.request_id, 0) < tokens // size for cached in self._cached_blocks):
                 self._table.settle([row])
                 self.kv_cache_manager.cache_blocks(request, tokens)
 
