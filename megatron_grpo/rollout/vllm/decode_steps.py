@@ -132,18 +132,16 @@ class DecodeSteps(_Scheduler):
         """
         table, size, requests = self._table, self._block_size, self.running.copy()
         rows = table.rows_of(requests)
+        if table.is_special[rows].any():
+            return None
+        table.refresh(rows)
         computed, ahead = table.computed[rows], table.ahead[rows]
         ending = (ahead > 0) & (computed + 2 - ahead >= table.limit[rows])
         if ending.any():  # their last tokens are being computed
             requests = list(itertools.compress(requests, ~ending))
             rows, computed, ahead = rows[~ending], computed[~ending], ahead[~ending]
         tokens = table.tokens[rows]
-        if (
-            not requests
-            or (tokens + ahead - computed != 1).any()
-            or int(computed.max()) >= self.max_model_len - 1
-            or table.is_special[rows].any()
-        ):
+        if not requests or (tokens + ahead - computed != 1).any() or int(computed.max()) >= self.max_model_len - 1:
             return None
         needs_block = computed % size == 0
         if np.count_nonzero(needs_block) * self._num_managers > self.kv_cache_manager.block_pool.get_num_free_blocks():

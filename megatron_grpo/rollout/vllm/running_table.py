@@ -56,7 +56,7 @@ class RunningTable:
         self._rows_of_running: Rows = _zeros()
 
     def rows_of(self, running: list[Any]) -> Rows:
-        """Return the rows of these requests, none of them stale."""
+        """Return the rows of these requests, which can be stale."""
         if running != self._running:
             rows = self._rows
             for request in running:
@@ -64,14 +64,12 @@ class RunningTable:
                     self._add(request)
             self._rows_of_running = np.array([rows[request.request_id] for request in running], np.int64)
             self._running = running.copy()
-        self.refresh(self._rows_of_running)
         return self._rows_of_running
 
     def refresh(self, rows: Rows) -> None:
         """Read the requests of those of ``rows`` that are stale."""
-        if self._stale:
-            for row in self._stale.intersection(rows.tolist()):
-                self._read(row)
+        if self._stale and (stale := self._stale.intersection(rows.tolist())):
+            self._read([*stale])
 
     def _add(self, request) -> None:
         if not self._free:
@@ -82,7 +80,8 @@ class RunningTable:
         self.serial[row], self.prompt[row] = self._serials, request.num_prompt_tokens
         self.limit[row] = request.num_prompt_tokens + request.max_tokens
         self.longest[row] = self.which_ends[row] = self.is_known[row] = self.is_left[row] = 0
-        self._read(row)
+        self.is_special[row] = bool(request.mm_features) or request.structured_output_request is not None
+        self._stale.add(row)
 
     def _grow(self) -> None:
         number = len(self.requests)
@@ -94,14 +93,14 @@ class RunningTable:
         self._records += [None] * more
         self._free = list(range(number + more - 1, number - 1, -1))
 
-    def _read(self, row: int) -> None:
-        """Take the numbers of a request."""
-        request = self.requests[row]
-        self.computed[row], self.ahead[row] = request.num_computed_tokens, request.num_output_placeholders
-        self.in_flight[row] = request.num_in_flight_tokens
-        self.tokens[row] = self._settled[row] = len(request._all_token_ids)
-        self.is_special[row] = bool(request.mm_features) or request.structured_output_request is not None
-        self._stale.discard(row)
+    def _read(self, rows: list[int]) -> None:
+        """Take the numbers of the requests in these rows."""
+        requests = [self.requests[row] for row in rows]
+        self.computed[rows] = [request.num_computed_tokens for request in requests]
+        self.ahead[rows] = [request.num_output_placeholders for request in requests]
+        self.in_flight[rows] = [request.num_in_flight_tokens for request in requests]
+        self.tokens[rows] = self._settled[rows] = [len(request._all_token_ids) for request in requests]
+        self._stale.difference_update(rows)
 
     def know(self, row: int, records: Records | None) -> None:
         """Note where the tokens of a request go; None: vLLM's code handles them."""
@@ -165,6 +164,7 @@ class RunningTable:
             self.requests[row] = self._records[row] = None
             self._stale.discard(row)
             self._free.append(row)
+            self._running, self._rows_of_running = [], _zeros()  # else its tokens would stay until the next rollout
 
 
 def _of_ring(ring: npt.NDArray[Any], first: int, last: int) -> list[Any]:

@@ -1,8 +1,10 @@
 """Decode steps against vLLM's own scheduler: every step, completion and state of random lives; what is left to vLLM."""
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -98,10 +100,20 @@ def test_a_wrong_constraint_fails_at_once(lives):
         assert counts["finished"] == 5 and counts["decode steps"]
 
 
+@pytest.mark.parametrize("caching", [False, True])  # with a cache, requests are settled at each block
+def test_hundreds_of_requests_with_tokens_in_their_rings(lives, caching):
+    """The table grows while the newest tokens of requests are in it alone, and gives rows of ended ones to others."""
+    arrivals = [(0, "plain", 9, 110)] * 50 + [(4, "plain", 9, 30)] * 60 + [(39, "plain", 9, 60)] * 90
+    counts = lives.compare(life(lives, arrivals, True, caching=caching, sequences=200, blocks=4000, look=50))
+    assert counts["finished"] == 200 and counts["decode steps"] > 90
+
+
 def test_nothing_is_kept_of_finished_requests(lives):
     world = lives.World(life(lives, []), True)
     for number in range(3):
         world.arrive(number, "plain", 5, 20)
+    requests = [weakref.ref(request) for request in world.scheduler.requests.values()]
+    kinds = {frozenset(request().sampling_params.stop_token_ids) for request in requests}
     for number in range(1, 40):
         world.step_number = number
         if world.schedule() is not None:
@@ -109,7 +121,10 @@ def test_nothing_is_kept_of_finished_requests(lives):
         if number == 3:
             assert len(world.scheduler._table._rows) == 3
             world.abort(0)
-    assert not world.scheduler._table._rows and not world.outputs.request_states
+    table = world.scheduler._table
+    assert not table._rows and not world.outputs.request_states and len(table.ends) <= 1 + len(kinds)
+    gc.collect()
+    assert [request() for request in requests] == [None] * 3  # else its tokens stay until the next rollout
 
 
 @pytest.fixture
@@ -127,10 +142,49 @@ def running(lives):
 
 
 def test_images_are_vllms_part(running):
-    (request,) = running.scheduler.running
-    running.scheduler._table.hand_over()
+    """Nothing is read of their requests, in any step."""
+    (request,), table = running.scheduler.running, running.scheduler._table
+    table.release(request.request_id)
     request.mm_features = [object()]
-    assert running.scheduler._decode_step(running.scheduler._none_admitted) is None
+    for _ in range(2):
+        assert running.scheduler._decode_step(running.scheduler._none_admitted) is None
+        assert table._stale == {table._rows[request.request_id]}
+
+
+def test_states_have_all_tokens(running):
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=running.scheduler))
+    (state,) = running.outputs.request_states.values()
+    before = list(state.detokenizer.token_ids)
+    engine = SimpleNamespace(engine_core=core, output_processor=running.outputs)
+    assert options.request_states(engine) == [state]
+    assert state.detokenizer.token_ids == [*before, 30] and before[-1] != 30
+
+
+@pytest.mark.parametrize("sampled", [[], [30, 31]])
+def test_a_row_with_no_token_or_several_is_vllms_part(running, lives, sampled):
+    step = running.scheduler.schedule()
+    output = lives.ModelRunnerOutput(["r0"], {"r0": 0}, [sampled])
+    table = running.scheduler._table
+    before = table.tokens.copy()
+    rest = running.scheduler.record(step, output, np.array([-1.0]), running.outputs.request_states)
+    assert rest.num_scheduled_tokens == {"r0": 1} and (table.tokens == before).all()
+
+
+def test_a_token_of_an_aborted_request_is_dropped(running, lives):
+    """Its row is free, or another request's."""
+    step, table = running.scheduler.schedule(), running.scheduler._table
+    running.abort(0)
+    output = lives.ModelRunnerOutput(["r0"], {"r0": 0}, [[30]])
+    for _ in range(2):
+        before = table.tokens.copy()
+        rest = running.scheduler.record(step, output, np.array([-1.0]), running.outputs.request_states)
+        assert rest.num_scheduled_tokens == {"r0": 1} and (table.tokens == before).all()
+        assert not running.scheduler.update_from_output(rest, output)
+        if not table._rows:
+            running.arrive(1, "plain", 5, 40)
+            running.schedule()
+            running.update()
+            assert [*running.scheduler.schedule().rows] == [*step.rows]
 
 
 @pytest.mark.parametrize("queue", ["waiting", "skipped_waiting", "kv_holding_waiting"])
