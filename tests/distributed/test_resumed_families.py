@@ -1,6 +1,6 @@
-"""Ten updates of the newest families: vLLM, whose weights every sync compares, and a resume in between.
+"""Ten updates of the newest families, and a resume in between in another parallel configuration.
 
-The run goes on in another parallel configuration.
+The engine is vLLM, whose weights every sync compares, or the training model.
 """
 
 import json
@@ -21,21 +21,31 @@ from megatron_grpo.rewards.registry import Sample, register_reward
 def ones(sample: Sample) -> float:
     return float(sample.completion.count("1"))
 """
-FLAGS = """--transformer-impl local --vllm-max-num-seqs 32 --num-generations 4 --global-batch-size 16
-    --micro-batch-size 8 --max-prompt-length 8 --max-completion-length 8 --lr 1e-3 --reward-funcs ones --beta 0
-    --check-weight-sync --seed 3"""
+FLAGS = """--transformer-impl local --num-generations 4 --global-batch-size 16 --micro-batch-size 8
+    --max-prompt-length 8 --max-completion-length 8 --lr 1e-3 --reward-funcs ones --beta 0 --seed 3"""
+VLLM = "--vllm-max-num-seqs 32 --check-weight-sync"
+BFLOAT16 = f"{VLLM} --vllm-dtype bfloat16"  # all that vLLM has of delta nets on a CPU
+MEGATRON = "--rollout-engine megatron --inference-max-requests 20"
 EXPERTS = "--expert-model-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
-# Shape of the tiny model: more flags, layout of the first five updates, layout of the others.
-FAMILIES = {
-    "glm4_moe_lite": ("", EXPERTS, f"{TENSOR} {EXPERTS} --expert-tensor-parallel-size 1"),
-    "minimax_m2": ("", f"{TENSOR} --expert-tensor-parallel-size 2", EXPERTS),
-    "deepseek_v3": ("", "--pipeline-model-parallel-size 2", EXPERTS),  # as Kimi-K2.5's language model
-    "nemotron_h": ("", "--pipeline-model-parallel-size 2", TENSOR),
-    "qwen3_5_text": ("--vllm-dtype bfloat16", "", TENSOR),
-    "gemma4_text": ("", "--pipeline-model-parallel-size 2", TENSOR),
-    "qwen3_next": ("--vllm-dtype bfloat16", EXPERTS, f"{TENSOR} --expert-tensor-parallel-size 2"),
-}
+STAGES = "--pipeline-model-parallel-size 2"
+# Shape of the tiny model, flags of the engine, layout of the first five updates, layout of the others.
+CASES = [
+    ("glm4_moe_lite", VLLM, EXPERTS, f"{TENSOR} {EXPERTS} --expert-tensor-parallel-size 1"),
+    ("minimax_m2", VLLM, f"{TENSOR} --expert-tensor-parallel-size 2", EXPERTS),
+    ("deepseek_v3", VLLM, STAGES, EXPERTS),  # as Kimi-K2.5's language model
+    ("nemotron_h", VLLM, STAGES, TENSOR),
+    ("qwen3_5_text", BFLOAT16, "", TENSOR),
+    ("gemma4_text", VLLM, STAGES, TENSOR),
+    ("qwen3_next", BFLOAT16, EXPERTS, f"{TENSOR} --expert-tensor-parallel-size 2"),
+    ("glm4_moe_lite", MEGATRON, EXPERTS, STAGES),
+    ("minimax_m2", MEGATRON, EXPERTS, f"{TENSOR} --expert-tensor-parallel-size 2"),
+    ("nemotron_h", MEGATRON, TENSOR, STAGES),
+    ("qwen3_5_text", MEGATRON, STAGES, TENSOR),
+    ("gemma4_text", MEGATRON, TENSOR, STAGES),
+    ("qwen3_next", MEGATRON, f"{TENSOR} --expert-tensor-parallel-size 2", EXPERTS),
+]
+NAMES = [f"{family}, {'the training model' if engine == MEGATRON else 'vLLM'}" for family, engine, *_ in CASES]
 
 
 def wrap_in_kimi(directory: Path) -> None:
@@ -61,22 +71,21 @@ def make_inputs(directory: Path, family: str) -> str:
     return f"--load-hf {directory}/model {data}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ten_updates_resumed_in_another_layout(family, tmp_path):
-    more, first, second = FAMILIES[family]
+@pytest.mark.parametrize(("family", "engine", "first", "second"), CASES, ids=NAMES)
+def test_ten_updates_resumed_in_another_layout(family, engine, first, second, tmp_path):
     model, save = tmp_path / "model", tmp_path / "save"
     inputs = make_inputs(tmp_path, family)
     before = load_file(model / "model.safetensors")
     if family == "deepseek_v3":
         wrap_in_kimi(model)
-    words = f"{FLAGS} {more} {inputs} --save {save} --load {save} --train-iters 10 --save-interval 5".split()
+    words = f"{FLAGS} {engine} {inputs} --save {save} --load {save} --train-iters 10 --save-interval 5".split()
     run_torchrun(2, "pretrain_grpo.py", *words, *first.split(), "--exit-interval", 5)
     done = run_torchrun(2, "pretrain_grpo.py", *words, *second.split())
     assert f"resumed from {save} at iteration 5" in done.stdout
 
     rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == list(range(1, 11))
-    bound = 2e-2 if more else 1e-5  # bfloat16 in the engine alone
+    bound = 2e-2 if engine == BFLOAT16 else 1e-5
     assert all(row["mismatch/mean_abs"] < bound and row["grad_norm"] > 0 for row in rows), rows
     assert sum(row["reward/mean"] for row in rows[5:]) > sum(row["reward/mean"] for row in rows[:5])
     after = load_file(save / "hf_model" / "model.safetensors")
