@@ -62,7 +62,7 @@ ENVIRONMENTS: tuple[FlagRow, ...] = (
         str,
         None,
         "format of the policy's tool calls, by vLLM's names: hermes, llama3_json, mistral, deepseek_v3, glm45, "
-        "kimi_k2, qwen3_coder, gemma4, openai [no tool calls]",
+        "glm47, kimi_k2, minimax_m2, qwen3_coder, gemma4, openai [no tool calls]",
     ),
     (
         "--reasoning-parser",

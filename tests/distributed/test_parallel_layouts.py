@@ -74,6 +74,10 @@ ACROSS_HEADS = f"""{ATTENTION} --model-family minimax_m2 --group-query-attention
 LORA = """--lora-rank 4 --lora-alpha 4 --lora-target-modules all-linear all-router
  --lora-modules-to-save lm_head embed_tokens input_layernorm"""
 ADAPTED = f"{LATENT.replace('--mtp-num-layers 1 --mtp-loss-scaling-factor 0.1', '')} {LORA}"
+DELTA_ADAPTED = f"{DELTA} --lora-rank 4 --lora-alpha 4 --lora-target-modules all-linear"
+MAMBA_ADAPTED = (
+    f"{MAMBA} --lora-rank 4 --lora-alpha 4 --lora-target-modules in_proj q_proj k_proj o_proj up_proj down_proj"
+)
 # A base in 8 bits: shards that end within a block of the whole matrix.
 FP8_BASE = f"""{ADAPTED} --lora-base-dtype fp8 --hidden-size 160 --ffn-hidden-size 272 --moe-ffn-hidden-size 144
  --moe-shared-expert-intermediate-size 144"""
@@ -324,6 +328,14 @@ LAYOUTS["mamba_moe"] = [
     f"TP2 SP CP2 EP2 ETP2: {SHARED} --moe-grouped-gemm",
     f"CP4 EP2: {HYBRID[4]}",
 ]
+LAYOUTS["delta_adapters"] = [
+    f"TP1: {BUDGET}",
+    f"TP2 SP: {SHARED}",
+    f"CP2 EP2: {BUDGET}",
+    f"PP2 VPP2: {SHARED} --use-distributed-optimizer",
+    f"TP2 SP CP2: {SHARED} --recompute-granularity full",
+]
+LAYOUTS["mamba_adapters"] = [layout.replace(" EP2", "") for layout in LAYOUTS["delta_adapters"]]
 LAYOUTS["delta_mtp"] = [*LAYOUTS["delta"][:6], f"CP2: {SHARED}", f"TP2 SP EP2: {SHARED}"]
 # By default each dimension of the dense model alone, over two ranks, and experts on two ranks.
 FEW_LAYOUTS = {
@@ -349,6 +361,8 @@ FEW_LAYOUTS = {
     "delta": [LAYOUTS["delta"][number] for number in (0, 2, 3)],
     "mamba": [LAYOUTS["mamba"][number] for number in (0, 2, 3, 5)],
     "mamba_moe": LAYOUTS["mamba_moe"][:3],
+    "delta_adapters": LAYOUTS["delta_adapters"][:2],
+    "mamba_adapters": LAYOUTS["mamba_adapters"][:2],
     "delta_mtp": [LAYOUTS["delta_mtp"][number] for number in (0, 2, 3, 4)],
 }
 FEW = ("moe",)
@@ -449,12 +463,12 @@ def test_layouts_of_experts_agree(model, share, tmp_path):
     """Mixture of experts; soft caps; with the load-balancing loss, on equal micro-batches, and with those that are
     equal for all packs; latent attention with shared experts, balanced by a bias and by losses, and multi-token
     prediction; adapters of all its layers, on a base in 8 bits, too; biases, windows and sinks; norms of all heads
-    together; gated delta nets; Mamba-2.
+    together; gated delta nets and Mamba-2, with adapters, too.
     """
     flags = {"moe": MOE, "balanced": BALANCED, "latent": f"{LATENT} {BALANCING}", "gpt_oss": GPT_OSS}
     flags |= {"soft_caps": SOFT_CAPS, "gemma4": GEMMA4, "gemma4_moe": GEMMA4_MOE}
     flags |= {"across_heads": ACROSS_HEADS, "delta": DELTA, "delta_mtp": DELTA_MTP, "mamba": MAMBA}
-    flags["mamba_moe"] = MAMBA_MOE
+    flags |= {"mamba_moe": MAMBA_MOE, "delta_adapters": DELTA_ADAPTED, "mamba_adapters": MAMBA_ADAPTED}
     flags["balanced_packs"] = f"{MOE} {BALANCING}"
     flags |= {"adapters": ADAPTED, "dora": f"{ADAPTED} --lora-use-dora", "fp8_base": FP8_BASE}
     status, printed = check(flags[model], "--out", tmp_path, "--layouts", *share_of(model, share))

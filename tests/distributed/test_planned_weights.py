@@ -37,6 +37,7 @@ ENGINES = [
         for size in (1, 2)
     ),
     *((family, size, {}) for family in ("qwen3_moe", "deepseek_v3", "glm4_moe", "gemma4_moe") for size in (1, 2)),
+    *((family, 2, {}) for family in ("glm4_moe_lite", "minimax_m2", "gemma4_text")),
     *((family, size, {"dtype": "bfloat16"}) for family in HYBRID for size in (1, 2)),
     ("gpt_oss", 1, {}),
     ("qwen3_moe", 2, EXPERT_PARALLEL),

@@ -337,13 +337,13 @@ def test_an_error_of_one_layer_exceeds_the_bound_of_bfloat16(data, recorded, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["model", "internvl", "llava_onevision"])
+@pytest.mark.parametrize("model", ["model", "internvl", "llava_onevision", *BFLOAT16])
 def test_a_resume_in_another_layout(data, tmp_path, model):
     """Two updates on one rank, the third on two stages: the same numbers."""
-    whole = run(data, 1, tmp_path / "whole", "--micro-batch-size", "4", "--no-save-hf", model=model)
-    halved = "--micro-batch-size 4 --save-interval 2 --exit-interval 2"
-    run(data, 1, tmp_path / "run", *halved.split(), model=model)
-    flags = f"--pipeline-model-parallel-size 2 --micro-batch-size 4 --load {tmp_path}/run --no-save-hf"
+    common = f"--micro-batch-size 4 {BF16 if model in BFLOAT16 else ''}"
+    whole = run(data, 1, tmp_path / "whole", *f"{common} --no-save-hf".split(), model=model)
+    run(data, 1, tmp_path / "run", *f"{common} --save-interval 2 --exit-interval 2".split(), model=model)
+    flags = f"{common} --pipeline-model-parallel-size 2 --load {tmp_path}/run --no-save-hf"
     rows = run(data, 2, tmp_path / "run", *flags.split(), model=model)
     assert len(rows) == 3 and rows[2]["grad_norm"] == pytest.approx(whole[2]["grad_norm"], rel=1e-5)
     assert rows[2]["reward/mean"] == whole[2]["reward/mean"]

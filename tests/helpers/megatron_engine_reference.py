@@ -3,9 +3,9 @@
 import pytest
 import torch
 from megatron_engine_worker import EOS, LENGTHS, MAX_TOKENS, prompts
-from toy_checkpoints import FAMILIES, make
+from toy_checkpoints import FAMILIES, MAMBA_MOE, make
 
-TIED = {family: "gemma" in family for family in FAMILIES}
+TIED = {family: "gemma" in family for family in (*FAMILIES, MAMBA_MOE)}
 
 
 class Toys(dict):

@@ -76,7 +76,10 @@ _SPARSE = (
     "an indexer chooses the tokens to which each token attends; docs/sparse_attention.md says what training it needs. "
     "Related families that train: deepseek_v3, glm4_moe"
 )
-_LIGHTNING = "most layers have lightning attention, a linear recurrence that is not built. A related family: qwen3_moe"
+_LIGHTNING = (
+    "most layers have lightning attention, which needs a recurrence over packs with a fixed decay for each head, as in "
+    "the last paragraph of docs/sparse_attention.md. A related family: qwen3_moe"
+)
 # Architectures that users ask for -> why they are refused.
 REFUSED = {
     "DeepseekV32ForCausalLM": _SPARSE,

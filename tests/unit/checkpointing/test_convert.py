@@ -16,7 +16,7 @@ import pytest
 from convert_tool import check_same, load_tool
 from lock_holder import Holder
 from slow import slow_except
-from toy_checkpoints import FAMILIES, add_mtp, build, make, same_bits, tensors_of, toy_args
+from toy_checkpoints import FAMILIES, MAMBA_MOE, add_mtp, build, make, same_bits, tensors_of, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
@@ -66,7 +66,7 @@ def stored(root):
     return {key: (value.size, value.properties.dtype) for key, value in found.items() if hasattr(value, "size")}
 
 
-BOTH_WAYS = [("qwen3", torch.float32), *((family, torch.bfloat16) for family in FAMILIES)]
+BOTH_WAYS = [("qwen3", torch.float32), *((family, torch.bfloat16) for family in (*FAMILIES, MAMBA_MOE))]
 FEW_BOTH_WAYS = [("qwen3", torch.float32), ("deepseek_v3", torch.bfloat16)]
 
 
@@ -91,7 +91,7 @@ def test_there_and_back(convert, tmp_path, capsys, family, dtype):
         convert("--megatron-to-hf", "--load", middle, "--save", target)
 
 
-@pytest.mark.parametrize("family", slow_except(["deepseek_v3"], [*FAMILIES, "qwen3_moe of equal layers"]))
+@pytest.mark.parametrize("family", slow_except(["deepseek_v3"], [*FAMILIES, MAMBA_MOE, "qwen3_moe of equal layers"]))
 def test_written_as_a_built_model_saves(convert, tmp_path, family):
     """Keys, shapes and values are those that checkpointing.save_checkpoint writes, and it loads them."""
     name, *equal = family.split(" ", 1)

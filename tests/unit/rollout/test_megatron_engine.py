@@ -10,7 +10,7 @@ import torch
 from megatron_engine_reference import TIED, by_transformers, check, toys  # noqa: F401 (a fixture)
 from megatron_engine_worker import EOS, GREEDY, MAX_TOKENS, complete, decode, make_engine, prompts
 from slow import slow_except
-from toy_checkpoints import FAMILIES, HYBRID, VOCAB, logits
+from toy_checkpoints import FAMILIES, HYBRID, MAMBA, MAMBA_MOE, VOCAB, logits
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.parallel.initialize import destroy_rank_groups
@@ -27,7 +27,7 @@ def state(model) -> list:
     ]
 
 
-@pytest.mark.parametrize("family", slow_except(["deepseek_v3"], FAMILIES))
+@pytest.mark.parametrize("family", slow_except(["deepseek_v3"], (*FAMILIES, MAMBA_MOE)))
 def test_families(toys, family):
     root, models = toys
     theirs = models[family]
@@ -105,7 +105,7 @@ def test_aborted_requests_do_not_come_back(engine):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", slow_except(["qwen3_5_text"], (*HYBRID, "nemotron_h")))
+@pytest.mark.parametrize("family", slow_except(["qwen3_5_text"], (*HYBRID, *MAMBA, MAMBA_MOE)))
 def test_an_interrupted_completion_of_a_hybrid_goes_on(toys, family):
     """With other weights: the states of recurrent layers are computed again from the prompt and the tokens so far."""
     root, models = toys
