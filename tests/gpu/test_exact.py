@@ -161,7 +161,7 @@ def test_engine_and_trainer_are_equal_and_planted_differences_are_found(tmp_path
     assert found["first"] == {"": None, **FIRST}
 
 
-def check_a_run(root: Path, ranks: int, updates: int, flags: str, runs: int = 1) -> None:
+def check_a_run(root: Path, ranks: int, updates: int, flags: str, runs: int = 1, shape: str = "qwen3") -> None:
     """Updates of an untrained model with a large learning rate: its weights change in each of them.
 
     Each of several ``runs`` resumes the one before.
@@ -169,7 +169,7 @@ def check_a_run(root: Path, ranks: int, updates: int, flags: str, runs: int = 1)
     sizes = "--steps 0 --hidden-size 128 --ffn-hidden-size 256 --kv-channels 64 --max-position-embeddings 512".split()
     for script, *words in (
         ("data/arithmetic.py", "--save", root / "data", "--digits", "2", "--reversed"),
-        ("make_tiny_model.py", "--save", root / "model", *sizes),
+        ("make_tiny_model.py", "--save", root / "model", "--shape", shape, *sizes),
     ):
         subprocess.run([sys.executable, REPO / "tools" / script, *map(str, words)], check=True, capture_output=True)
     places = "--load-hf", root / "model", "--train-data-path", root / "data/train.jsonl", "--save", root / "run"
@@ -183,9 +183,16 @@ def check_a_run(root: Path, ranks: int, updates: int, flags: str, runs: int = 1)
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("runs", "flags"), [(1, "--micro-batch-size 16"), (2, f"{OTHER} --steps-per-generation 2")])
-def test_a_run_has_no_mismatch(tmp_path, runs, flags):
-    check_a_run(tmp_path, 1, 4, flags, runs)
+@pytest.mark.parametrize(
+    ("shape", "runs", "flags"),
+    [
+        ("qwen3", 1, "--micro-batch-size 16"),
+        ("qwen3", 2, f"{OTHER} --steps-per-generation 2"),
+        ("llama", 1, "--micro-batch-size 16"),
+    ],
+)
+def test_a_run_has_no_mismatch(tmp_path, shape, runs, flags):
+    check_a_run(tmp_path, 1, 4, flags, runs, shape)
 
 
 @pytest.mark.alone
