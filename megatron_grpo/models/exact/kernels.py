@@ -27,7 +27,7 @@ LOG2_E = 1.4426950408889634
 ADDRESS = 256  # bytes; a larger power of two in an address makes no difference to cuBLASLt
 LOGITS_ROW = 64  # the row of a matrix of logits begins at a multiple of this
 LOGITS = 8192  # of a program of `token_log_probs`
-IDS = 32  # tokens of a row whose log-probabilities are computed at a time
+IDS = 32  # tokens of a row: a program of `_token_log_probs` takes so many at a time
 PLAIN = {"enable_fp_fusion": False}
 
 
@@ -554,10 +554,13 @@ def attention(
             f"strides {key.stride()}, {value.stride()}, {query.stride()} and blocks of {pages.size} tokens"
         )
     out = _empty(query, tokens, heads, size) if out is None else out
-    rows = QUERIES_AND_HEADS
-    is_step = longest is not None and longest * wide <= STEP_ROWS
-    if is_step and groups * len(pages.lengths) >= STEP_PROGRAMS.get(size, math.inf):
-        rows = STEP_ROWS if steps_agree(heads, groups, size, query.device) else rows
+    is_large_step = (
+        longest is not None
+        and longest * wide <= STEP_ROWS
+        and groups * len(pages.lengths) >= STEP_PROGRAMS.get(size, math.inf)
+        and steps_agree(heads, groups, size, query.device)
+    )
+    rows = STEP_ROWS if is_large_step else QUERIES_AND_HEADS
     return out, _attend(query, key, value, pages, scale, out, longest, rows)
 
 
@@ -585,12 +588,10 @@ def _attend(query, key, value, pages: Pages, scale: float, out, longest: int | N
 def steps_agree(heads: int, groups: int, size: int, device: torch.device) -> bool:
     """Return whether attention in programs of `STEP_ROWS` rows equals that of `QUERIES_AND_HEADS` on this device.
 
-    Instructions of tensor cores for few rows may add in another order than those for many. Call it before a CUDA graph
-    is captured.
+    Instructions of tensor cores for few rows may add in another order than those for many, and so does Triton's
+    interpreter. Call it before a CUDA graph is captured.
     """
-    if triton.next_power_of_2(heads // groups) > STEP_ROWS:  # a program has no room for the heads of a key
-        return False
-    if device.type != "cuda":  # Triton's interpreter
+    if device.type != "cuda" or triton.next_power_of_2(heads // groups) > STEP_ROWS:
         return False
     generator, tokens = torch.Generator().manual_seed(0), 2048
     sequences = max(tokens, LEAST_NUMBERS // (heads * size))

@@ -36,7 +36,8 @@ class RunningTable:
         """``hashed``: tokens of a hash of the prefix cache, 0 without one."""
         self._hashed = hashed
         self.serial, self.prompt, self.limit = _zeros(), _zeros(), _zeros()  # `limit`: vLLM schedules no more tokens
-        # Tokens that are computed or being computed; those of them whose sampled token is not recorded, by two counts.
+        # Tokens that a step has computed or is computing. For some of them the sampled token is not recorded yet: vLLM
+        # counts these twice, as placeholders of tokens and as tokens in flight.
         self.computed, self.ahead, self.in_flight = _zeros(), _zeros(), _zeros()
         self.tokens, self._settled = _zeros(), _zeros()  # that are recorded here, and in the request
         self.longest, self.which_ends = _zeros(), _zeros()
