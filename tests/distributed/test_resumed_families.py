@@ -1,6 +1,6 @@
 """Ten updates of the newest families, and a resume in between in another parallel configuration.
 
-The engine is vLLM, whose weights every sync compares, or the training model.
+The engine is vLLM or the training model. Each sync to a colocated vLLM compares the weights.
 """
 
 import json
@@ -31,7 +31,7 @@ MEGATRON = "--rollout-engine megatron --inference-max-requests 20"
 EXPERTS = "--expert-model-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 STAGES = "--pipeline-model-parallel-size 2"
-# Members of families of which the tiny model has others, with sizes that vLLM has on a CPU.
+# tools/make_tiny_model.py makes none of these. vLLM computes these sizes on a CPU.
 OTHERS = {"qwen3_5_moe_text": toys.DELTA, "gemma4_moe": {"head_dim": 32, "global_head_dim": 64}, toys.MAMBA_MOE: {}}
 # Model, flags of the engine, layout of the first five updates, layout of the others.
 CASES = [
@@ -54,7 +54,7 @@ CASES = [
     ("qwen3_next", MEGATRON, f"{TENSOR} --expert-tensor-parallel-size 2", EXPERTS),
     ("qwen3_5_moe_text", MEGATRON, STAGES, EXPERTS),
     ("gemma4_moe", MEGATRON, STAGES, EXPERTS),
-    (toys.MAMBA_MOE, MEGATRON, EXPERTS, STAGES),  # whose experts vLLM does not compute on a CPU
+    (toys.MAMBA_MOE, MEGATRON, EXPERTS, STAGES),  # vLLM does not compute its experts on a CPU
 ]
 NAMES = {VLLM: "vLLM", BFLOAT16: "vLLM", PLACED: "vLLM on a rank of its own", MEGATRON: "the training model"}
 IDS = [f"{family}, {NAMES[engine]}" for family, engine, *_ in CASES]

@@ -76,10 +76,10 @@ class Life:
     log_probs: int  # most kept tokens of a request
     adapters: bool
     events: dict[int, list[tuple]]
-    look: int = 1  # steps after which all numbers of both worlds are compared; the project's are not counted between
+    look: int = 1  # steps after which all numbers of both worlds are compared: a look brings the project's up to date
 
     @classmethod
-    def of_seed(cls, seed: int, is_async: bool) -> "Life":
+    def of_seed(cls, seed: int, is_async: bool, look: int = 1) -> "Life":
         rng = np.random.default_rng(seed)
         block, sequences = int(rng.choice([4, 8, 16])), int(rng.integers(3, 14))
         # Where prompts are in parts, the budget can also be below the number of running requests.
@@ -114,9 +114,13 @@ class Life:
         kept = int(rng.choice([0, 0, 0, 3]))
         caching, adapters = rng.random(2) < (0.7, 0.2)
         return cls(
-            is_async, v2, bool(caching), block, blocks, sequences, budget, kept, bool(adapters), events,
-            look=(1, 2, 5, 40)[seed % 4],
+            is_async, v2, bool(caching), block, blocks, sequences, budget, kept, bool(adapters), events, look
         )  # fmt: skip
+
+
+def looks_of(seed: int) -> tuple[int, int]:
+    """Return how seldom to look at two lives of a seed: after each step, and after several."""
+    return 1, (2, 5, 40)[seed % 3]
 
 
 def random_of(*key) -> np.random.Generator:
@@ -450,7 +454,8 @@ def main() -> None:
     for seed in map(int, sys.argv[1:]):
         for is_async in (False, True):
             try:
-                counts += compare(Life.of_seed(seed, is_async))
+                for look in looks_of(seed):
+                    counts += compare(Life.of_seed(seed, is_async, look))
             except AssertionError as error:
                 raise SystemExit(f"life {seed}, {'asynchronous' if is_async else 'synchronous'}: {error}") from None
     print(dict(counts))

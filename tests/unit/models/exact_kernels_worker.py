@@ -237,7 +237,7 @@ def log_probs() -> None:
         found[f"{columns} columns of one row"] = gap(
             kernels.token_log_probs(one, ids), one.double().log_softmax(-1).gather(1, ids)
         )
-        with mock.patch.object(kernels, "ADDRESS", 64):  # at multiples of which torch allocates on a CPU
+        with mock.patch.object(kernels, "ADDRESS", 64):  # torch allocates at multiples of it on a CPU
             found[f"rows of {columns} that are copied"] = all(
                 not kernels._has_whole_rows(rows) and torch.equal(kernels.token_log_probs(rows, ids), whole)
                 for rows in (rows.copy_(logits) for rows in elsewhere(columns, width))
