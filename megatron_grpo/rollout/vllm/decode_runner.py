@@ -151,7 +151,7 @@ class DecodeRunner:
         if self.enabled and not options and self._is_decode_step(scheduler_output):
             batch = self._batch
             if batch is None or batch.ids != scheduler_output.scheduled_cached_reqs.req_ids:
-                batch = self._make_batch(scheduler_output.scheduled_cached_reqs)
+                batch = self._make_batch(scheduler_output)
             if batch is not None:
                 self._batch = batch
                 self._launch(scheduler_output, batch)
@@ -187,15 +187,20 @@ class DecodeRunner:
             and not step.has_structured_output_requests
         )
 
-    def _make_batch(self, cached) -> _Batch | None:
+    def _make_batch(self, step: DecodeStep) -> _Batch | None:
         """Return the batch of a step's requests; None if the short path does not sample as they ask."""
-        runner, ids = self.runner, cached.req_ids
+        runner, ids = self.runner, step.scheduled_cached_reqs.req_ids
         states, sampler, number = runner.req_states, runner.sampler, len(ids)
-        slots = np.fromiter(map(states.req_id_to_index.__getitem__, ids), np.int64, number)
         adapters = len(runner.lora_state.get_activate_loras(ids)) if runner.lora_config else 0
-        if (states.prefill_len.np[slots] > cached.num_computed_tokens).any():
-            return None
-        sampling = self._sampling_of(slots)
+        sampling: _Sampling | None
+        before = [] if self._batch is None else [self._batch.places.get(name) for name in ids]
+        if self._batch is not None and None not in before:  # some have ended
+            slots, sampling = self._batch.slots[np.array(before)], self._batch.sampling
+        else:
+            slots = np.fromiter(map(states.req_id_to_index.__getitem__, ids), np.int64, number)
+            if (states.prefill_len.np[slots] > step.computed).any():
+                return None
+            sampling = self._sampling_of(slots)
         descriptor = runner.cudagraph_manager.dispatch(number, number, 1, adapters)
         if sampling is None or not _of_decodes(descriptor):
             return None
@@ -278,14 +283,14 @@ class DecodeRunner:
             prompt_lens=None,
         )
 
-    def _launch(self, step, batch: _Batch) -> None:
+    def _launch(self, step: DecodeStep, batch: _Batch) -> None:
         """Launch the forward pass of a decode step."""
         runner, cached = self.runner, step.scheduled_cached_reqs
         states, tables, buffers = runner.req_states, runner.block_tables, runner.input_buffers
         runner.finish_requests(step)
-        computed = np.array(cached.num_computed_tokens, np.int32)
+        computed = step.computed.astype(np.int32)
         states.num_computed_tokens_np[batch.slots] = computed
-        grown = [place for place, blocks in enumerate(cached.new_block_ids) if blocks is not None]
+        grown = [place for place in step.grown if cached.new_block_ids[place] is not None]
         for place in grown:
             tables.append_block_ids(int(batch.slots[place]), cached.new_block_ids[place], overwrite=False)
         if grown:

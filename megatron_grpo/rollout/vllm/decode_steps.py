@@ -50,6 +50,8 @@ class DecodeStep(SchedulerOutput):
     requests: list[Any]
     rows: Rows  # of the requests in the table, and the serial numbers that they had
     serials: Rows
+    computed: Rows  # tokens of the requests before this one
+    grown: list[int]  # places of those that can have a new block
     preemptions: int  # of the scheduler's life, when it was scheduled
 
 
@@ -150,9 +152,10 @@ class DecodeSteps(_Scheduler):
             return None
         block_ids: list[Any] = [None] * len(ids)
         at_block = needs_block | (tokens % size == 0) if self._caches else needs_block
+        grown = np.flatnonzero(at_block).tolist()
         if self._caches:
             table.settle(rows[at_block].tolist())
-        for place in np.flatnonzero(at_block).tolist():
+        for place in grown:
             block_ids[place] = self._block_ids(requests[place], int(computed[place]) + 1)
         table.computed[rows] += 1
         table.in_flight[rows] += 1
@@ -160,7 +163,7 @@ class DecodeSteps(_Scheduler):
         step: Any = DecodeStep.make_empty()
         vars(step).update(vars(admit(len(ids))))
         step.requests, step.preemptions = requests, self._preemptions
-        step.rows, step.serials = rows, table.serial[rows]
+        step.rows, step.serials, step.computed, step.grown = rows, table.serial[rows], computed, grown
         resumed = step.scheduled_cached_reqs
         step.scheduled_cached_reqs = CachedRequestData(
             req_ids=ids + resumed.req_ids,
