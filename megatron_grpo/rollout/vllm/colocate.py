@@ -98,6 +98,7 @@ class VllmColocate:
             self._llm = _build(args, directory)
         self._allocated = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
         self._engine = self._llm.llm_engine
+        self._keeps_prefixes = self._engine.vllm_config.cache_config.enable_prefix_caching
         if args.exact_log_probs:
             from megatron_grpo.rollout.vllm import exact
 
@@ -367,7 +368,7 @@ class VllmColocate:
             return
         if self._sees_images:
             self._engine.reset_encoder_cache()
-        if not self._engine.reset_prefix_cache():
+        if self._keeps_prefixes and not self._engine.reset_prefix_cache():
             raise GrpoError(
                 "vLLM did not drop its prefix cache, because requests still use it: the next completions would be "
                 "computed from keys and values of earlier weights. Report this with the flags of the run and the "

@@ -29,7 +29,7 @@ def engine(**methods) -> VllmColocate:
     made = object.__new__(VllmColocate)
     made.replica, made._version, made._loads, made._submitted, made._under_way = 0, 0, 0, 0, {}
     made.has_weights, made._awake, made._sleep_level, made._seeds_requests = True, True, 1, False
-    made._sees_images, made._finished, made._dropped = False, [], -1
+    made._sees_images, made._keeps_prefixes, made._finished, made._dropped = False, True, [], -1
     made._speculates, made._mtp_prefixes, made._draft_directory = False, (), None
     made._adapter_request, made._drafts_from_completions = None, False
     made._llm = SimpleNamespace(**methods)
@@ -95,6 +95,10 @@ def test_the_prefix_cache_is_dropped_once_after_requests(one_process):
         pass
     vllm._drop_prefix_cache()
     assert drops == [0, 1, 1]
+    vllm._keeps_prefixes = False
+    vllm._submitted += 1
+    vllm._drop_prefix_cache()
+    assert drops == [0, 1, 1], "vLLM would look at each block, of which none keeps a prefix"
 
 
 def collected(scheduler, states: dict) -> None:

@@ -80,6 +80,7 @@ def engine(one_process):
     made._under_way, made._finished, made._version, made._loads, made._submitted = {}, [], 0, 0, 0
     made._dropped = -1
     made._speculates = made._seeds_requests = made._sees_images = made._mtp_prefixes = False
+    made._keeps_prefixes = True
     made._adapter_request = None
     made.launched = launched
     return made
