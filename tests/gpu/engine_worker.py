@@ -39,6 +39,7 @@ from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.vllm.decode_choice import Measurement
 from megatron_grpo.rollout.vllm.scheduler import attention_choices
+from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter
 from megatron_grpo.training import train_step
 from megatron_grpo.training.engine_lifecycle import EngineLifecycle
@@ -278,16 +279,14 @@ class Worker:
             seconds.append(time.perf_counter() - began)
         facts |= {"seconds": seconds, "second": self.differing(), "after": self.mismatch(1.0)}
         facts["tensors"] = len(transfer._plan.tensors)
-        check = transfer._check
+        differing = planned.differing
 
-        def flipped(packed, expected):
-            for piece in packed.pieces[:1]:
-                target = transfer._targets[id(piece)][0]
-                first = (0,) * target.ndim
-                target[first] = -target[first]
-            check(packed, expected)
+        def flipped(targets, parts):
+            first = (0,) * targets[0].ndim
+            targets[0][first] = -targets[0][first]
+            return differing(targets, parts)
 
-        transfer._check = flipped
+        planned.differing = flipped
         facts["flipped"] = says(lambda: EngineLifecycle.sync(self.trainer, 7))
 
     def differing(self) -> list[str]:

@@ -3,6 +3,7 @@
 import models
 import pytest
 import torch
+from differing_pairs import wrong_answers
 from launch import found, torchrun
 
 from megatron_grpo.rollout.weight_sync import planned
@@ -35,6 +36,10 @@ def test_checksums_are_those_of_a_cpu(sizes):
     words = torch.randint(-(2**63), 2**63 - 1, (sum(sizes) + 1, planned.ROW_BYTES // 8))
     whole, rows = words.view(torch.uint8).view(-1), torch.stack([ends[:-1], ends[1:]])
     assert torch.equal(planned.checksums(whole.cuda(), rows.cuda()).cpu(), planned.checksums(whole, rows))
+
+
+def test_one_other_bit_is_found():
+    assert wrong_answers(planned.differing, "cuda") == []
 
 
 @pytest.mark.gpus(2)

@@ -8,8 +8,8 @@ Where the kernels of the engine use a parameter as it is loaded, the parts go st
 engine's loaders as full Hugging Face tensors, of which only the parts that they read have been filled. So the kernels
 of the engine and its own processing of the weights need no code here.
 
-Every piece has a checksum: the sender computes it from the bytes that it sends, the receiver from the engine's
-parameter, or from the bytes that the loaders are given.
+Every piece that is sent has a checksum: the sender computes it from the bytes that it sends, the receiver from the
+engine's parameter, or from the bytes that the loaders are given. What a rank copies to its own engine is compared.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from megatron_grpo.utils.device import device
 from megatron_grpo.weights import transfer_plan
 from megatron_grpo.weights.parameter_mapping import Dimensions, Weight, same
 from megatron_grpo.weights.stream import WeightStream, streamed, units
-from megatron_grpo.weights.transfer_plan import PIECE_BYTES, Box, HfTensor, Holder, Needs, Piece, Plan, Reads
+from megatron_grpo.weights.transfer_plan import Box, HfTensor, Holder, Needs, Piece, Plan, Reads
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 ROW_BYTES = 4096  # a piece begins with a row of its buffer; checksums add up the words of 8 bytes of a row
@@ -119,11 +119,10 @@ class _Layout(NamedTuple):
 
 
 class _Layouts(NamedTuple):
-    """The layouts of a round; ``copied``: own pieces that go straight into parameters, up to `PIECE_BYTES`."""
+    """The layouts of a round."""
 
     sent: _Layout
     received: _Layout
-    copied: _Layout
 
 
 class _Packed(NamedTuple):
@@ -142,14 +141,13 @@ class _Packed(NamedTuple):
 class _Exchange(NamedTuple):
     """A round under way. ``sent`` is read until ``work``, if there is any, has been waited for.
 
-    ``own``: the pieces that this rank's engine reads of its trainer's shards; ``copied``: see `_Layouts`.
+    ``own``: the pieces that this rank's engine reads of its trainer's shards.
     """
 
     traffic: _Traffic
     own: list[tuple[Piece, torch.Tensor]]
     sent: _Packed
     received: _Packed
-    copied: _Layout
     work: dist.Work | None
 
 
@@ -208,7 +206,7 @@ class Transfer:
         for traffic, one in zip(self._traffic, busy.tolist(), strict=True):
             traffic.busy = bool(one)
         self._layouts = [self._layouts_of(traffic) for traffic in self._traffic]
-        self._checks: list[tuple[list[Piece], torch.Tensor, torch.Tensor]] = []  # pieces; checksums and those expected
+        self._checks: list[tuple[list[Piece], torch.Tensor]] = []  # pieces, and whether each has other bytes
         self.differences: list[str] = []  # of the newest sync, on an engine rank
 
     def _traffic_of(self, engine: int) -> dict[int, _Traffic]:
@@ -233,8 +231,7 @@ class Transfer:
                 self._targets[id(piece)] = _places(piece, targets)
 
     def _layouts_of(self, traffic: _Traffic) -> _Layouts:
-        copied = [piece for piece in traffic.own if id(piece) in self._targets and piece.nbytes <= PIECE_BYTES]
-        return _Layouts(self._layout(traffic.sent), self._layout(traffic.received), self._layout({0: copied}))
+        return _Layouts(self._layout(traffic.sent), self._layout(traffic.received))
 
     def send(self, local: Mapping[str, torch.Tensor]) -> None:
         """Send the pieces of this trainer rank's shards ``local``.
@@ -261,12 +258,11 @@ class Transfer:
             ahead = exchange
         if ahead is not None:
             yield from self._take(ahead)
-        differing: list[Piece] = []
+        spoilt: list[Piece] = []
         if self._checks:
-            checked, found, expected = zip(*self._checks, strict=True)
-            differs = (torch.cat(found) != torch.cat(expected)).any(1).tolist()  # waits for the GPU once
-            differing = list(compress(chain(*checked), differs))
-        self.differences = list(dict.fromkeys(self._plan.tensors[piece.tensor].name for piece in differing))
+            checked, found = zip(*self._checks, strict=True)
+            spoilt = list(compress(chain(*checked), torch.cat(found).tolist()))  # waits for the GPU once
+        self.differences = list(dict.fromkeys(self._plan.tensors[piece.tensor].name for piece in spoilt))
 
     def _begin(self, traffic: _Traffic, layouts: _Layouts, local: Mapping[str, torch.Tensor] | None) -> _Exchange:
         """Begin to send the pieces of a round."""
@@ -284,30 +280,22 @@ class Transfer:
             into, out = ([of.nbytes.get(rank, 0) for rank in ranks] for of in (layouts.received, layouts.sent))
             # The method of the group: that of all roles is not registered, as torch's function expects.
             work = self._links.weights.alltoall_base(received.whole, sent.whole, into, out)
-        return _Exchange(traffic, own, sent, received, layouts.copied, work)
+        return _Exchange(traffic, own, sent, received, work)
 
     def _take(self, exchange: _Exchange) -> Weights:
         """Wait for the pieces of a round; put them into parameters, or yield the tensors that they complete."""
         traffic, own, received = exchange.traffic, exchange.own, exchange.received
         if exchange.work is not None:
             exchange.work.wait()
-        direct = [(to, part) for piece, part in own for to in self._targets.get(id(piece), ())]
+        direct = [(piece, to, part) for piece, part in own for to in self._targets.get(id(piece), ())]
         if direct:
-            torch._foreach_copy_([to for to, _ in direct], [part for _, part in direct])
+            pieces, targets, parts = map(list, zip(*direct, strict=True))
+            torch._foreach_copy_(targets, parts)
+            self._compare(pieces, targets, parts)
         for which, targets in received.layout.placed:
             torch._foreach_copy_(targets, [received.parts[number] for number in which])
         if received.pieces:
             self._check(received, torch.cat(received.sums))
-        if exchange.copied.pieces:
-            packed, parts = self._packed(exchange.copied), {id(piece): part for piece, part in own}
-            torch._foreach_copy_(packed.parts, [parts[id(piece)] for piece in packed.pieces])
-            self._check(packed, checksums(packed.whole, packed.layout.rows))
-        for piece, part in own:
-            if piece.nbytes > PIECE_BYTES:  # of an embedding: a buffer for it would be as large
-                for target in self._targets.get(id(piece), ()):
-                    # A sum would convert each of the answers to 64 bits first, in memory of four times the piece.
-                    differing = (_bits(target) != _bits(part)).any().long().expand(1, 2)
-                    self._checks.append(([piece], differing, torch.zeros_like(differing)))
         staged: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
         for piece, part in (*own, *zip(received.pieces, received.parts, strict=True)):
             if piece.tensor not in self._direct:
@@ -361,6 +349,10 @@ class Transfer:
         sums = [typed[torch.int64][first : first + 2 * count].view(-1, 2) for first, count in layout.sums]
         return _Packed(layout, whole, parts, sums)
 
+    def _compare(self, pieces: list[Piece], targets: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+        """Note which of this rank's own pieces have other bits in the engine's parameters ``targets``."""
+        self._checks.append((pieces, differing(targets, parts)))
+
     def _check(self, packed: _Packed, expected: torch.Tensor) -> None:
         """Note which pieces have other checksums than ``expected`` [pieces, 2] where the engine has them.
 
@@ -369,7 +361,8 @@ class Transfer:
         for which, targets in packed.layout.placed or [([], [])]:
             if which:
                 torch._foreach_copy_([packed.parts[number] for number in which], targets)
-            self._checks.append((packed.pieces, checksums(packed.whole, packed.layout.rows), expected))
+            found = checksums(packed.whole, packed.layout.rows)
+            self._checks.append((packed.pieces, (found != expected).any(1)))
 
 
 def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -400,6 +393,15 @@ def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     first, last = rows
     plain, by_rows, by_columns = up_to[:, last] - up_to[:, first]
     return torch.stack([by_rows - 2 * first * plain, by_columns], 1)
+
+
+def differing(targets: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return whether each of ``targets`` has other bits than its part, [n]."""
+    if targets[0].is_cuda:
+        from megatron_grpo.rollout.weight_sync import checksum_kernels  # Triton is there on GPUs alone
+
+        return checksum_kernels.differing(targets, parts)
+    return torch.tensor([bool((_bits(to) != _bits(part)).any()) for to, part in zip(targets, parts, strict=True)])
 
 
 def _part(piece: Piece, shard: torch.Tensor) -> torch.Tensor:

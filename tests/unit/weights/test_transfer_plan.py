@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from differing_pairs import wrong_answers
 from hypothesis import given
 from hypothesis import strategies as st
 from interpreted import last_line
@@ -269,7 +270,11 @@ def test_needs_survive_their_message(arguments):
     assert transfer_plan.from_rows(transfer_plan.to_rows(needs, axes=3), tensors) == needs
 
 
-def test_kernels_of_checksums_give_the_sums_of_torch():
+def test_one_other_bit_is_found():
+    assert wrong_answers(planned.differing, "cpu") == []
+
+
+def test_kernels_of_the_weight_sync_give_the_answers_of_torch():
     assert last_line(Path(__file__).with_name("checksum_kernels_worker.py")) == "yes"
 
 
