@@ -51,8 +51,9 @@ from megatron_grpo.weights import hf, model_weights
 from megatron_grpo.weights.stream import stream_hf
 
 PROMPTS, GENERATIONS, TOKENS = 8, 4, 32
+COMPLETIONS = PROMPTS * GENERATIONS
 FLAGS = f"""--bf16 --max-prompt-length 72 --max-completion-length {TOKENS} --num-generations {GENERATIONS}
-    --global-batch-size {PROMPTS * GENERATIONS} --micro-batch-size {PROMPTS * GENERATIONS // 2}
+    --global-batch-size {COMPLETIONS} --micro-batch-size {COMPLETIONS // 2}
     --vllm-max-num-seqs 64 --vllm-gpu-memory-utilization 0.1 --steps-per-generation 1""".split()
 
 
@@ -69,7 +70,7 @@ class Worker:
         self.offloader = Offloader(model, optimizer, True, True, True)
         self.engine = build_engine(args, model, SimpleNamespace(decode=None))
         self.trainer = SimpleNamespace(args=args, model=model, engine=self.engine, timers=Timers(), iteration=1)
-        ids = np.random.default_rng(0).integers(3, args.vocab_size - 2, 72).tolist()
+        ids = np.random.default_rng(0).integers(3, args.vocab_size - 2, args.max_prompt_length).tolist()
         # All alike: completions of one prompt can be equal by equal random numbers only.
         self.prompts = [Prompt(id=i, ids=ids, row={}, source="made up") for i in range(PROMPTS)]
 
@@ -94,7 +95,7 @@ class Worker:
         """Mean |log p(trainer) - log p(engine)| over sampled tokens, nats."""
         return self.distance(self.rollout(11, temperature), temperature)
 
-    def distance(self, batch: RolloutBatch, temperature: float = 1.0) -> float:
+    def distance(self, batch: RolloutBatch, temperature: float) -> float:
         args = replaced(self.args, temperature=temperature)
         ours = forward.log_probs(args, self.trainer.model, pretrain_grpo.forward_step, batch)
         return float(np.abs(ours - batch.rollout_log_probs)[batch.response_mask == 1].mean())
@@ -138,31 +139,60 @@ class Worker:
 
         Until then the request is that of an undisturbed rollout, and no token longer.
         """
-        prompt, count = self.prompts[0], PROMPTS * GENERATIONS
+        prompt = self.prompts[0]
         sampling = Sampling(TOKENS, self.args.temperature, log_probs=True)
         with self.engine.rollout(7):
             (undisturbed,) = generate(self.engine, [Request(0, prompt.ids, sampling)])
         with self.engine.rollout(7):
             self.engine.submit([Request(0, prompt.ids, sampling)])
-            for _ in range(3):
+            while len(self.engine.unfinished()[0].token_ids) < 2:
                 self.engine.poll()
             with torch.no_grad():
                 for chunk in self.trainer.model:
                     for parameter in chunk.parameters():
                         parameter.copy_(parameter.flip(0))  # other weights of the same size
             EngineLifecycle.sync(self.trainer, self.trainer.iteration + 1)
-            numbers = range(1, count + 1)
-            self.engine.submit([Request(number, prompt.ids, sampling) for number in numbers])
+            self.engine.submit([Request(number, prompt.ids, sampling) for number in range(1, COMPLETIONS + 1)])
             done: dict[int, Completion] = {}
-            while len(done) < count + 1:
+            while len(done) < COMPLETIONS + 1:
                 done |= {completion.id: completion for completion in self.engine.poll()}
-        members = {number: GroupMember(0, number - 1, count) for number in numbers}
-        batch = to_batch([prompt], [done[number] for number in numbers], members, [0], 0)
-        self.found["cache"] = self.distance(batch)
+        self.found["cache"] = self.distance(self.group(done), self.args.temperature)
         versions, log_probs, expected = done[0].weight_versions, done[0].log_probs, undisturbed.log_probs
         assert log_probs and expected
         new = list(versions).index(versions[-1])
         self.found["seam"] = [new, log_probs[:new] == expected[:new], log_probs[new] != expected[new]]
+
+    def prefix(self) -> None:
+        """The mismatch of requests that begin with a prompt that vLLM has in its prefix cache.
+
+        Also the size of a block, and how many tokens the first request and the others found there.
+        """
+        prompt, engine = self.prompts[0], self.engine._engine
+        sampling = Sampling(TOKENS, self.args.temperature, log_probs=True)
+        cached, step = [], engine.step
+
+        def noting():
+            outputs = step()
+            cached.extend(output.num_cached_tokens for output in outputs if output.finished)
+            return outputs
+
+        engine.step = noting
+        with self.engine.rollout(7):
+            for numbers in range(1), range(1, COMPLETIONS + 1):
+                requests = [Request(number, prompt.ids, sampling) for number in numbers]
+                done = {completion.id: completion for completion in generate(self.engine, requests)}
+        engine.step = step
+        first, *others = cached
+        self.found["prefix"] = {
+            "mismatch": self.distance(self.group(done), self.args.temperature),
+            "block": engine.vllm_config.cache_config.block_size,
+            "cached": [first, min(others), max(others)],
+        }
+
+    def group(self, done: dict[int, Completion]) -> RolloutBatch:
+        """Return the completions 1, 2, ... of the first prompt as a batch."""
+        members = {number: GroupMember(0, number - 1, COMPLETIONS) for number in range(1, COMPLETIONS + 1)}
+        return to_batch([self.prompts[0]], [done[number] for number in members], members, [0], 0)
 
     def short_steps(self) -> None:
         """Completions by short decode steps and by vLLM's: by sampling, those equal, their number, the short steps.
@@ -215,7 +245,7 @@ class Worker:
             "line": str(choice),
             "graphs": sorted(size for size in graphs if size <= config.scheduler_config.max_num_seqs),
             "recorded": sorted(recorded_with_ours),
-            "mismatch": {number: self.distance(self.sequences(number)) for number in (16, 512)},
+            "mismatch": {number: self.distance(self.sequences(number), 1.0) for number in (16, 512)},
         }
 
     def each_attention(self) -> None:
@@ -245,7 +275,7 @@ class Worker:
         sampling = Sampling(TOKENS, args.temperature, args.top_p, args.top_k, log_probs=True, kept_token_ids=True)
         plan = RolloutPlan(self.prompts, GENERATIONS, sampling, 11)
         batch, _ = collect_rollout(self.engine, plan, None, None, self.trainer.timers)
-        gap = self.distance(batch)
+        gap = self.distance(batch, args.temperature)
         sizes = (batch.kept_token_ids[batch.response_mask == 1] >= 0).sum(1)
         self.found["kept tokens"] = [gap, int(sizes.min()), int(sizes.max())]
 

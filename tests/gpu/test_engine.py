@@ -132,8 +132,14 @@ def test_ranks_attend_by_the_same_kernel(tmp_path, model):
 
 
 @pytest.mark.alone
-def test_sleep_and_offload_free_memory(tmp_path, model):
-    facts = found(tmp_path / "out", 1, "sleep", model("qwen3", FLAT), EAGER, "--sleep-level", "2")[0]["sleep"]
+@pytest.mark.parametrize(
+    ("family", "level"),
+    [("qwen3", "2"), *((family, level) for family in ("qwen3_5_text", "nemotron_h") for level in ("1", "2"))],
+)
+def test_sleep_and_offload_free_memory(tmp_path, model, family, level):
+    """And completions after it are those before it, of hybrids with new states."""
+    flags = EAGER, "--sleep-level", level, *(hybrid_flags(family) if family != "qwen3" else ())
+    facts = found(tmp_path / "out", 1, "sleep", model(family, FLAT), *flags)[0]["sleep"]
     awake, asleep, offloaded, again = facts["free"]
     assert asleep - awake > 256 << 20  # the cache, and the weights
     assert offloaded - asleep > 0.5 * facts["moved"] > 10 << 20  # torch's allocator keeps part of a few blocks
@@ -153,13 +159,40 @@ def test_experts_sample_anew_in_every_rollout(tmp_path, model):
     check_weights(facts, 0.05)
 
 
-def test_delta_nets_sample_and_follow(tmp_path, model):
+def hybrid_flags(family: str) -> list[str]:
+    """Flags of models with recurrent states."""
+    engine: dict[str, int | str] = {"kv_cache_memory_bytes": 512 << 20}
+    if family == "qwen3_5_text":
+        engine["gdn_prefill_backend"] = "triton"
+    return ["--use-distributed-optimizer", "--vllm-engine-kwargs", json.dumps(engine)]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_hybrids_sample_and_follow(tmp_path, model, family):
     """States of a rollout do not reach the next, and weights reach the engine; with CUDA graphs."""
-    engine = json.dumps({"kv_cache_memory_bytes": 512 << 20, "gdn_prefill_backend": "triton"})
-    flags = "--use-distributed-optimizer", "--vllm-engine-kwargs", engine
-    facts = found(tmp_path / "out", 1, "seeds,weights", model("qwen3_5_text", FLAT), *flags)[0]
+    facts = found(tmp_path / "out", 1, "seeds,weights", model(family, FLAT), *hybrid_flags(family))[0]
     assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
     check_weights(facts, 0.05)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "minimax_m2", "glm4_moe_lite"])
+def test_families_follow(tmp_path, model, family):
+    facts = found(tmp_path / "out", 1, "seeds,weights", model(family, FLAT), EAGER)[0]
+    assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
+    check_weights(facts, 0.05)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+def test_hybrids_reuse_prefixes(tmp_path, model, family):
+    """A request goes on from the states at the end of a cached prefix, which new weights drop; with CUDA graphs.
+
+    vLLM's blocks are as large as a state: a prompt of 1,100 tokens has whole ones.
+    """
+    flags = *hybrid_flags(family), "--vllm-enable-prefix-caching", "--max-prompt-length", "1100"
+    facts = found(tmp_path / "out", 1, "prefix,cache", model(family, FLAT), *flags)[0]
+    first, least, most = facts["prefix"]["cached"]
+    assert first == 0 and 256 <= facts["prefix"]["block"] <= least <= most < 1100, facts["prefix"]
+    assert max(facts["prefix"]["mismatch"], facts["cache"]) < 0.05, facts
 
 
 def test_temperature_and_caps_cost_no_exactness(tmp_path, model):

@@ -527,6 +527,7 @@ def _build(args, directory: str):
             **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config and not args.engine_sees_videos else {}),
             # Of the recurrent state, as trained; some versions read it in config.json for some architectures only.
             **({"mamba_ssm_cache_dtype": "float32"} if has_recurrence(args) else {}),
+            **_sizes_of_full_layers(args),
             speculative_config=args.vllm_speculative_config,
             **(on_a_cpu or _gpu_options(args)),
         )
@@ -543,6 +544,20 @@ def _build(args, directory: str):
             f"vLLM could not be started: {error} (in {_innermost(error)}). Check the --vllm-* flags and the model's "
             "config.json"
         ) from error
+
+
+def _sizes_of_full_layers(args) -> dict:
+    """Return the option with which vLLM 0.26 finds Gemma 4's sizes of full layers; {} for a vLLM that needs none.
+
+    That version reads them by their names in config.json. transformers 5.17 keeps them for each layer instead, and
+    raises an error where the size of a head is read for the whole model.
+    """
+    from vllm.config.model_arch import ModelArchitectureConfig
+
+    if not args.gemma4_config or hasattr(ModelArchitectureConfig, "per_layer_overrides"):
+        return {}
+    names = "global_head_dim", "num_global_key_value_heads"
+    return {"hf_overrides": {"per_layer_config": None, **{name: args.gemma4_config[name] for name in names}}}
 
 
 def _flatten_videos() -> None:
