@@ -38,6 +38,7 @@ def share_equal(one: list[list[int]], other: list[list[int]]) -> float:
 def check_weights(facts: dict, limit: float) -> None:
     """The engine had the trainer's weights, not those that changed since, and has them after a sync (nats)."""
     before, stale, after = facts["weights"]
+    print(f"mismatch {before:.4f}, with stale weights {stale:.4f}, with new ones {after:.4f}")
     assert max(before, after) < limit and stale > 2 * limit, facts["weights"]
 
 
