@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -33,7 +34,9 @@ def soft_capped_attention(q, k, v, mask_mod: MaskMod, scale: float, cap: float |
     if q.is_cuda:
         mask = _block_mask(mask_mod, q.shape[2], k.shape[2], q.device)
         # For less than 128 tokens flex_attention would choose a decoding kernel, which has no block size for this case.
-        options = {"BACKEND": "TRITON"}
+        options: dict[str, Any] = {"BACKEND": "TRITON"}
+        if q.shape[-1] > FLASH_CHANNELS:  # torch's three stages take more shared memory than a Hopper GPU has
+            options["fwd_num_stages"] = 2
         out = _compiled(flex_attention)(q, k, v, _score_mod(cap), mask, scale, enable_gqa=True, kernel_options=options)
         return out[0].transpose(0, 1)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -61,4 +64,12 @@ def _compiled(function: Callable) -> Callable:
     After too many compilations torch falls back to eager mode, in which flex_attention materialises all scores of a
     pack; ``fullgraph`` makes this an error. (``dynamic=True`` would compile the scale as a variable, which fails.)
     """
-    return torch.compile(function, fullgraph=True)
+    compiled = torch.compile(function, fullgraph=True)
+
+    # torch's limit of 8 is below what a run needs: each of the first pack, the others, and those of less than 128
+    # tokens, with gradients and without, in layers with a window and without.
+    @torch._dynamo.config.patch(recompile_limit=32)
+    def call(*args, **options):
+        return compiled(*args, **options)
+
+    return call
