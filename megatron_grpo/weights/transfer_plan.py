@@ -5,14 +5,16 @@ says which lines of which tensors a shard consists of. The engine's half is a li
 which the engine derives from its own loaders. Their intersections are the pieces that are sent.
 
 A shard has several holders (data- and context-parallel replicas). For each engine rank the pieces of all shards with
-the same holders, in the order of the table, are divided among these holders into parts of equal bytes. Each holder
-thus sends the same number of bytes, give or take a piece, and every rank knows who sends without a message. An engine
-rank on a trainer's device reads that trainer's own shards in place, and receives others from its host where it can.
+the same holders are taken in the order of the table, and the holder with the fewest bytes up to there sends the next.
+Each holder thus sends the same number of bytes up to any piece, give or take a piece, and every rank knows who sends
+without a message. An engine rank on a trainer's device reads that trainer's own shards in place, and receives others
+from its host where it can.
 
 The sync has rounds of consecutive weights, in which an engine rank receives at most ``limit`` bytes and a holder sends
 on average at most as many. The shards that it reads have at most `SHARDS` times as many: they are copies if they are
 merged with an adapter or stored in 8 bits. In each step of the sync the replicas of an engine are in rounds of
-different pipeline stages, so that all stages send. No process group is used here.
+different pipeline stages, so that all stages send. If there are more replicas than stages, several are in one round,
+and other holders send to each. No process group is used here.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapreplace
 from itertools import accumulate, groupby
 from math import ceil, prod
 from typing import NamedTuple
@@ -212,12 +215,13 @@ class Plan:
 
         ``rank``: only from this trainer rank.
         """
-        # Other holders begin for each engine rank, also for those of equal places in their replicas.
-        turn = engine + sum(needs is self.needs[engine] for needs in self.needs[:engine])
+        # Other holders begin for each rank of an engine, and for each of the replicas that are in a round together.
+        replica, place = divmod(engine, self._width)
         sent = []
         for group in range(len(self.groups)) if rank is None else self._of_rank[rank]:
             senders = self._senders(group, engine)
             if rank is None or rank in senders:
+                turn = place + replica // self._turns * len(senders) // self._together
                 for part, pieces in enumerate(self._parts(group, engine)):
                     sender = senders[(part + turn) % len(senders)]
                     if rank is None or sender == rank:
@@ -236,7 +240,7 @@ class Plan:
         return self._near[group, home]
 
     def _parts(self, group: int, engine: int) -> list[list[Piece]]:
-        """Return what an engine rank receives of a group's shards, as one part of equal bytes for each sender.
+        """Return what an engine rank receives of a group's shards, as one part for each sender, of about equal bytes.
 
         Replicas receive the same: the parts for the newest needs are kept.
         """
@@ -246,12 +250,12 @@ class Plan:
             self._newest, self._known = self.needs[engine], {}
         key = group, len(senders), limit
         if key not in self._known:
-            found = list(self._pieces_of(group, self.needs[engine], limit))
-            total = sum(piece.nbytes for piece in found)
-            before = accumulate((piece.nbytes for piece in found), initial=0)
             parts = self._known[key] = [[] for _ in senders]
-            for first, piece in zip(before, found, strict=False):
-                parts[first * len(senders) // total].append(piece)
+            least = [(0, part) for part in range(len(senders))]  # a heap: (bytes, part)
+            for piece in self._pieces_of(group, self.needs[engine], limit):
+                nbytes, part = least[0]
+                parts[part].append(piece)
+                heapreplace(least, (nbytes + piece.nbytes, part))
         return self._known[key]
 
     def _pieces_of(self, group: int, needs: Needs, limit: int | None) -> Iterator[Piece]:
@@ -269,16 +273,36 @@ class Plan:
 
     @cached_property
     def rounds(self) -> list[Round]:
-        """The rounds of the sync."""
-        return list(self._rounds())
+        """The rounds of the sync, by pipeline stages, and empty ones at the end: see `round_of_step`."""
+        found = sorted(self._rounds(), key=lambda part: self._stage(part.weights))
+        longest = max(Counter(self._stage(part.weights) for part in found).values(), default=0)
+        end = Round(range(len(self.weights), len(self.weights)), range(len(self.tensors), len(self.tensors)))
+        return found + [end] * (longest * self._turns - len(found))
+
+    def _stage(self, weights: range) -> int:
+        """Return the pipeline stage that sends a round's weights; 0 if the stages do not take turns."""
+        _, group = self.shards[weights.start][0]
+        return 0 if self._turns == 1 else self.holders[self.groups[group][0]].stage
+
+    @cached_property
+    def _replicas(self) -> int:
+        return ceil(len(self.needs) / self._width)
 
     @cached_property
     def _turns(self) -> int:
         """Number of different rounds in which replicas are at a time."""
-        return min(len({holder.stage for holder in self.holders}), -(-len(self.needs) // self._width))
+        return min(len({holder.stage for holder in self.holders}), self._replicas)
+
+    @cached_property
+    def _together(self) -> int:
+        """Largest number of replicas that are in the same round at a time."""
+        return ceil(self._replicas / self._turns)
 
     def round_of_step(self, engine: int, step: int) -> int:
-        """Return the number of the round in which an engine rank is in a step of the sync; it has a step for each."""
+        """Return the number of the round in which an engine rank is in a step of the sync; it has a step for each.
+
+        The rounds of different turns are at least as far apart as a stage has rounds: each stage sends one at a time.
+        """
         turn = engine // self._width % self._turns
         return (step + turn * len(self.rounds) // self._turns) % len(self.rounds)
 
@@ -298,14 +322,15 @@ class Plan:
         for weights, tensors in self._closed():
             groups = {group for number in weights for _, group in self.shards[number]}
             holders = sum(len(self.groups[group]) for group in groups)
-            share = (of_all[tensors.stop] - of_all[tensors.start]) / self._turns / holders
+            share = (of_all[tensors.stop] - of_all[tensors.start]) * self._together / self._replicas / holders
             most = max(sent[group] for group in groups) + share
             # With many engines a single weight can exceed the limit; other holders send theirs in the same round.
             limit = max(self._limit, largest, share)
             held = (received[tensors.stop] - received[grown.tensors.start]).max()
             shards = self._shard_bytes(weights)
             of_shards = max(read[group] + nbytes for group, nbytes in shards.items())
-            if grown.weights and (held > self._limit or most > limit or of_shards > SHARDS * self._limit):
+            full = held > self._limit or most > limit or of_shards > SHARDS * self._limit
+            if grown.weights and (full or self._stage(weights) != self._stage(grown.weights)):
                 yield grown
                 first, sent, read, largest = Round(weights, tensors), defaultdict(float), defaultdict(int), 0.0
             largest = max(largest, share)

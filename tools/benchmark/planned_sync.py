@@ -6,8 +6,8 @@ As in scale.py the launch scripts of docs/model_sizes.md give the trainer's flag
 rank of each pipeline stage, and models are built on a device without memory. An engine is vLLM's model of the same
 size on each of --engine-ranks ranks, tensor-parallel with its experts divided, whose loaders are traced. The program's
 own plan says who sends what; seconds are the sum over its rounds of the bytes of the rank that sends or receives most,
-by --gpu-gigabytes a second. The floor is what an engine rank receives on average. Two rounds are under
-way at a time: a rank holds at most the bytes of four, two that it sends and two that it receives, and for its
+by --gpu-gigabytes a second. The floor is what an engine rank receives on average, or what a rank of the fullest
+pipeline stage sends on average if that is more. Two rounds are under way at a time: a rank holds at most the bytes of four, two that it sends and two that it receives, and for its
 checksums those of one more.
 Needs travel to all ranks at the start, those of one engine only.
 """
@@ -116,10 +116,11 @@ def row(model: str, ranks: int, options: Namespace) -> list[str]:
     planned = time.perf_counter() - began
     rate = options.gpu_gigabytes * 1e9
     largest = np.maximum(sent.max(1), received.max(1)).sum()
-    per_rank = sent.sum(0)
+    per_rank, stages = sent.sum(0), np.array([holder.stage for holder in holders])
+    floor = max(received.sum() / len(needs), *(per_rank[stages == stage].mean() for stage in set(stages.tolist())))
     cells = [model, ranks, f"{options.engines} x {options.engine_ranks}", f"{received.sum() / len(needs) / 2**30:.1f}"]
     cells += [f"{per_rank.mean() / 2**30:.2f}", f"{per_rank.max() / per_rank.mean():.2f}", len(plan.rounds), pieces]
-    cells += [f"{received.sum() / len(needs) / rate:.2f}", f"{largest / rate:.2f}", f"{planned:.0f}"]
+    cells += [f"{floor / rate:.2f}", f"{largest / rate:.2f}", f"{planned:.0f}"]
     cells += [f"{of_engine / 2**20:.0f}", f"{max(sent.max(), received.max()) / 2**20:.0f}"]
     return list(map(str, cells))
 
