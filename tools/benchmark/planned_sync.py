@@ -7,8 +7,8 @@ rank of each pipeline stage, and models are built on a device without memory. An
 size on each of --engine-ranks ranks, tensor-parallel with its experts divided, whose loaders are traced. The program's
 own plan says who sends what; seconds are the sum over its rounds of the bytes of the rank that sends or receives most,
 by --gpu-gigabytes a second. The floor is what an engine rank receives on average, or what a rank of the fullest
-pipeline stage sends on average if that is more. Two rounds are under way at a time: a rank holds at most the bytes of four, two that it sends and two that it receives, and for its
-checksums those of one more.
+pipeline stage sends on average if that is more. Two rounds are under way at a time: a rank holds at most the bytes of
+four, two that it sends and two that it receives, and for its checksums those of one more.
 Needs travel to all ranks at the start, those of one engine only.
 """
 
