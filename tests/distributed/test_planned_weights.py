@@ -158,6 +158,22 @@ def test_parts_go_straight_into_the_parameters(
             assert differing(expected[rank % size], state_of(models[rank])) == set()
 
 
+def test_replicas_wait_where_another_one_receives_from_the_stage(directory, monkeypatch):
+    """Three stages of four layers are uneven: a replica has steps without a round."""
+    layout, replicas, limit = (1, 3, 2, 1, 1), 4, 50_000
+    args = toy_args(directory("qwen3"), tensor_model_parallel_size=1)
+    weights, whole = model_weights.table(args), tensors_of(directory("qwen3"))
+    tensors, holders = transfer_plan.hf_tensors(weights, params_dtype(args)), world(args, layout, weights)
+    needs = [transfer_plan.whole(tensors)] * replicas
+    rounds = Plan(weights, tensors, holders, needs, limit=limit).rounds
+    assert any(part.weights for part in rounds) and not all(part.weights for part in rounds)
+    monkeypatch.setattr(planned, "Plan", functools.partial(Plan, limit=limit))
+    received, sent, differences = run(args, holders, weights, whole, list(map(Reads.of_loaders, needs)))
+    assert all(sent) and not differences
+    for found in received:
+        assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+
+
 def flip(target):
     """A bit, as on the way or in the memory."""
     target[0, 0].neg_()
