@@ -12,7 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.rollout.vllm.adapter import base_model
 from megatron_grpo.rollout.vllm.load_weights import Weights, by_expert, name_loaders
-from megatron_grpo.rollout.vllm.loading_shapes import loading_shapes, plain_convolution, storage_of, unpacked_weight
+from megatron_grpo.rollout.vllm.loading_shapes import (
+    loading_shapes,
+    mixer_convolutions,
+    plain_convolution,
+    storage_of,
+    unpacked_weight,
+)
 
 
 def can_compare(worker) -> bool:
@@ -80,7 +86,7 @@ class _Compare(TorchDispatchMode):
 
 
 def _stale_copies(model: torch.nn.Module) -> list[str]:
-    """Return one line for each CPU layer with a plain weight (for lookup) and a packed copy that differ."""
+    """Return one line for each layer whose kernel reads a copy of its weight, if the two differ."""
     from vllm import _custom_ops
 
     lines = []
@@ -92,4 +98,7 @@ def _stale_copies(model: torch.nn.Module) -> list[str]:
         elif (plain := plain_convolution(layer)) is not None:
             count = int((_custom_ops.causal_conv1d_weight_pack(plain) != weight).sum())
             lines += [f"{prefix}.weight (vLLM's name): {count:,} elements differ in its kernel"] * (count > 0)
+    for prefix, read, weight in mixer_convolutions(model):
+        count = int((read != weight).sum())
+        lines += [f"{prefix}.conv1d.weight (vLLM's name): {count:,} elements differ in its kernel"] * (count > 0)
     return lines

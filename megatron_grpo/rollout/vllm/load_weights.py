@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_grpo.rollout.vllm.adapter import base_model
-from megatron_grpo.rollout.vllm.loading_shapes import IN_PLACE_EXPERTS, loading_shapes
+from megatron_grpo.rollout.vllm.loading_shapes import IN_PLACE_EXPERTS, loading_shapes, mixer_convolutions
 from megatron_grpo.utils.errors import GrpoError
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -62,6 +62,7 @@ def load_model(model: Any, reload: Callable[[Weights], None], weights: Weights) 
     if sinks:
         model.load_weights(sinks)
     _pack_tied_heads(model)
+    _copy_plain_convolutions(model)
 
 
 def name_loaders(model: torch.nn.Module) -> None:
@@ -86,6 +87,15 @@ def _pack_tied_heads(model: torch.nn.Module) -> None:
     for head in heads:
         if id(head.weight) in shared:
             head.quant_method.process_weights_after_loading(head)
+
+
+def _copy_plain_convolutions(model: torch.nn.Module) -> None:
+    """Copy the convolutions of Mamba-2 to where its kernels read them.
+
+    In vLLM (0.32) on a CPU, packing moves the weight in bf16, and a reload leaves the buffer that was a view of it.
+    """
+    for _, read, weight in mixer_convolutions(model):
+        read.copy_(weight)
 
 
 def by_expert(model: torch.nn.Module, weights: Weights) -> Weights:
