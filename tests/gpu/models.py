@@ -36,6 +36,17 @@ OWN = {
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
     },
+    "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
     "deepseek_v3": {  # latent attention of the sizes of vLLM's kernels
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
@@ -149,7 +160,8 @@ def make(directory: Path, family: str, logits: float) -> str:
         for name, weight in model.named_parameters():  # with tied embeddings a token would else foresee itself alone
             if config.tie_word_embeddings and "layernorm" in name and "post_" in name:
                 weight.fill_(40.0)
-    model.save_pretrained(directory)
+    # transformers would write each expert of Qwen3.5 apart, the published files have them stacked.
+    model.save_pretrained(directory, save_original_format=family != "qwen3_5_moe_text")
     return str(directory)
 
 

@@ -163,12 +163,12 @@ def test_experts_sample_anew_in_every_rollout(tmp_path, model):
 def hybrid_flags(family: str) -> list[str]:
     """Flags of models with recurrent states."""
     engine: dict[str, int | str] = {"kv_cache_memory_bytes": 512 << 20}
-    if family == "qwen3_5_text":
+    if family.startswith("qwen3_5"):
         engine["gdn_prefill_backend"] = "triton"
     return ["--use-distributed-optimizer", "--vllm-engine-kwargs", json.dumps(engine)]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"])
 def test_hybrids_sample_and_follow(tmp_path, model, family):
     """States of a rollout do not reach the next, and weights reach the engine; with CUDA graphs."""
     facts = found(tmp_path / "out", 1, "seeds,weights", model(family, FLAT), *hybrid_flags(family))[0]
