@@ -290,6 +290,10 @@ class Worker:
         EngineLifecycle.sync(self.trainer, self.trainer.iteration)
         self.found["weights"] = [before, stale, self.mismatch(1.0)]
 
+    def compared(self) -> None:
+        """What differs between the engine's weights, with what its kernels read, and the trainer's."""
+        self.found["compared"] = self.differing()
+
     def planned(self) -> None:
         """What differs in the engine after planned syncs, what its loaders received, and the seconds of a sync."""
         (transfer,) = self.engine._transfers.values()

@@ -144,14 +144,16 @@ OWN = {
 LOUD = {"nemotron_h", "gemma4_text", "minimax_m2", "glm4_moe_lite"}
 
 
-def make(directory: Path, family: str, logits: float) -> str:
+def make(directory: Path, family: str, logits: float, **sizes) -> str:
     """Write a random model of ``family`` whose logits have the standard deviation ``logits``; returns ``directory``.
+
+    ``sizes`` replace keys of config.json.
 
     Logits of published models reach 20 to 30, where bf16 has steps of 0.125. Those of a new model are near 0: rounding
     would not show.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**COMMON, **OWN[family]})
+    config = AutoConfig.for_model(family, **{**COMMON, **OWN[family], **sizes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if family in LOUD:
         louder(model)

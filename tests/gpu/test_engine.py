@@ -171,8 +171,9 @@ def hybrid_flags(family: str) -> list[str]:
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"])
 def test_hybrids_sample_and_follow(tmp_path, model, family):
     """States of a rollout do not reach the next, and weights reach the engine; with CUDA graphs."""
-    facts = found(tmp_path / "out", 1, "seeds,weights", model(family, FLAT), *hybrid_flags(family))[0]
+    facts = found(tmp_path / "out", 1, "seeds,compared,weights", model(family, FLAT), *hybrid_flags(family))[0]
     assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
+    assert facts["compared"] == []
     check_weights(facts, 0.05)
 
 
