@@ -170,7 +170,7 @@ def hybrid_flags(family: str) -> list[str]:
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"])
 def test_hybrids_sample_and_follow(tmp_path, model, family):
-    """States of a rollout do not reach the next, and weights reach the engine; with CUDA graphs."""
+    """States of a rollout do not reach the next, and weights reach the engine; delta nets with CUDA graphs."""
     facts = found(tmp_path / "out", 1, "seeds,compared,weights", model(family, FLAT), *hybrid_flags(family))[0]
     assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
     assert facts["compared"] == []
@@ -186,7 +186,7 @@ def test_families_follow(tmp_path, model, family):
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
 def test_hybrids_reuse_prefixes(tmp_path, model, family):
-    """A request goes on from the states at the end of a cached prefix, which new weights drop; with CUDA graphs.
+    """A request goes on from the states at the end of a cached prefix, which new weights drop.
 
     vLLM's blocks are as large as a state: a prompt of 1,100 tokens has whole ones.
     """
