@@ -290,8 +290,11 @@ class Plan:
 
     @cached_property
     def _turns(self) -> int:
-        """Number of different rounds in which replicas are at a time."""
-        return min(len({holder.stage for holder in self.holders}), self._replicas)
+        """Number of different rounds in which replicas are at a time.
+
+        Stages without a weight of this sync have no turn: all ranks have an adapter, and those of stage 0 send it.
+        """
+        return min(len({self.holders[ranks[0]].stage for ranks in self.groups}), self._replicas)
 
     @cached_property
     def _together(self) -> int:

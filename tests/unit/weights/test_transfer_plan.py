@@ -237,6 +237,24 @@ def test_a_stage_sends_one_round_at_a_time(stages, chunks, replicas, arguments):
         assert len(busy) == len(set(busy))
 
 
+@pytest.mark.parametrize("sender", [0, 1])
+def test_replicas_wait_for_no_stage_that_has_no_weights(sender, arguments):
+    """All ranks have an adapter, and stage 0 sends it. A vision tower is on one stage; it can be all that is trained.
+
+    Each replica can have the same round then. In turns they would take three times as many steps.
+    """
+    args = arguments("qwen3, tied", (1, 1, 1, 1, 1))
+    weights = model_weights.table(args)
+    tensors, (holder,) = transfer_plan.hf_tensors(weights, params_dtype(args)), world(args, (1, 1, 1, 1, 1), weights)
+    holders = [replace(holder, held=holder.held & (stage >= sender), stage=stage) for stage in range(3)]
+    needs = [transfer_plan.whole(tensors)] * 3
+    plan = Plan(weights, tensors, [part for part in holders for _ in range(4)], needs, limit=20_000)
+    assert len(plan.rounds) > 4 and all(part.weights for part in plan.rounds)
+    assert all(plan.round_of_step(engine, step) == step for engine in range(3) for step in range(len(plan.rounds)))
+    senders = {rank for engine in range(3) for rank, _ in plan.pieces(engine)}
+    assert senders == set(range(4 * sender, 4 * sender + 4))
+
+
 @pytest.mark.parametrize("replicas", [1, 3, 6, 12])
 def test_seconds_of_a_sync_are_near_the_floor(replicas, arguments, monkeypatch):
     """A step takes as long as its busiest rank. No plan is faster than an engine rank, or a stage, at its full rate."""
