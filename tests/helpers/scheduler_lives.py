@@ -401,6 +401,18 @@ def step_state(step) -> dict | None:
     return plain(step)
 
 
+def check_numbers(step: DecodeStep, requests: dict, number: int) -> None:
+    """Raise AssertionError if the numbers for `DecodeRunner` are not those of the step and of vLLM's ``requests``."""
+    cached, count = step.scheduled_cached_reqs, len(step.requests)
+    names = cached.req_ids[:count]
+    assert names == [request.request_id for request in step.requests], f"step {number}: other requests"
+    before = [requests[name].num_computed_tokens - 1 for name in names]  # vLLM counts the tokens of the step
+    same([before, step.computed.tolist()], number, "the computed tokens")
+    same([cached.num_computed_tokens[:count], step.computed.tolist()], number, "the computed tokens of the step")
+    grown = [place for place, blocks in enumerate(cached.new_block_ids[:count]) if blocks is not None]
+    assert set(grown) <= set(step.grown), f"step {number}: new blocks at {grown}, announced at {step.grown}"
+
+
 def compare(life: Life) -> Counter:
     """Live a life in both worlds; AssertionError at the first difference. Counts of what happened."""
     worlds, counts, number = [World(life, False), World(life, True)], Counter(), 0
@@ -423,6 +435,8 @@ def compare(life: Life) -> Counter:
             names = steps[1].num_scheduled_tokens
             counts["decode steps"] += isinstance(steps[1], DecodeStep)
             counts["with others"] += isinstance(steps[1], DecodeStep) and len(names) > len(steps[1].requests)
+            if isinstance(steps[1], DecodeStep):
+                check_numbers(steps[1], worlds[0].scheduler.requests, number)
             counts["preemptions"] += len(steps[1].preempted_req_ids or ())
         waits = {world.waits() for world in worlds}
         assert len(waits) == 1
