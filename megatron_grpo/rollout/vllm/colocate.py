@@ -528,11 +528,10 @@ def _build(args, directory: str):
             **({"limit_mm_per_prompt": {"video": 0}} if args.vision_config and not args.engine_sees_videos else {}),
             # Of the recurrent state, as trained; some versions read it in config.json for some architectures only.
             **({"mamba_ssm_cache_dtype": "float32"} if has_recurrence(args) else {}),
-            **_sizes_of_full_layers(args),
             speculative_config=args.vllm_speculative_config,
             **(on_a_cpu or _gpu_options(args)),
         )
-        return LLM(**{**options, **(args.vllm_engine_kwargs or {})})
+        return LLM(**{**options, **(args.vllm_engine_kwargs or {}), **_sizes_of_full_layers(args)})
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         if is_out_of_memory(error):
             raise
@@ -548,7 +547,9 @@ def _build(args, directory: str):
 
 
 def _sizes_of_full_layers(args) -> dict:
-    """Return the option with which vLLM 0.26 finds Gemma 4's sizes of full layers; {} for a vLLM that needs none.
+    """Return the option with which vLLM 0.26 finds Gemma 4's sizes of full layers, with those of --vllm-engine-kwargs.
+
+    {} for a vLLM that needs none.
 
     That version reads them by their names in config.json. transformers 5.17 keeps them for each layer instead, and
     raises an error where the size of a head is read for the whole model.
@@ -558,7 +559,8 @@ def _sizes_of_full_layers(args) -> dict:
     if not args.gemma4_config or hasattr(ModelArchitectureConfig, "per_layer_overrides"):
         return {}
     names = "global_head_dim", "num_global_key_value_heads"
-    return {"hf_overrides": {"per_layer_config": None, **{name: args.gemma4_config[name] for name in names}}}
+    sizes = {"per_layer_config": None, **{name: args.gemma4_config[name] for name in names}}
+    return {"hf_overrides": sizes | ((args.vllm_engine_kwargs or {}).get("hf_overrides") or {})}
 
 
 def _flatten_videos() -> None:

@@ -250,10 +250,13 @@ def test_an_older_vllm_finds_the_sizes_of_gemma4s_full_layers(monkeypatch):
     from vllm.config.model_arch import ModelArchitectureConfig
 
     sizes = {"global_head_dim": 64, "num_global_key_value_heads": 2}
-    args = SimpleNamespace(gemma4_config={**sizes, "num_kv_shared_layers": 0})
+    args = SimpleNamespace(gemma4_config={**sizes, "num_kv_shared_layers": 0}, vllm_engine_kwargs=None)
     config = AutoConfig.for_model("gemma4_text", head_dim=32, attention_k_eq_v=True, **sizes)
     assert colocate._sizes_of_full_layers(args) == {} and not hasattr(config, "global_head_dim")
     monkeypatch.delattr(ModelArchitectureConfig, "per_layer_overrides")
     config.update(colocate._sizes_of_full_layers(args)["hf_overrides"])  # as vLLM does
     assert (config.head_dim, config.global_head_dim, config.num_global_key_value_heads) == (32, 64, 2)
+    args.vllm_engine_kwargs = {"hf_overrides": {"sliding_window": 16}}  # keeps the sizes
+    config.update(colocate._sizes_of_full_layers(args)["hf_overrides"])
+    assert (config.global_head_dim, config.sliding_window) == (64, 16)
     assert colocate._sizes_of_full_layers(SimpleNamespace(gemma4_config=None)) == {}
