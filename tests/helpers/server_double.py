@@ -368,7 +368,7 @@ class VllmHandler(Handler):
                         **({} if config.get("old") else {"aux_output_config": experts}),
                         "speculative_config": {"method": method} if (method := config.get("drafts")) else None,
                         "device_config": {"device": config.get("device", "cpu")},
-                        "cache_config": {"mamba_ssm_cache_dtype": "auto"},
+                        "cache_config": {"mamba_ssm_cache_dtype": config.get("states", "auto")},
                         "scheduler_config": {"enable_chunked_prefill": config.get("chunked", False)},
                         "compilation_config": {"custom_ops": ["all"]},
                         "lora_config": {"max_lora_rank": rank} if (rank := config.get("max_lora_rank")) else None,

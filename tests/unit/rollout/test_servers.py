@@ -392,6 +392,11 @@ REFUSED = {
     "tied": ({}, {"untie_embeddings_and_output_weights": False}, "keeps the old output layer"),
     "states": ({}, {"experimental_attention_variant": "gated_delta_net"}, "--mamba-ssm-cache-dtype float32"),
     "states of Mamba": ({}, {"hybrid_layer_pattern": "M*"}, "--mamba-ssm-cache-dtype float32"),
+    "convolutions": (
+        {"dtype": "torch.bfloat16", "states": "float32"},
+        {"hybrid_layer_pattern": "M*", "bf16": True},
+        "keeps the old convolutions of Mamba-2",
+    ),
     "latent": ({}, {"multi_latent_attention": True}, "VLLM_MLA_DISABLE=1"),
 }
 
