@@ -103,6 +103,9 @@ class VllmColocate:
             from megatron_grpo.rollout.vllm import exact
 
             exact.check(self._engine)
+        is_eager = self._engine.vllm_config.model_config.enforce_eager
+        if self.is_lead and args.hybrid_layer_pattern and is_eager and torch.cuda.is_available():
+            log("the engine runs without CUDA graphs, because of Mamba-2: docs/models.md says why")
         if self.is_lead and args.vllm_speculative_config is None:  # steps with drafts are FlashAttention's
             for choice in scheduler.attention_choices(self._engine):  # replicas measure by themselves
                 log(str(choice))
