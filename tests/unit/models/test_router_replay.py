@@ -160,7 +160,10 @@ class VllmDouble:
         self.layers, self.told, self.missing, self.waiting = layers, told, missing, []
         self.llm_engine = self
         self.vllm_config = SimpleNamespace(
-            use_v2_model_runner=True, compilation_config=SimpleNamespace(static_forward_context={})
+            use_v2_model_runner=True,
+            compilation_config=SimpleNamespace(static_forward_context={}),
+            cache_config=SimpleNamespace(enable_prefix_caching=False),
+            model_config=SimpleNamespace(enforce_eager=True),
         )
 
     def add_request(self, request_id, prompt, params, lora_request):
