@@ -376,9 +376,9 @@ def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """
     in_rows = whole.view(torch.int64).view(-1, ROW_BYTES // 8)
     if whole.is_cuda:
-        from megatron_grpo.rollout.weight_sync import checksum_kernels  # Triton is there on GPUs alone
+        from megatron_grpo.rollout.weight_sync import kernels  # Triton is there on GPUs alone
 
-        return checksum_kernels.checksums(in_rows, rows)
+        return kernels.checksums(in_rows, rows)
     by_row, by_column = [], []
     for given in in_rows.split(ROWS):
         words = given >> 33
@@ -398,9 +398,9 @@ def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def differing(targets: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return whether each of ``targets`` has other bits than its part, [n]."""
     if targets[0].is_cuda:
-        from megatron_grpo.rollout.weight_sync import checksum_kernels  # Triton is there on GPUs alone
+        from megatron_grpo.rollout.weight_sync import kernels  # Triton is there on GPUs alone
 
-        return checksum_kernels.differing(targets, parts)
+        return kernels.differing(targets, parts)
     return torch.tensor([bool((_bits(to) != _bits(part)).any()) for to, part in zip(targets, parts, strict=True)])
 
 

@@ -8,10 +8,10 @@ from torch.nn.attention.flex_attention import FlexKernelOptions
 
 from megatron_grpo.models import gpu_kernels, softcap
 from megatron_grpo.models.exact import kernels as exact_kernels
-from megatron_grpo.rollout.weight_sync import checksum_kernels
+from megatron_grpo.rollout.weight_sync import kernels as sync_kernels
 
 COUNTS = {gpu_kernels: {"tokens", "rows"}, exact_kernels: {"tokens", "rows", "sequences"}}
-COUNTS[checksum_kernels] = {"height", "pieces"}
+COUNTS[sync_kernels] = {"height", "pieces"}
 
 
 @pytest.mark.parametrize(("module", "names"), COUNTS.items())

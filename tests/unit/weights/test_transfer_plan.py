@@ -352,7 +352,7 @@ def test_one_other_bit_is_found():
 
 
 def test_kernels_of_the_weight_sync_give_the_answers_of_torch():
-    assert last_line(Path(__file__).with_name("checksum_kernels_worker.py")) == "yes"
+    assert last_line(Path(__file__).with_name("sync_kernels_worker.py")) == "yes"
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 2**32), st.data())

@@ -1,4 +1,4 @@
-"""Triton kernels of `checksums` and `differing`, which read the bytes once; torch's operations write them, too."""
+"""Triton kernels of `planned`, which read the bytes once; torch's operations write them, too."""
 
 from collections import defaultdict
 from collections.abc import Sequence
