@@ -20,6 +20,13 @@ COMMON = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+DELTA = {
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 OWN = {
     "qwen3": {},
     "qwen3_moe": {
@@ -28,20 +35,9 @@ OWN = {
         "moe_intermediate_size": 128,
         "norm_topk_prob": True,
     },
-    "qwen3_5_text": {
-        "max_position_embeddings": 2048,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-    },
+    "qwen3_5_text": {**DELTA, "max_position_embeddings": 2048},
     "qwen3_5_moe_text": {
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
+        **DELTA,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
@@ -139,8 +135,8 @@ OWN = {
         "num_nextn_predict_layers": 0,
     },
 }
-# Families whose weights are such that an error of a layer shows: transformers' have a deviation of 0.02, with which
-# experts hardly count beside attention, and all their norms are 1.
+# Families with larger weights than transformers', so that an error of a layer shows: with a deviation of 0.02 experts
+# hardly count beside attention, and all norms would be 1.
 LOUD = {"nemotron_h", "gemma4_text", "minimax_m2", "glm4_moe_lite"}
 
 

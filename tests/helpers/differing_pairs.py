@@ -8,7 +8,7 @@ PLACES = {torch.uint8: 0.0, torch.int16: 1.0, torch.int32: 0.6, torch.int64: 0.3
 
 
 def wrong_answers(differing: Callable, device: str) -> list[str]:
-    """Return the pairs of which ``differing`` does not say whether a bit of them differs."""
+    """Return the names of the pairs for which ``differing`` gives a wrong answer."""
     wrong = []
     generator = torch.Generator().manual_seed(0)
     for dtype, place in PLACES.items():

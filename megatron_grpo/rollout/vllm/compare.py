@@ -4,7 +4,7 @@ The stream goes through the model's own ``load_weights`` again, with every copy 
 comparison: vLLM's loaders thus map each tensor to its part of a fused parameter. No parameter is written.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -86,19 +86,22 @@ class _Compare(TorchDispatchMode):
 
 
 def _stale_copies(model: torch.nn.Module) -> list[str]:
-    """Return one line for each layer whose kernel reads a copy of its weight, if the two differ."""
+    """Return a line for each layer whose kernel reads another weight than it should."""
+    lines = []
+    for name, read, expected in _copies(model):
+        count = int((read != expected).sum())
+        lines += [f"{name}.weight (vLLM's name): {count:,} elements differ in its kernel"] * (count > 0)
+    return lines
+
+
+def _copies(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the name of each layer whose kernel reads a copy of its weight, this copy, and what it should be."""
     from vllm import _custom_ops
 
-    lines = []
-    for prefix, layer in model.named_modules():
+    for name, layer in model.named_modules():
         weight = layer._parameters.get("weight")
         if hasattr(layer, "cpu_linear") and weight is not None and weight.numel():
-            count = int((unpacked_weight(layer, weight) != weight).sum())
-            lines += [f"{prefix}.weight (vLLM's name): {count:,} elements differ in its kernel"] * (count > 0)
+            yield name, unpacked_weight(layer, weight), weight
         elif (plain := plain_convolution(layer)) is not None:
-            count = int((_custom_ops.causal_conv1d_weight_pack(plain) != weight).sum())
-            lines += [f"{prefix}.weight (vLLM's name): {count:,} elements differ in its kernel"] * (count > 0)
-    for prefix, read, weight in mixer_convolutions(model):
-        count = int((read != weight).sum())
-        lines += [f"{prefix}.conv1d.weight (vLLM's name): {count:,} elements differ in its kernel"] * (count > 0)
-    return lines
+            yield name, weight, _custom_ops.causal_conv1d_weight_pack(plain)
+    yield from mixer_convolutions(model)

@@ -193,9 +193,9 @@ class DecodeRunner:
         states, sampler, number = runner.req_states, runner.sampler, len(ids)
         adapters = len(runner.lora_state.get_activate_loras(ids)) if runner.lora_config else 0
         sampling: _Sampling | None
-        before = [] if self._batch is None else [self._batch.places.get(name) for name in ids]
-        if self._batch is not None and None not in before:  # some have ended
-            slots, sampling = self._batch.slots[np.array(before)], self._batch.sampling
+        last = self._batch
+        if last is not None and last.places.keys() >= set(ids):  # some requests have ended
+            slots, sampling = last.slots[[last.places[name] for name in ids]], last.sampling
         else:
             slots = np.fromiter(map(states.req_id_to_index.__getitem__, ids), np.int64, number)
             if (states.prefill_len.np[slots] > step.computed).any():

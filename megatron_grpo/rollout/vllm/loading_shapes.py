@@ -94,14 +94,14 @@ def plain_convolution(layer) -> torch.Tensor | None:
 
 
 def mixer_convolutions(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the name of each mixer of Mamba-2, the buffer that its kernels read as the convolution, and the weight.
+    """Yield the name of each convolution of Mamba-2, the buffer that its kernels read, and the weight.
 
-    The buffer is a view of the weight, until the CPU kernel of another layer packs the weight and so moves it.
+    The buffer is a view of the weight, until vLLM's CPU build packs the weight and so moves it.
     """
     for name, mixer in model.named_modules():
         if (read := mixer._buffers.get("conv_weights")) is not None:
             plain = plain_convolution(mixer.conv1d)
-            yield name, read, (mixer.conv1d.weight if plain is None else plain).detach().view_as(read)
+            yield f"{name}.conv1d", read, (mixer.conv1d.weight if plain is None else plain).detach().view_as(read)
 
 
 def _unpacked_experts(layer, packed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

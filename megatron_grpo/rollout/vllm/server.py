@@ -25,7 +25,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from megatron_grpo.data.sampling_params import uses_engine_log_probs
-from megatron_grpo.models.config import MAMBA, has_recurrence, params_dtype
+from megatron_grpo.models.config import has_recurrence, params_dtype
 from megatron_grpo.parallel.initialize import joint
 from megatron_grpo.parallel.roles import Role
 from megatron_grpo.rollout.arguments import probability_changes, replays_top_k, urls_of_replica
@@ -189,7 +189,7 @@ class VllmServer(Server):
                 "vLLM's CPU build keeps the old output layer when it reloads tied embeddings as a server: use "
                 "--vllm-mode colocate, or a GPU"
             )
-        if MAMBA in (args.hybrid_layer_pattern or "") and model["dtype"] != "torch.float32":
+        if args.hybrid_layer_pattern and has_recurrence(args) and model["dtype"] != "torch.float32":
             raise Fault(
                 "vLLM's CPU build keeps the old convolutions of Mamba-2 when it reloads them in 16 bits as a server: "
                 "leave out --bf16 and start it with --dtype float32, use --vllm-mode colocate, or a GPU"

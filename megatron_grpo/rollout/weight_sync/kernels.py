@@ -79,7 +79,10 @@ def _piece_sums(of_rows, rows, found, height, pieces, ROWS: tl.constexpr):
 def _differing(
     table, found, WORD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, COUNT: tl.constexpr
 ):
-    """Write whether a program has seen other words in its tiles of a pair."""
+    """Write whether a program has seen other words in its tiles of a pair.
+
+    A row of ``table``: the pair's number, two addresses, height and width, two strides of each tensor.
+    """
     of_pair, program = table + tl.program_id(0) * 9, tl.program_id(1)
     one = tl.load(of_pair + 1).to(tl.pointer_type(WORD))
     other = tl.load(of_pair + 2).to(tl.pointer_type(WORD))
