@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_grpo.models.exact import HEAD_SIZES, QUERIES_AND_HEADS
+from megatron_grpo.models.exact import HEAD_SIZES, MOST_HEADS
 from megatron_grpo.parallel.arguments import query_groups
 from megatron_grpo.utils.device import needs_gpu
 from megatron_grpo.utils.errors import GrpoError
@@ -106,10 +106,9 @@ def check_exact_log_probs(args: Namespace) -> None:
         )
     if args.loss_type == "dpo":
         raise GrpoError(f"--exact-log-probs with --loss-type dpo: its updates compare no log-probabilities. {CURE}")
-    if (heads := args.num_attention_heads // groups) > QUERIES_AND_HEADS:
+    if (heads := args.num_attention_heads // groups) > MOST_HEADS:
         raise GrpoError(
-            f"--exact-log-probs with {heads} heads of each key head: the kernel of attention takes "
-            f"{QUERIES_AND_HEADS}. {CURE}"
+            f"--exact-log-probs with {heads} heads of each key head: the kernel of attention takes {MOST_HEADS}. {CURE}"
         )
     size = (args.vllm_engine_kwargs or {}).get("block_size", 16)
     if type(size) is not int or size < 16 or size & (size - 1):

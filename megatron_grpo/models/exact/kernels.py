@@ -15,12 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_grpo.models.exact import QUERIES_AND_HEADS
-
 KEYS = 64  # of a product of queries and keys
-REGISTERS = {64: 128}  # of a thread of attention, by channels of a head: four programs fit a multiprocessor
-STEP_ROWS = 16  # of such a product in a decode step, which has one query a sequence: the least that there can be
-STEP_PROGRAMS = {64: 256}  # least number of programs of `STEP_ROWS` that are faster, by channels of a head
+ROWS = 32  # of such a product: some queries times the heads of a group, if these are not more
+STEP_ROWS = 16  # of one in a decode step, which has one query a sequence: the least that there can be
 NORM_WIDTH = 1024  # numbers of a program of the norm, at least
 ALIGNED = 16  # numbers: heads begin at multiples
 LOG2_E = 1.4426950408889634
@@ -554,22 +551,20 @@ def attention(
             f"strides {key.stride()}, {value.stride()}, {query.stride()} and blocks of {pages.size} tokens"
         )
     out = _empty(query, tokens, heads, size) if out is None else out
-    is_large_step = (
-        longest is not None
-        and longest * wide <= STEP_ROWS
-        and groups * len(pages.lengths) >= STEP_PROGRAMS.get(size, math.inf)
-        and steps_agree(heads, groups, size, query.device)
-    )
-    rows = STEP_ROWS if is_large_step else QUERIES_AND_HEADS
-    return out, _attend(query, key, value, pages, scale, out, longest, rows)
+    is_step = longest is not None and longest * wide <= STEP_ROWS and steps_agree(heads, groups, size, query.device)
+    return out, _attend(query, key, value, pages, scale, out, longest, STEP_ROWS if is_step else max(ROWS, wide))
 
 
 def _attend(query, key, value, pages: Pages, scale: float, out, longest: int | None, rows: int) -> torch.Tensor:
-    """Write attention into ``out``, in programs of ``rows`` queries and heads; return the logarithms of its sums."""
+    """Write attention into ``out``, in programs of ``rows`` queries and heads; return the logarithms of its sums.
+
+    Programs of two warps multiply by instructions of 16 rows, whatever ``rows`` is; those of four warps and 64 rows
+    would take other ones, which add in another order, and a decode step would fill a few of their rows.
+    """
     tokens, heads, size = query.shape
     groups, sequences = key.shape[2], len(pages.lengths)
     wide = triton.next_power_of_2(heads // groups)
-    queries, few = rows // wide, rows == STEP_ROWS
+    queries = rows // wide
     short = longest is not None and longest <= queries
     log_sum = query.new_empty(heads, tokens, dtype=torch.float32)
     if tokens:
@@ -578,18 +573,17 @@ def _attend(query, key, value, pages: Pages, scale: float, out, longest: int | N
             query, key, value, pages.table, pages.starts, pages.lengths, out, log_sum, groups, sequences, int(short),
             scale * LOG2_E, pages.size.bit_length() - 1, tokens, query.stride(0), out.stride(0), key.stride(0),
             key.stride(1), key.stride(2), pages.table.stride(0), HEADS=heads // groups, WIDE=wide, QUERIES=queries,
-            D=size, KEYS=KEYS, num_warps=1 if few else 4, num_stages=3, maxnreg=None if few else REGISTERS.get(size),
-            **PLAIN,
+            D=size, KEYS=KEYS, num_warps=2, num_stages=3, **PLAIN,
         )  # fmt: skip
     return log_sum
 
 
 @functools.cache
 def steps_agree(heads: int, groups: int, size: int, device: torch.device) -> bool:
-    """Return whether attention in programs of `STEP_ROWS` rows equals that of `QUERIES_AND_HEADS` on this device.
+    """Return whether attention in programs of `STEP_ROWS` rows equals that of more rows on this device.
 
-    Instructions of tensor cores for few rows may add in another order than those for many, and so does Triton's
-    interpreter. Call it before a CUDA graph is captured.
+    Another compiler could choose other instructions, and Triton's interpreter adds in another order. Call it before a
+    CUDA graph is captured.
     """
     if device.type != "cuda" or triton.next_power_of_2(heads // groups) > STEP_ROWS:
         return False
@@ -606,7 +600,7 @@ def steps_agree(heads: int, groups: int, size: int, device: torch.device) -> boo
         outs = [torch.empty_like(q, dtype=dtype) for _ in range(2)]
         sums = [
             _attend(q, k[:, None], v[:, None], pages, size**-0.5, out, 1, rows)
-            for out, rows in zip(outs, (QUERIES_AND_HEADS, STEP_ROWS), strict=True)
+            for out, rows in zip(outs, (ROWS, STEP_ROWS), strict=True)
         ]
         if not (torch.equal(*outs) and torch.equal(*sums)):
             return False

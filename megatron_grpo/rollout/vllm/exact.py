@@ -181,8 +181,7 @@ class ExactAttention(FlashAttentionImpl):
             or self.dcp_world_size > 1
         ):
             raise GrpoError("--exact-log-probs: vLLM's model has a kind of attention without an exact kernel")
-        if self.head_size in kernels.STEP_PROGRAMS:
-            kernels.steps_agree(self.num_heads, self.num_kv_heads, self.head_size, device())
+        kernels.steps_agree(self.num_heads, self.num_kv_heads, self.head_size, device())
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *of_output, **options):
         """Write the attention of a batch into ``output``."""

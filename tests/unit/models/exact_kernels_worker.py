@@ -61,7 +61,7 @@ def paged(k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> tuple[torch
 def attention() -> None:
     """A prompt against float64; decode steps, and the end of a prompt, over a cache of blocks against the prompt.
 
-    The interpreter's products depend on the place of a row among 64: the rows that are compared have the same.
+    The interpreter's products depend on the place of a row in a program: the rows that are compared have the same.
     """
     starts = torch.tensor([0, *LENGTHS]).cumsum(0)
     q, k, v = heads(sum(LENGTHS), HEADS), heads(sum(LENGTHS), GROUPS), heads(sum(LENGTHS), GROUPS)
@@ -73,7 +73,7 @@ def attention() -> None:
     found["log_sum"] = gap(log_sum, torch.cat([one for _, one in wanted], 1))
     cache, table = paged(k, v, starts)
     keys, values = cache.transpose(1, 2).split(SIZE, -1)
-    queries = kernels.QUERIES_AND_HEADS // 4  # of a program: three heads of a group fill four rows
+    queries = kernels.ROWS // 4  # of a program: three heads of a group fill four rows
     places = [(s, p) for s, length in enumerate(LENGTHS) for p in range(0, length, queries)]
     at = torch.tensor([int(starts[s]) + p for s, p in places])
     lengths = torch.tensor([p + 1 for _, p in places], dtype=torch.int32)
@@ -84,7 +84,6 @@ def attention() -> None:
     padded = each._replace(starts=each.starts.clamp(max=few))
     shorter, sums = kernels.attention(q[at[:few]], keys, values, padded, SIZE**-0.5, longest=1)
     found["sequences of one query"] = torch.equal(shorter, steps[:few]) and torch.equal(sums, log_sum[:, at[:few]])
-    kernels.STEP_PROGRAMS[SIZE] = 1
     with mock.patch.object(kernels, "steps_agree", lambda *_: True):
         steps, sums = kernels.attention(q[at], keys, values, each, SIZE**-0.5, longest=1)
     found["programs of few rows"] = max(gap(steps, out[at]), gap(sums, log_sum[:, at]))
@@ -102,7 +101,7 @@ def long_packs() -> None:
     class Launches:
         def __getitem__(self, programs):
             few = all(number < 2**16 for number in programs[1:])
-            found["programs of a long pack"] = few and math.prod(programs) == 2**16 + 1
+            found["programs of a long pack"] = few and math.prod(programs) == 2**17 + 1
             return lambda *_, **__: None
 
     empty = torch.empty(2**17, 1, 32, SIZE, device="meta")
