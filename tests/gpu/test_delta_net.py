@@ -64,7 +64,7 @@ def test_outputs_states_and_gradients(goes_on):
     got, want = results(function, tensors, torch.bfloat16), results(function, tensors, torch.float32)
     assert len(got) == len(want) == (9 if goes_on else 7)
     errors = [relative(a, b) for a, b in zip(got, want, strict=True)]
-    assert max(errors) < 2e-2, errors
+    assert all(error < 2e-2 for error in errors), errors  # `max` passes over NaN
 
 
 @pytest.mark.parametrize("paths", [[[0], [0, 1], [0, 2], [0, 3]], [[0], [0, 1], [0, 1, 2], [0, 1, 3]]])
@@ -96,4 +96,4 @@ def test_sequences_go_on_from_others(paths):
     tensors = inputs(cu[-1], 0)
     got, want = results(whole_pack, tensors, torch.bfloat16), results(one_by_one, tensors, torch.float32)
     errors = [relative(a, b) for a, b in zip(got, want, strict=True)]
-    assert max(errors) < 2e-2, errors
+    assert all(error < 2e-2 for error in errors), errors  # `max` passes over NaN

@@ -39,7 +39,7 @@ def check_weights(facts: dict, limit: float) -> None:
     """The engine had the trainer's weights, not those that changed since, and has them after a sync (nats)."""
     before, stale, after = facts["weights"]
     print(f"mismatch {before:.4f}, with stale weights {stale:.4f}, with new ones {after:.4f}")
-    assert max(before, after) < limit and stale > 2 * limit, facts["weights"]
+    assert before < limit and after < limit and stale > 2 * limit, facts["weights"]
 
 
 EAGER = "--vllm-enforce-eager"
@@ -104,7 +104,7 @@ def check_attention(facts: dict) -> None:
     least, graphs = facts["least"] or math.inf, facts["graphs"]
     assert "our time over FlashAttention's" in facts["line"], facts["line"]
     assert graphs[-1] == 512 and facts["recorded"] == [size for size in graphs if size >= least], facts
-    assert max(facts["mismatch"].values()) < 0.05, facts["mismatch"]
+    assert all(gap < 0.05 for gap in facts["mismatch"].values()), facts["mismatch"]  # `max` passes over NaN
 
 
 @pytest.mark.alone

@@ -91,8 +91,13 @@ def test_norms_and_rotations_do_not_depend_on_the_order_of_heads(groups, each, s
     assert (torch.cat([queries, keys], 1) - wanted).norm() < 5e-3 * wanted.norm()
 
 
-@pytest.mark.parametrize(("heads", "groups", "size"), [(14, 2, 64), (32, 8, 128), (4, 4, 64), (40, 8, 128)])
+SHAPES = (14, 2, 64), (32, 8, 128), (4, 4, 64), (40, 8, 128), (16, 1, 128), (64, 2, 64), (80, 2, 64), (64, 1, 128)
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), SHAPES)
 def test_attention_of_decode_steps_is_that_of_prompts(heads, groups, size):
+    """Of parts of prompts, too, which divide into other programs than the whole ones do."""
+    assert kernels.steps_agree(heads, groups, size, DEVICE) == (heads // groups <= kernels.STEP_ROWS)
     lengths, block = [1, 63, 64, 65, 300, 1000, 15], 16
     starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
     q, k, v = random(sum(lengths), heads, size), random(sum(lengths), groups, size), random(sum(lengths), groups, size)
@@ -128,6 +133,14 @@ def test_attention_of_decode_steps_is_that_of_prompts(heads, groups, size):
         padded = each._replace(starts=each.starts.clamp(max=3))  # a CUDA graph of more sequences
         steps, _ = kernels.attention(q[at[:3]], keys, values, padded, size**-0.5, longest=1)
         assert torch.equal(steps, out[at[:3]])
+    for most in (2, 37):  # queries of a part
+        counts = [min(most, length) for length in lengths]
+        at = torch.cat([torch.arange(end - n, end) for end, n in zip(starts[1:].tolist(), counts, strict=True)])
+        firsts = torch.tensor([0, *counts], device=DEVICE).cumsum(0).int()
+        each = kernels.Pages(firsts, of_lengths, table.to(DEVICE), block)
+        for longest in (None, most):
+            parts, sums = kernels.attention(q[at], keys, values, each, size**-0.5, longest=longest)
+            assert torch.equal(parts, out[at]) and torch.equal(sums, log_sum[:, at])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -49,7 +49,7 @@ def test_grouped_experts(world, fused, name):
     inputs = problem(counts, torch.bfloat16, HIDDEN, "cuda")
     want, got = (run(kind, *inputs) for kind in (sequential, grouped))
     gaps = {key: float((got[key] - want[key]).norm() / want[key].norm().clamp(1e-9)) for key in want}
-    assert max(gaps.values()) < 1e-2, gaps
+    assert all(gap < 1e-2 for gap in gaps.values()), gaps  # `max` passes over NaN
     idle = torch.tensor(counts) == 0
     assert not got["d weight1"][idle].any() and not got["d weight2"][idle].any()
 

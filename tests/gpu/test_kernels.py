@@ -53,7 +53,7 @@ def test_attention(name, kind):
     got = module_results(case, ProcessGroupCollection(tp=Alone(), cp=Alone()), "cuda", torch.bfloat16, kind)
     want = reference(case, torch.bfloat16, "cuda", torch.float32)
     errors = {label: relative(a, b) for label, a, b in zip(NAMES, got, want, strict=False)}
-    assert max(errors.values()) < 2e-2, errors
+    assert all(error < 2e-2 for error in errors.values()), errors  # `max` passes over NaN
 
 
 @pytest.mark.gpus(2)
@@ -288,7 +288,7 @@ def test_attention_of_towers(width):
         out, _ = attend(None, *leaves, attention_mask=None, cu_seq_lens_q=cu, max_length_q=max(lengths))
         out.backward(given[3].transpose(1, 2).to(dtype))
         found.append([out, *(x.grad for x in leaves)])
-    assert max(relative(a, b) for a, b in zip(*found, strict=True)) < 2e-2
+    assert all(relative(a, b) < 2e-2 for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("trained", [True, False])

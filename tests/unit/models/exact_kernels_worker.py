@@ -32,7 +32,7 @@ def heads(tokens: int, count: int) -> torch.Tensor:
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of the last tokens of one sequence in float64, and the logarithms of its sums."""
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
-    k, v = (x.repeat_interleave(HEADS // GROUPS, 0) for x in (k, v))
+    k, v = (x.repeat_interleave(len(q) // GROUPS, 0) for x in (k, v))
     scores = q @ k.transpose(1, 2) * SIZE**-0.5
     before = k.shape[1] - q.shape[1]
     scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(before + 1), float("-inf"))
@@ -40,7 +40,9 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tens
 
 
 def gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.double() - other.double()).abs().max())
+    """Return the largest difference; infinite if there is NaN, which `max` may pass over."""
+    largest = float((one.double() - other.double()).abs().max())
+    return math.inf if math.isnan(largest) else largest
 
 
 def paged(k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,6 +95,27 @@ def attention() -> None:
     counts = torch.tensor([0, *(length - end for length, end in zip(LENGTHS, ends, strict=True))]).cumsum(0).int()
     chunked = kernels.Pages(counts, torch.tensor(LENGTHS, dtype=torch.int32), table, BLOCK)
     found["part of a prompt"] = torch.equal(kernels.attention(q[rest], keys, values, chunked, SIZE**-0.5)[0], out[rest])
+
+
+def parts_of_prompts() -> None:
+    """Ends of sequences, of none, of few and of many queries, with one to 40 heads of a key, against float64."""
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0)
+    k, v = heads(sum(LENGTHS), GROUPS), heads(sum(LENGTHS), GROUPS)
+    cache, table = paged(k, v, starts)
+    keys, values = cache.transpose(1, 2).split(SIZE, -1)
+    gaps = []
+    for each in (1, 5, 16, 40):
+        for counts in ([1, 0, 1, 1], [3, 2, 0, 1], [2, 5, 70, 0]):
+            q = heads(sum(counts), each * GROUPS)
+            firsts = torch.tensor([0, *counts]).cumsum(0)
+            pages = kernels.Pages(firsts.int(), torch.tensor(LENGTHS, dtype=torch.int32), table, BLOCK)
+            with mock.patch.object(kernels, "steps_agree", lambda *_: True):
+                out, log_sum = kernels.attention(q, keys, values, pages, SIZE**-0.5, longest=max(counts))
+            parts = zip(pairwise(firsts.tolist()), pairwise(starts.tolist()), strict=True)
+            wanted = [dense(q[a:b], k[first:last], v[first:last]) for (a, b), (first, last) in parts]
+            gaps += [gap(out, torch.cat([one for one, _ in wanted]))]
+            gaps += [gap(log_sum, torch.cat([one for _, one in wanted], 1))]
+    found["parts of prompts"] = max(gaps)
 
 
 def long_packs() -> None:
@@ -262,6 +285,6 @@ def elsewhere(columns: int, width: int) -> list[torch.Tensor]:
 
 
 torch.manual_seed(0)
-for question in (attention, long_packs, shared_prompts, products, trials, elementwise, log_probs):
+for question in (attention, parts_of_prompts, long_packs, shared_prompts, products, trials, elementwise, log_probs):
     question()
 json.dump(found, sys.stdout)

@@ -29,8 +29,8 @@ def answers() -> dict:
 
 def test_kernels_compute_what_float64_computes(answers):
     gaps = {name: answer for name, answer in answers.items() if not isinstance(answer, bool)}
-    assert len(gaps) == 20
-    assert max(gaps.values()) < 1e-4, gaps
+    assert len(gaps) == 21
+    assert all(gap < 1e-4 for gap in gaps.values()), gaps  # `max` passes over NaN
 
 
 def test_equal_bit_for_bit(answers):
@@ -68,7 +68,8 @@ def test_layers_and_gradients_are_those_of_the_local_layers(name):
     first = FIRST if "--qk-layernorm" in flags else FIRST | {"head_norm": None}
     for of_rank in found:
         assert of_rank["log_probs"] < ROUNDING
-        assert len(of_rank["gradients"]) > 10 and max(of_rank["gradients"].values()) < ROUNDING, of_rank
+        assert len(of_rank["gradients"]) > 10
+        assert all(gap < ROUNDING for gap in of_rank["gradients"].values()), of_rank
         assert of_rank.get("first", first) == first
     assert ("first" in found[0]) == ("--sequence-parallel" not in flags)
 
