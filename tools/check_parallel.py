@@ -247,12 +247,13 @@ def run_layout(layout: str, flags: list[str], reference: Path) -> dict:
                 )  # safetensors needs a copy of each name of a tied weight
             elif stored is not None:
                 expected = stored.get_tensor(name).to(tensor).double()
-                gaps[name] = (torch.linalg.norm(tensor.double() - expected) / torch.linalg.norm(expected)).item()
+                size = torch.linalg.norm(expected).clamp(min=torch.finfo(expected.dtype).tiny)  # a bias may be 0
+                gaps[name] = (torch.linalg.norm(tensor.double() - expected) / size).item()
     if writes:
         save_file(weights, reference)
     elif stored is not None:
         missing = set(stored.keys()) - gaps.keys()
-        worst = max(gaps, key=gaps.__getitem__)
+        worst = max(gaps, key=lambda name: np.nan_to_num(gaps[name], nan=np.inf))  # max passes over NaN
         lacking = {"error": f"the tensors {sorted(missing)} are missing"} if missing else {}
         result |= {"worst_tensor": worst, "gap": gaps[worst]} | lacking
     if "LOSSES" in layout.partition(":")[0].split():
