@@ -105,7 +105,7 @@ class VllmColocate:
             exact.check(self._engine)
         is_eager = self._engine.vllm_config.model_config.enforce_eager
         if self.is_lead and args.hybrid_layer_pattern and is_eager and torch.cuda.is_available():
-            log("the engine runs without CUDA graphs, because of Mamba-2: docs/models.md says why")
+            log("the engine runs without CUDA graphs, because of Nemotron-H: docs/models.md says why")
         if self.is_lead and args.vllm_speculative_config is None:  # steps with drafts are FlashAttention's
             for choice in scheduler.attention_choices(self._engine):  # replicas measure by themselves
                 log(str(choice))
@@ -517,7 +517,7 @@ def _build(args, directory: str):
             max_model_len=longest_of_engine(args),
             max_num_seqs=args.vllm_max_num_seqs,
             # A CPU has no CUDA graphs, and compilation takes 20 s of CPU time per rank at the first start. On a GPU
-            # vLLM 0.26 computed Mamba-2 with them 0.2 nats off, and without them right (docs/models.md).
+            # vLLM 0.26 computed Nemotron-H's experts wrong, 0.15 nats off, when it compiled them (docs/models.md).
             enforce_eager=args.vllm_enforce_eager or bool(args.hybrid_layer_pattern) or not torch.cuda.is_available(),
             enable_prefix_caching=args.vllm_enable_prefix_caching,
             enable_sleep_mode=args.sleep_level > 0,
