@@ -15,13 +15,14 @@ SHARP = 6.0  # the largest of 4,096 is then about 22
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """`model(family, logits)`: a Hugging Face directory, made once."""
+    """`model(family, logits, **keys of config.json)`: a Hugging Face directory, made once."""
     made: dict[tuple, str] = {}
 
-    def get(family: str, logits: float) -> str:
-        if (family, logits) not in made:
-            made[family, logits] = models.make(tmp_path_factory.mktemp(family), family, logits)
-        return made[family, logits]
+    def get(family: str, logits: float, **keys: str) -> str:
+        kind = family, logits, *keys.items()
+        if kind not in made:
+            made[kind] = models.make(tmp_path_factory.mktemp(family), family, logits, **keys)
+        return made[kind]
 
     return get
 
@@ -168,10 +169,14 @@ def hybrid_flags(family: str) -> list[str]:
     return ["--use-distributed-optimizer", "--vllm-engine-kwargs", json.dumps(engine)]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "nemotron_h"])
-def test_hybrids_sample_and_follow(tmp_path, model, family):
-    """States of a rollout do not reach the next, and weights reach the engine; delta nets with CUDA graphs."""
-    facts = found(tmp_path / "out", 1, "seeds,compared,weights", model(family, FLAT), *hybrid_flags(family))[0]
+HYBRIDS = [(family, {}) for family in ("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h")]
+
+
+@pytest.mark.parametrize(("family", "keys"), [*HYBRIDS, ("nemotron_h", {"hybrid_override_pattern": "M*M-"})], ids=str)
+def test_hybrids_sample_and_follow(tmp_path, model, family, keys):
+    """States of a rollout do not reach the next, and weights reach the engine; Nemotron-H with experts is eager."""
+    directory = model(family, FLAT, **keys)
+    facts = found(tmp_path / "out", 1, "seeds,compared,weights", directory, *hybrid_flags(family))[0]
     assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
     assert facts["compared"] == []
     check_weights(facts, 0.05)

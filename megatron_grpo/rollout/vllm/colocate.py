@@ -104,8 +104,8 @@ class VllmColocate:
 
             exact.check(self._engine)
         is_eager = self._engine.vllm_config.model_config.enforce_eager
-        if self.is_lead and args.hybrid_layer_pattern and is_eager and torch.cuda.is_available():
-            log("the engine runs without CUDA graphs, because of Nemotron-H: docs/models.md says why")
+        if self.is_lead and _compiles_wrong(args) and is_eager and torch.cuda.is_available():
+            log("the engine runs without CUDA graphs, because of Nemotron-H's experts: docs/models.md says why")
         if self.is_lead and args.vllm_speculative_config is None:  # steps with drafts are FlashAttention's
             for choice in scheduler.attention_choices(self._engine):  # replicas measure by themselves
                 log(str(choice))
@@ -480,6 +480,11 @@ def _import_vllm() -> None:
     gc.enable()
 
 
+def _compiles_wrong(args) -> bool:
+    """Return whether vLLM 0.26 computes a model wrong on a GPU when it compiles it (docs/models.md, Mamba-2)."""
+    return bool(args.hybrid_layer_pattern and args.num_experts)
+
+
 def _build(args, directory: str):
     from vllm import LLM
 
@@ -516,9 +521,8 @@ def _build(args, directory: str):
             gpu_memory_utilization=args.vllm_gpu_memory_utilization,
             max_model_len=longest_of_engine(args),
             max_num_seqs=args.vllm_max_num_seqs,
-            # A CPU has no CUDA graphs, and compilation takes 20 s of CPU time per rank at the first start. On a GPU
-            # vLLM 0.26 computed Nemotron-H's experts wrong, 0.15 nats off, when it compiled them (docs/models.md).
-            enforce_eager=args.vllm_enforce_eager or bool(args.hybrid_layer_pattern) or not torch.cuda.is_available(),
+            # A CPU has no CUDA graphs, and compilation takes 20 s of CPU time per rank at the first start.
+            enforce_eager=args.vllm_enforce_eager or _compiles_wrong(args) or not torch.cuda.is_available(),
             enable_prefix_caching=args.vllm_enable_prefix_caching,
             enable_sleep_mode=args.sleep_level > 0,
             enable_return_routed_experts=args.router_replay_mode == "R3",

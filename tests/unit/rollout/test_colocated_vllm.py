@@ -227,6 +227,12 @@ def test_states_of_prefixes_are_refused_on_a_cpu(layers, flags):
         colocate._cpu_options(args)
 
 
+def test_experts_that_vllm_compiles_wrong():
+    cases = {("M*ME", 8): True, ("M*M-", None): False, (None, 8): False}
+    args = [SimpleNamespace(hybrid_layer_pattern=pattern, num_experts=experts) for pattern, experts in cases]
+    assert [colocate._compiles_wrong(one) for one in args] == list(cases.values())
+
+
 def test_partial_loaders_get_a_name_for_vllms_reload():
     """MiniMax-M2's norms have such loaders, and the first sync of weights would end with vLLM's AttributeError."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
