@@ -4,14 +4,20 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from good_args import MODEL, RUN, validated
 from interpreted import last_line
 from planted import FIRST
 from ranks import real_torchrun
 from slow import slow_except
 
+from megatron_grpo.algorithm.importance_sampling import mismatch, mismatch_metrics
+from megatron_grpo.algorithm.policy_term import drop_overlong, update_statistics
+from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.sampling_params import constraint_refused
 from megatron_grpo.rollout.exact_log_probs import SUPPORTED, check_equal, check_exact_log_probs
 from megatron_grpo.training.recorded_run import changed_flags, run_flags
@@ -151,9 +157,52 @@ def test_a_cpu_is_refused():
 
 def test_a_difference_ends_the_run():
     check_equal(3, {"mismatch/max_abs": 0.0, "mismatch/mean_abs": 0.0})
-    with pytest.raises(GrpoError, match=r"in update 3 .* up to 0\.25 nats .*--ledger from another version"):
+    with pytest.raises(GrpoError, match=r"in update 3 .* up to 0\.25 nats .*GPUs of two kinds"):
         check_equal(3, {"mismatch/max_abs": 0.25, "mismatch/mean_abs": 1e-3})
     with pytest.raises(GrpoError, match="in update 4"):
         check_equal(4, {"mismatch/max_abs": float("nan")})
-    with pytest.raises(GrpoError, match="update 5 had no token to compare"):
-        check_equal(5, {})
+
+
+def test_an_update_without_a_token_in_the_loss_goes_on():
+    """--overlong-filter masks all completions of an update if all are cut; a token without a number is refused."""
+    args, batch = validated("--overlong-filter", base=SHAPE), cut_completions()
+    of_update = np.arange(batch.num_completions)
+    with pytest.raises(GrpoError, match=r"--exact-log-probs needs .* but 1 of 3 are missing"):
+        update_statistics(args, batch, of_update, 4, scores=None)
+    update_statistics(args, drop_overlong(batch), of_update, 4, scores=None)
+    none = torch.zeros(0)
+    check_equal(5, mismatch_metrics(mismatch(none, none)))
+
+
+def cut_completions() -> RolloutBatch:
+    """Return two completions that were cut at the length limit; the engine returned no number for one token."""
+    log_probs = [[-1.0, float("nan")], [-1.0]]
+    reasons = [FinishReason.LENGTH] * 2
+    return RolloutBatch.from_completions(
+        [[5], [6]], [[1, 2], [4]], log_probs, [[4, 4], [4]], [0, 0], [0, 0], [0, 1], reasons
+    )
+
+
+def test_another_attention_than_ours_is_refused():
+    """On Blackwell vLLM would choose FlashInfer if the options did not name the backend whose class ours replaces."""
+    from megatron_grpo.rollout.vllm import exact
+
+    assert exact.options()["attention_config"] == {"backend": "FLASH_ATTN"}
+    exact.check(engine_with(object.__new__(exact.ExactAttention)))
+    other = type("FlashInferImpl", (), {})()
+    with pytest.raises(GrpoError, match=r"layers without exact kernels, \['FlashInferImpl'\]: leave the flag out"):
+        exact.check(engine_with(other))
+
+
+def engine_with(attention: object) -> SimpleNamespace:
+    """Return an engine whose model has the layers that `exact.check` needs, and this attention."""
+    names = "ExactNorm", "ExactSiluAndMul", "ExactLogits", "ExactLinear", "ExactRotation"
+    model = SimpleNamespace(modules=lambda: [type(name, (), {})() for name in names])
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+    core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+    layers = {"model.layers.0.self_attn.attn": SimpleNamespace(impl=attention), "a layer without attention": object()}
+    config = SimpleNamespace(static_forward_context=layers)
+    return SimpleNamespace(
+        engine_core=SimpleNamespace(engine_core=core),
+        vllm_config=SimpleNamespace(use_v2_model_runner=True, compilation_config=config),
+    )
