@@ -49,14 +49,21 @@ def use_exact_modules(layer: ModuleSpec, rotation: Callable[[torch.device], torc
 def rotation_of(args: Namespace) -> Callable[[torch.device], torch.Tensor]:
     """Return the function that returns the table of `kernels.rotate` for the positions of a model, on a device."""
     inv_freq, factor = frequencies(args, args.rotary_base, args.rope_scaling)
+    of_model = tuple(inv_freq.tolist()), args.max_position_embeddings, factor
+    return lambda device: _rotation_table(*of_model, device, torch.is_inference_mode_enabled())
 
-    @cache
-    def table(device: torch.device) -> torch.Tensor:
-        from megatron_grpo.models.exact import kernels
 
-        return kernels.rotation_table(inv_freq, args.max_position_embeddings, factor, device)
+@cache
+def _rotation_table(
+    inv_freq: tuple[float, ...], positions: int, factor: float, device: torch.device, inference: bool
+) -> torch.Tensor:
+    """Return one table for all layers and virtual pipeline stages: 131,072 positions take 64 MiB.
 
-    return table
+    vLLM has one of its own, because autograd refuses tensors that ``inference`` mode has made.
+    """
+    from megatron_grpo.models.exact import kernels
+
+    return kernels.rotation_table(torch.tensor(inv_freq), positions, factor, device)
 
 
 class _Linear(torch.autograd.Function):

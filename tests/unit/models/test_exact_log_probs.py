@@ -19,6 +19,7 @@ from megatron_grpo.algorithm.importance_sampling import mismatch, mismatch_metri
 from megatron_grpo.algorithm.policy_term import drop_overlong, update_statistics
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.sampling_params import constraint_refused
+from megatron_grpo.models.exact.layers import rotation_of
 from megatron_grpo.rollout.exact_log_probs import SUPPORTED, check_equal, check_exact_log_probs
 from megatron_grpo.training.recorded_run import changed_flags, run_flags
 from megatron_grpo.utils.arguments import replaced
@@ -181,6 +182,17 @@ def cut_completions() -> RolloutBatch:
     return RolloutBatch.from_completions(
         [[5], [6]], [[1, 2], [4]], log_probs, [[4, 4], [4]], [0, 0], [0, 0], [0, 1], reasons
     )
+
+
+def test_layers_share_the_table_of_their_rotations():
+    """Each virtual pipeline stage asks for one; vLLM's, made in inference mode, is of no use to autograd."""
+    args, cpu = validated("", base=SHAPE), torch.device("cpu")
+    table = rotation_of(args)(cpu)
+    assert rotation_of(args)(cpu) is table
+    assert rotation_of(replaced(args, rotary_base=500))(cpu) is not table
+    with torch.inference_mode():
+        assert rotation_of(args)(cpu).is_inference()
+    assert not table.is_inference()
 
 
 def test_another_attention_than_ours_is_refused():
