@@ -6,7 +6,8 @@ The trainer loads the model. The engine gets the weights by the weight sync of a
 prompts. The trainer computes the log-probabilities of their tokens. Prints the mean and the largest absolute difference
 in nats; --with-transformers adds the difference from transformers' model (eager attention, same dtype). --layers
 follows one sequence through the layers of both, and prints the tensors whose bits differ. --steps asks a colocated vLLM
-whether decode steps, prompts at once and in parts, and hits of the prefix cache give the same bits.
+whether decode steps, prompts at once and in parts, and hits of the prefix cache give the same bits. With
+--exact-log-probs a difference ends it with an error.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.device import device
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
 from megatron_grpo.weights.stream import stream_hf
 from tools import engine_steps, made_up, tensor_differences
@@ -57,13 +59,14 @@ def start(flags: list[str]):
     return args, model, engine
 
 
-def compare(flags: list[str], with_transformers: bool, layers: bool, steps: bool) -> str:
-    """Return the text of the report; all ranks must call this function."""
+def compare(flags: list[str], with_transformers: bool, layers: bool, steps: bool) -> tuple[str, bool]:
+    """Return the text of the report, and whether --exact-log-probs was given in vain; all ranks must call this."""
     args, model, engine = start(flags)
     of_steps = [answer.line for answer in engine_steps.answers(args, engine)] if steps else []
     batch = sample(args, engine)
     trainer = forward.log_probs(args, model, pretrain_grpo.forward_step, batch)
     row = [Path(args.load_hf).name, *distance(trainer, batch.rollout_log_probs)]
+    in_vain = args.exact_log_probs and not all_equal(trainer, batch.rollout_log_probs)
     if with_transformers and dist.get_rank() == 0:
         row += distance(by_transformers(args, batch), batch.rollout_log_probs)
     text = f"{HEAD}\n| {' | '.join(row)} |"
@@ -72,7 +75,7 @@ def compare(flags: list[str], with_transformers: bool, layers: bool, steps: bool
     if layers:
         text += "\n\n" + of_layers(args, engine, model, batch)
     engine.close()
-    return text
+    return text, in_vain
 
 
 def of_layers(args, engine, model, batch: RolloutBatch) -> str:
@@ -116,6 +119,11 @@ def distance(one: np.ndarray, other: np.ndarray) -> list[str]:
     return [f"{gap.mean():.1e}", f"{gap.max():.1e}"]
 
 
+def all_equal(one: np.ndarray, engine: np.ndarray) -> bool:
+    """Return whether the numbers of all tokens that the engine sampled are equal."""
+    return np.array_equal(one[~np.isnan(engine)], engine[~np.isnan(engine)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -124,9 +132,14 @@ def main() -> None:
     parser.add_argument("--layers", action="store_true", help="compare the tensors of all layers, of one replica")
     parser.add_argument("--steps", action="store_true", help="compare the steps of a colocated vLLM, of one replica")
     options, flags = parser.parse_known_args()
-    text = compare(flags, options.with_transformers, options.layers, options.steps)
+    text, in_vain = compare(flags, options.with_transformers, options.layers, options.steps)
     if dist.get_rank() == 0:
         print(text, flush=True)
+    if in_vain:
+        raise GrpoError(
+            "--exact-log-probs: engine and trainer have other log-probabilities of this model on this GPU: leave the "
+            "flag out. --layers prints the first tensor that differs"
+        )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from megatron_grpo.rollout.exact_log_probs import SUPPORTED, check_equal, check_
 from megatron_grpo.training.recorded_run import changed_flags, run_flags
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
+from tools import check_engine
 
 HERE = Path(__file__).parent
 ROUNDING = 1e-5  # of float32
@@ -173,6 +174,15 @@ def test_an_update_without_a_token_in_the_loss_goes_on():
     update_statistics(args, drop_overlong(batch), of_update, 4, scores=None)
     none = torch.zeros(0)
     check_equal(5, mismatch_metrics(mismatch(none, none)))
+
+
+def test_the_tool_compares_the_tokens_that_the_engine_sampled():
+    nan, one_bit = np.nan, np.nextafter(np.float32(-2), np.float32(0))
+    engine = np.float32([nan, nan, -2, 0])
+    same, prompt, other, none = (
+        np.float32([nan, *row]) for row in ([1, -2, 0], [3, -2, -0.0], [1, one_bit, 0], [1, -2, nan])
+    )
+    assert [check_engine.all_equal(row, engine) for row in (same, prompt, other, none)] == [True, True, False, False]
 
 
 def cut_completions() -> RolloutBatch:
