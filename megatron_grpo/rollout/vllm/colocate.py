@@ -630,9 +630,8 @@ def _gpu_options(args) -> dict:
         from megatron_grpo.rollout.vllm import exact
 
         of_exact = exact.options()
-        for name, values in options.items():
-            of_exact[name] |= values
-        return of_exact
+        of_exact["compilation_config"] |= options.get("compilation_config", {})
+        options |= of_exact
     return options
 
 
