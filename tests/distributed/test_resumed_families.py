@@ -107,7 +107,7 @@ def test_ten_updates_resumed_in_another_layout(family, engine, first, second, tm
     # bfloat16 in the engine alone, and experts that it may choose otherwise.
     bound = 1e-5 if "bfloat16" not in engine else 5e-2 if family == "qwen3_5_moe_text" else 2e-2
     mismatch = [row["mismatch/mean_abs"] for row in rows]
-    assert max(mismatch) < bound and all(row["grad_norm"] > 0 for row in rows), (mismatch, rows)
+    assert all(gap < bound for gap in mismatch) and all(row["grad_norm"] > 0 for row in rows), (mismatch, rows)
     assert sum(row["reward/mean"] for row in rows[5:]) > sum(row["reward/mean"] for row in rows[:5])
     after = toys.tensors_of(save / "hf_model")
     assert after.keys() == before.keys()

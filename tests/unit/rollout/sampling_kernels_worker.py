@@ -96,7 +96,7 @@ def gap_to_noise() -> float:
         if temperatures[slot]:
             total += noise_of(seeds[slot], positions[row], columns)
         gaps.append(float(total.max() - total[tokens[row]]))
-    return max(gaps)
+    return float(np.max(gaps))  # NaN, too
 
 
 assert philox(np.zeros(1), 0)[:, 0].tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # Random123's own
