@@ -30,7 +30,7 @@ def main() -> None:
 
     def mismatch(of: RolloutBatch) -> float:
         ours = forward.log_probs(args, model, pretrain_grpo.forward_step, of)
-        return float(np.abs(ours - of.rollout_log_probs)[~np.isnan(of.rollout_log_probs)].max())
+        return float(check_engine.gaps(ours, of.rollout_log_probs).max())
 
     ids = longest.tokens.tolist()[:-1]
     named = list(tensor_differences.places(args.num_layers))

@@ -86,7 +86,7 @@ class _Compare(TorchDispatchMode):
 
 
 def _stale_copies(model: torch.nn.Module) -> list[str]:
-    """Return a line for each layer whose kernel reads another weight than it should."""
+    """Compare what kernels read with the weights; return a line for each layer in which they differ."""
     lines = []
     for name, read, expected in _copies(model):
         count = int((read != expected).sum())
@@ -95,7 +95,7 @@ def _stale_copies(model: torch.nn.Module) -> list[str]:
 
 
 def _copies(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the name of each layer whose kernel reads a copy of its weight, this copy, and what it should be."""
+    """Yield a layer's name, the copy of its weight that its kernel reads, and the numbers that the copy must have."""
     from vllm import _custom_ops
 
     for name, layer in model.named_modules():

@@ -88,7 +88,7 @@ def attention() -> None:
     found["sequences of one query"] = torch.equal(shorter, steps[:few]) and torch.equal(sums, log_sum[:, at[:few]])
     with mock.patch.object(kernels, "steps_agree", lambda *_: True):
         steps, sums = kernels.attention(q[at], keys, values, each, SIZE**-0.5, longest=1)
-    found["programs of few rows"] = float(np.max([gap(steps, out[at]), gap(sums, log_sum[:, at])]))
+    found["programs of few rows"] = max(gap(steps, out[at]), gap(sums, log_sum[:, at]))
     found["32 heads of a key"] = not kernels.steps_agree(32, 1, SIZE, torch.device("cuda"))  # an engine's question
     ends = [length // queries * queries // 2 // queries * queries for length in LENGTHS]
     rest = torch.cat([torch.arange(part.start + end, part.stop) for part, end in zip(parts, ends, strict=True)])
@@ -115,7 +115,7 @@ def parts_of_prompts() -> None:
             wanted = [dense(q[a:b], k[first:last], v[first:last]) for (a, b), (first, last) in parts]
             gaps += [gap(out, torch.cat([one for one, _ in wanted]))]
             gaps += [gap(log_sum, torch.cat([one for _, one in wanted], 1))]
-    found["parts of prompts"] = float(np.max(gaps))  # NaN, too
+    found["parts of prompts"] = max(gaps)
 
 
 def long_packs() -> None:
