@@ -41,7 +41,8 @@ class Tile(NamedTuple):
 WIDE = Tile(128, 256, 64, 8, 3)  # of many rows: training and prompts
 NARROW = Tile(64, 64, 128, 4, 4)  # of few rows: decode steps
 FEW_PROGRAMS = 128  # of wide tiles: fewer leave a part of a GPU idle
-STEP, MOST_ROWS, MOST_NUMBERS = 128, 2**14, 2**28  # rows that torch's product is tried with, and numbers of its result
+STEP, MOST_ROWS = 128, 2**14  # rows that torch's product is tried with
+MOST_BYTES = 2**29  # of a result of it; there are two, which vLLM's profile of its memory takes from the cache
 LEAST_NUMBERS = 2**20  # of 16 bits that a trial compares: sums in another order differ in one of some 5,000
 MOST_TIMED_ROWS = 512  # products of more rows fill a GPU in any tiles
 SLOW = 2  # times as long as our product: torch's took 7 times with 64 rows of 4,864 numbers on an H200
@@ -146,7 +147,7 @@ def rows_of_torch(columns: int, depth: int, biased: bool, dtype: torch.dtype, de
     """
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False, False
-    most = min(MOST_ROWS, max(512, MOST_NUMBERS // columns // STEP * STEP))
+    most = min(MOST_ROWS, max(512, MOST_BYTES // (columns * dtype.itemsize) // STEP * STEP))
     generator = torch.Generator(device).manual_seed(0)
     draw = functools.partial(torch.randn, generator=generator, device=device, dtype=torch.bfloat16)
     x, weight = draw(most, depth), draw(columns, depth).mul_(depth**-0.5)

@@ -49,14 +49,21 @@ def use_exact_modules(layer: ModuleSpec, rotation: Callable[[torch.device], torc
 def rotation_of(args: Namespace) -> Callable[[torch.device], torch.Tensor]:
     """Return the function that returns the table of `kernels.rotate` for the positions of a model, on a device."""
     inv_freq, factor = frequencies(args, args.rotary_base, args.rope_scaling)
+    of_model = tuple(inv_freq.tolist()), args.max_position_embeddings, factor
+    return lambda device: _rotation_table(*of_model, device, torch.is_inference_mode_enabled())
 
-    @cache
-    def table(device: torch.device) -> torch.Tensor:
-        from megatron_grpo.models.exact import kernels
 
-        return kernels.rotation_table(inv_freq, args.max_position_embeddings, factor, device)
+@cache
+def _rotation_table(
+    inv_freq: tuple[float, ...], positions: int, factor: float, device: torch.device, inference: bool
+) -> torch.Tensor:
+    """Return one table for all layers and virtual pipeline stages: 131,072 positions take 64 MiB.
 
-    return table
+    vLLM has one of its own, because autograd refuses tensors that ``inference`` mode has made.
+    """
+    from megatron_grpo.models.exact import kernels
+
+    return kernels.rotation_table(torch.tensor(inv_freq), positions, factor, device)
 
 
 class _Linear(torch.autograd.Function):
@@ -289,14 +296,17 @@ class _ExactKernel:
 def key_rows(
     offsets: tuple[int, ...], device: torch.device, shared: SharedPrompts | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ``starts``, ``lengths`` and ``table`` of `kernels.Pages` with blocks of one token, the rows of a pack."""
-    starts = np.array(offsets)
-    cu_keys = starts if shared is None else shared.cu_keys.astype(np.int64)
-    keys = np.arange(starts[-1]) if shared is None else shared.keys
+    """Return ``starts``, ``lengths`` and ``table`` of `kernels.Pages` with blocks of one token, the rows of a pack.
+
+    The device makes the table: with a sequence of 32,768 tokens among 1,000 short ones it takes 123 MiB. Its rows go on
+    behind the keys of their sequences, where nothing is read.
+    """
+    starts = np.array(offsets, np.int32)
+    cu_keys = starts if shared is None else shared.cu_keys.astype(np.int32)
     lengths = np.diff(cu_keys)
-    place = np.arange(max(1, lengths.max(initial=0)))
-    table = np.zeros((len(lengths), len(place)), np.int32)
-    table[place < lengths[:, None]] = keys
-    arrays = starts.astype(np.int32), lengths.astype(np.int32), table
-    starts_, lengths_, table_ = (to_device(torch.from_numpy(array), device) for array in arrays)
-    return starts_, lengths_, table_
+    starts_, first, lengths_ = (to_device(torch.from_numpy(a), device) for a in (starts, cu_keys[:-1], lengths))
+    table = first[:, None] + torch.arange(max(1, lengths.max(initial=0)), dtype=torch.int32, device=device)
+    if shared is not None and len(shared.keys):
+        keys = to_device(torch.from_numpy(shared.keys.astype(np.int32)), device)
+        table = keys.index_select(0, table.clamp_(max=len(keys) - 1).view(-1)).view(table.shape)
+    return starts_, lengths_, table

@@ -630,8 +630,9 @@ def _gpu_options(args) -> dict:
         from megatron_grpo.rollout.vllm import exact
 
         of_exact = exact.options()
-        of_exact["compilation_config"] |= options.get("compilation_config", {})
-        options |= of_exact
+        for name, values in options.items():
+            of_exact[name] |= values
+        return of_exact
     return options
 
 

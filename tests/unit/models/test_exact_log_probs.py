@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from megatron_grpo.algorithm.importance_sampling import mismatch, mismatch_metri
 from megatron_grpo.algorithm.policy_term import drop_overlong, update_statistics
 from megatron_grpo.data.batch import FinishReason, RolloutBatch
 from megatron_grpo.data.sampling_params import constraint_refused
+from megatron_grpo.models.exact.layers import rotation_of
 from megatron_grpo.rollout.exact_log_probs import SUPPORTED, check_equal, check_exact_log_probs
 from megatron_grpo.training.recorded_run import changed_flags, run_flags
 from megatron_grpo.utils.arguments import replaced
@@ -190,4 +192,40 @@ def cut_completions() -> RolloutBatch:
     reasons = [FinishReason.LENGTH] * 2
     return RolloutBatch.from_completions(
         [[5], [6]], [[1, 2], [4]], log_probs, [[4, 4], [4]], [0, 0], [0, 0], [0, 1], reasons
+    )
+
+
+def test_layers_share_the_table_of_their_rotations():
+    """Each virtual pipeline stage asks for one; vLLM's, made in inference mode, is of no use to autograd."""
+    args, cpu = validated("", base=SHAPE), torch.device("cpu")
+    table = rotation_of(args)(cpu)
+    assert rotation_of(args)(cpu) is table
+    assert rotation_of(replaced(args, rotary_base=500))(cpu) is not table
+    with torch.inference_mode():
+        assert rotation_of(args)(cpu).is_inference()
+    assert not table.is_inference()
+
+
+def test_another_attention_than_ours_is_refused():
+    """On Blackwell vLLM would choose FlashInfer if the options did not name the backend whose class ours replaces."""
+    from megatron_grpo.rollout.vllm import exact
+
+    assert exact.options()["attention_config"] == {"backend": "FLASH_ATTN"}
+    exact.check(engine_with(object.__new__(exact.ExactAttention)))
+    other = type("FlashInferImpl", (), {})()
+    with pytest.raises(GrpoError, match=r"layers without exact kernels, \['FlashInferImpl'\]: leave the flag out"):
+        exact.check(engine_with(other))
+
+
+def engine_with(attention: object) -> SimpleNamespace:
+    """Return an engine whose model has the layers that `exact.check` needs, and this attention."""
+    names = "ExactNorm", "ExactSiluAndMul", "ExactLogits", "ExactLinear", "ExactRotation"
+    model = SimpleNamespace(modules=lambda: [type(name, (), {})() for name in names])
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+    core = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+    layers = {"model.layers.0.self_attn.attn": SimpleNamespace(impl=attention), "a layer without attention": object()}
+    config = SimpleNamespace(static_forward_context=layers)
+    return SimpleNamespace(
+        engine_core=SimpleNamespace(engine_core=core),
+        vllm_config=SimpleNamespace(use_v2_model_runner=True, compilation_config=config),
     )
