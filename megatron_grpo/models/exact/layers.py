@@ -63,7 +63,8 @@ def _rotation_table(
     """
     from megatron_grpo.models.exact import kernels
 
-    return kernels.rotation_table(torch.tensor(inv_freq), positions, factor, device)
+    of_channels = torch.tensor(inv_freq, dtype=torch.float32, device="cpu")
+    return kernels.rotation_table(of_channels, positions, factor, device)
 
 
 class _Linear(torch.autograd.Function):
