@@ -147,7 +147,7 @@ def test_images_are_vllms_part(running):
     table.release(request.request_id)
     request.mm_features = [object()]
     for _ in range(2):
-        assert running.scheduler._decode_step(running.scheduler._none_admitted) is None
+        assert running.scheduler._decode_step(running.scheduler._none_admitted, 1) is None
         assert table._stale == {table._rows[request.request_id]}
 
 
@@ -195,7 +195,7 @@ def test_vllm_admits_requests(running, queue):
         pytest.skip("a queue of another version")
     getattr(made, queue).add_request(made.running[0])
     asked: list = []
-    made._decode_step = lambda admit: asked.append(admit) or "a step"
+    made._decode_step = lambda admit, most: asked.append(admit) or "a step"
     made._can_admit_apart = True
     for below, expected in ((4, made._admitted), (1, made._none_admitted)):
         made._admits_below = below
