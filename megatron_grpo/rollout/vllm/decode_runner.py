@@ -156,7 +156,7 @@ class DecodeRunner:
                 self._batch = batch
                 self._launch(scheduler_output, batch)
                 return None
-        assert getattr(scheduler_output, "tokens", 1) == 1  # `takes_several` has said so
+        assert getattr(scheduler_output, "tokens", 1) == 1, "vLLM's runner computes one token"  # see `takes_several`
         self._batch = None
         return self.execute(scheduler_output, intermediate_tensors, **options)
 
@@ -182,7 +182,9 @@ class DecodeRunner:
         batch = self._batch
         if batch is None or not self.enabled:
             return False
-        return batch.ids == ids or (all(name in batch.places for name in ids) and self._prepared(ids, batch.sampling))
+        if batch.ids == ids:
+            return True
+        return all(name in batch.places for name in ids) and self._prepared(ids, batch.sampling) is not None
 
     def _prepared(self, ids: list[str], sampling: _Sampling | None) -> tuple[Any, _Graph] | None:
         """Return vLLM's graph for these requests, by its descriptor, and ours; None if one of them is missing."""

@@ -207,7 +207,6 @@ class DecodeSteps(_Scheduler):
         table, several = self._table, min(most, self.max_model_len - 1 - int(computed.max()))
         if (
             several > 1
-            and not self.reset_preempted_req_ids  # vLLM's runner takes this step
             and table.is_known[rows].all()
             and not table.is_left[rows].any()
             and self._new_blocks(computed, several).sum() <= free
