@@ -171,6 +171,10 @@ class Device:
         for name, blocks, number in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
             self.tables[name] += blocks[0] if blocks else []
             computed[name] = number
+        if isinstance(step, DecodeStep):  # the short path of the runner reads these
+            count = len(step.requests)
+            assert step.computed.tolist() == cached.num_computed_tokens[:count]
+            assert {i for i, blocks in enumerate(cached.new_block_ids[:count]) if blocks} <= set(step.grown)
         return {
             name: self._compute(name, computed[name], number, held[name])
             for name, number in step.num_scheduled_tokens.items()
