@@ -217,27 +217,35 @@ class Worker:
         """Completions by short decode steps of one token and of several: by sampling, those equal, their number, and
         the short steps of both.
 
-        At each token the same graph has the completions, so the kernels are the same. Some end by a token.
+        Some end early or are given up. vLLM's graph of 24 rows runs all tokens, so the kernels are the same.
         """
         made, runner, facts = scheduler_of(self.engine._engine), self.engine.decode_runner, {}
         assert runner is not None
         takes = made.takes_several
         for temperature, log_probs in (1.0, True), (0.7, True), (0.0, False):
-            sampling = Sampling(TOKENS, temperature, log_probs=log_probs, stop_token_ids=(5, 9))
+            requests = [
+                Request(
+                    i,
+                    self.prompts[i % PROMPTS].ids,
+                    Sampling(9 + i if i < 6 else TOKENS, temperature, log_probs=log_probs),
+                )
+                for i in range(24)
+            ]
             found, steps = [], []
             for made.takes_several in (lambda ids: False, takes):
                 before, done = runner.steps, []
                 with self.engine.rollout(7):
-                    self.engine.submit(Request(i, self.prompts[i % 8].ids, sampling) for i in range(24))
+                    self.engine.submit(requests)
                     for _ in range(5):
                         done += self.engine.poll()
-                    self.engine.abort([3] if 3 not in {one.id for one in done} else [])
-                    while self.engine._under_way:
+                    self.engine.abort([20])
+                    while len(done) < 23:
                         done += self.engine.poll()
                 found.append({one.id: (list(one.token_ids), one.log_probs and list(one.log_probs)) for one in done})
                 steps.append(runner.steps - before)
-            both = found[0].keys() & found[1].keys()
-            facts[f"{temperature} {log_probs}"] = [sum(found[0][i] == found[1][i] for i in both), len(both), *steps]
+            single, several = found
+            equal = sum(single[i] == several[i] for i in single)
+            facts[f"{temperature} {log_probs}"] = [equal, len(single), *steps]
         self.found["several tokens"] = facts
 
     def life(self, temperature: float, log_probs: bool, top_p: float) -> dict[int, tuple]:
