@@ -100,7 +100,7 @@ TOKEN_LOG_PROBS = Replacement(
 GUMBEL_SAMPLE = Replacement(
     "vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
     None,  # 0.32 has others; `DECODE_RUNNER` knows the sources
-    "Sample with a quarter of the random bits: vLLM's kernel computes four words for each token and uses one.",
+    "Sample by one random number a row: vLLM's kernel draws one for each token of the vocabulary.",
     by="megatron_grpo/rollout/vllm/decode_runner.py",
     proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
     needed="vLLM 0.26 on a GPU",

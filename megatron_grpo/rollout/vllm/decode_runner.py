@@ -70,6 +70,7 @@ def can_have(runner: Any) -> bool:
         and runner.model_config.rswa_window is None
         and runner.block_tables.num_kv_cache_groups == 1
         and not runner.sampler.compute_nans
+        and not runner.sampler.use_fp64_gumbel
         and runner.sampler.logprobs_mode in ("raw_logprobs", "processed_logprobs")
         and runner.cudagraph_manager is not None
         and runner.cudagraph_manager.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
@@ -386,13 +387,12 @@ class DecodeRunner:
         logits = runner.model.compute_logits(runner.cudagraph_manager.hidden_states[:rows])
         if sampling.temperature:
             apply_temperature(logits, slots, self._temperatures)
-        tokens = sample_tokens(
-            logits, slots, self._temperatures, self._seeds, positions, apply_temperature=False,
-            use_fp64=runner.sampler.use_fp64_gumbel,
-        )  # fmt: skip
+        logits = kernels.whole_rows(logits)
+        sums = kernels.log_sums(logits)
+        tokens = sampling_kernels.sample(logits, slots, self._temperatures, self._seeds, positions, sums)
         found[:rows] = tokens
         if sampling.log_probs:
-            found[rows:].view(torch.float32).copy_(kernels.token_log_probs(logits, tokens[:, None])[:, 0])
+            found[rows:].view(torch.float32).copy_(kernels.token_log_probs(logits, tokens[:, None], sums)[:, 0])
         # No request of the batch has penalties, which alone read the counts of tokens.
         post_update(
             slots, states.num_computed_tokens.gpu, states.last_sampled_tokens, None, tokens.view(-1, 1),
