@@ -193,6 +193,19 @@ def decode_attention(
 
 
 @triton.jit
+def _in_float16(numbers):
+    """Return numbers of 8 bits (e4m3) in float16, which holds them exactly: a product with weights needs them.
+
+    Triton moves its own conversion behind the exchange of a product's operand between threads, which then reads the
+    numbers byte by byte; it may not move this one.
+    """
+    return tl.inline_asm_elementwise(
+        "{.reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high;}",
+        "=r,=r,r", [numbers], dtype=tl.float16, is_pure=False, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def _attention(
     query, cache, blocks, lengths, output, found, sums, scale, query_scale, key_scale, value_scale, query_row,
     output_row, cache_block, cache_group, cache_token, blocks_row, HEADS: tl.constexpr, ROWS: tl.constexpr,
@@ -211,8 +224,7 @@ def _attention(
     own = (group * HEADS + heads)[:, None] * D + d[None, :]
     here = (heads < HEADS)[:, None]
     queries = tl.load(query + sequence * query_row + own, mask=here, other=0.0)
-    if SCALED:  # 16 bits hold numbers of 8 exactly, and the products of the weights need them
-        queries = queries.to(tl.float16)
+    if SCALED:
         scale *= tl.load(query_scale) * tl.load(key_scale)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -225,7 +237,7 @@ def _attention(
         keys = tl.load(place[:, None] + d[None, :], mask=held[:, None], other=0.0)
         values = tl.load(place[:, None] + D + d[None, :], mask=held[:, None], other=0.0)
         if SCALED:
-            keys, values = keys.to(tl.float16), values.to(tl.float16)
+            values = _in_float16(values)
         scores = tl.where(held[None, :], tl.dot(queries, tl.trans(keys)) * scale, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights, keep = tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher)
