@@ -100,7 +100,7 @@ TOKEN_LOG_PROBS = Replacement(
 GUMBEL_SAMPLE = Replacement(
     "vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
     None,  # 0.32 has others; `DECODE_RUNNER` knows the sources
-    "Sample with a quarter of the random bits: vLLM's kernel computes four words for each token and uses one.",
+    "Sample by one random number a row: vLLM's kernel draws one for each token of the vocabulary.",
     by="megatron_grpo/rollout/vllm/decode_runner.py",
     proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
     needed="vLLM 0.26 on a GPU",
@@ -112,7 +112,7 @@ DECODE_STEPS = Sources(
     "core/single_type_kv_cache_manager.py engine/core.py engine/core_client.py engine/detokenizer.py "
     "engine/llm_engine.py engine/logprobs.py engine/output_processor.py outputs.py request.py",
     {"0.26": "76fd166917f937c5", "0.32": "718de5460694ba43", "0.33": "0e1bb84a8aeb6eab"},
-    "schedule and record a step in which every running request decodes one token in one loop",
+    "schedule and record a step in which every running request decodes, in one loop",
     by="megatron_grpo/rollout/vllm/decode_steps.py",
     proof="tests/unit/rollout/test_decode_steps.py",
 )
@@ -127,7 +127,7 @@ DECODE_RUNNER = Sources(
     "v1/worker/gpu/sample/sampler.py v1/worker/gpu/sample/states.py v1/worker/gpu/states.py v1/worker/gpu_worker.py "
     "v1/worker/lora_model_runner_mixin.py",
     {"0.26": "a3d9c8805ea3fa1b"},
-    "run a step in which every running request decodes one token by a few launches",
+    "run a step in which every running request decodes, by a few launches a token",
     by="megatron_grpo/rollout/vllm/decode_runner.py",
     proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
 )

@@ -38,7 +38,7 @@ from megatron_grpo.rollout.engine import Completion, Request, generate
 from megatron_grpo.rollout.plan import RolloutPlan
 from megatron_grpo.rollout.vllm import adapter as slots
 from megatron_grpo.rollout.vllm.decode_choice import Measurement
-from megatron_grpo.rollout.vllm.scheduler import attention_choices
+from megatron_grpo.rollout.vllm.scheduler import attention_choices, scheduler_of
 from megatron_grpo.rollout.weight_sync import planned
 from megatron_grpo.rollout.weight_sync.adapter_sync import probe_adapter
 from megatron_grpo.training import train_step
@@ -201,9 +201,10 @@ class Worker:
         """
         runner, facts = self.engine.decode_runner, {}
         assert runner is not None
+        scheduler_of(self.engine._engine).takes_several = lambda ids: False
         for temperature, log_probs, top_p in (1.0, True, 1.0), (0.7, True, 1.0), (0.0, False, 1.0), (1.0, True, 0.9):
             lives = []
-            for runner.enabled in (False, True):
+            for runner.enabled in (False, True):  # with tokens one by one: the batches are the same
                 before = runner.steps
                 lives.append(self.life(temperature, log_probs, top_p))
             vllm, ours = lives
@@ -211,6 +212,41 @@ class Worker:
                 sum(vllm[i] == ours[i] for i in vllm), len(vllm), runner.steps - before
             ]  # fmt: skip
         self.found["short steps"] = facts
+
+    def several_tokens(self) -> None:
+        """Completions by short decode steps of one token and of several: by sampling, those equal, their number, and
+        the short steps of both.
+
+        Some end early or are given up. vLLM's graph of 24 rows runs all tokens, so the kernels are the same.
+        """
+        made, runner, facts = scheduler_of(self.engine._engine), self.engine.decode_runner, {}
+        assert runner is not None
+        takes = made.takes_several
+        for temperature, log_probs in (1.0, True), (0.7, True), (0.0, False):
+            requests = [
+                Request(
+                    i,
+                    self.prompts[i % PROMPTS].ids,
+                    Sampling(9 + i if i < 6 else TOKENS, temperature, log_probs=log_probs),
+                )
+                for i in range(24)
+            ]
+            found, steps = [], []
+            for made.takes_several in (lambda ids: False, takes):
+                before, done = runner.steps, []
+                with self.engine.rollout(7):
+                    self.engine.submit(requests)
+                    for _ in range(5):
+                        done += self.engine.poll()
+                    self.engine.abort([20])
+                    while len(done) < 23:
+                        done += self.engine.poll()
+                found.append({one.id: (list(one.token_ids), one.log_probs and list(one.log_probs)) for one in done})
+                steps.append(runner.steps - before)
+            single, several = found
+            equal = sum(single[i] == several[i] for i in single)
+            facts[f"{temperature} {log_probs}"] = [equal, len(single), *steps]
+        self.found["several tokens"] = facts
 
     def life(self, temperature: float, log_probs: bool, top_p: float) -> dict[int, tuple]:
         """Return the tokens and log-probabilities of requests by id."""

@@ -91,6 +91,13 @@ def test_short_decode_steps_sample_the_same(tmp_path, model, flags):
         assert equal == completions == 46 and steps > 20, facts
 
 
+@pytest.mark.parametrize("flags", [[], ["--lora-rank", "8"]], ids=["all weights", "adapter"])
+def test_decode_steps_of_several_tokens_sample_the_same(tmp_path, model, flags):
+    facts = found(tmp_path / "out", 1, "several_tokens", model("qwen3", FLAT), *flags)[0]["several tokens"]
+    for equal, completions, single, several in facts.values():
+        assert equal == completions == 23 and 8 <= several < single / 2, facts
+
+
 # Sequences of up to 512 tokens, up to 512 at a time, in a cache that holds them.
 MANY = "--max-completion-length 440 --vllm-max-num-seqs 512".split()
 

@@ -4,9 +4,13 @@
 as vLLM's engine core calls them. After every action everything must be equal that vLLM's code reads later: the step for
 the runner, the completions, and the state of requests, queues and blocks.
 
+`compare_several` lives a life in each world by itself: the project's steps have several tokens of each request there.
+Tokens come from a made-up cache (`Device`), and the completions must be equal.
+
     PYTHONPATH=DIR_WITH_A_VLLM python tests/helpers/scheduler_lives.py SEED [SEED ...]    # of a vLLM without C++ parts
 """
 
+import copy
 import dataclasses
 import sys
 import types
@@ -77,6 +81,7 @@ class Life:
     adapters: bool
     events: dict[int, list[tuple]]
     look: int = 1  # steps after which all numbers of both worlds are compared: a look brings the project's up to date
+    several: bool = False  # tokens of each request in a decode step
 
     @classmethod
     def of_seed(cls, seed: int, is_async: bool, look: int = 1) -> "Life":
@@ -117,6 +122,19 @@ class Life:
             is_async, v2, bool(caching), block, blocks, sequences, budget, kept, bool(adapters), events, look
         )  # fmt: skip
 
+    @classmethod
+    def with_several(cls, seed: int, is_async: bool) -> "Life":
+        """A life whose completions depend on its requests alone, and those of every second seed on plain ones."""
+        life = cls.of_seed(seed, is_async)
+        kinds = {"constraint": "plain", "wrong constraint": "plain"}
+        if seed % 2:
+            kinds |= dict.fromkeys(("least", "word", "parts"), "plain")
+        events = {}
+        for step, happening in life.events.items():
+            kept = [event for event in happening if event[0] != "lose an image"]  # a request of its step fails
+            events[step] = [(*e[:2], kinds.get(e[2], e[2]), *e[3:]) if e[0] == "arrive" else e for e in kept]
+        return dataclasses.replace(life, v2_runner=True, log_probs=0, events=events, several=True)
+
 
 def looks_of(seed: int) -> tuple[int, int]:
     """Return how seldom to look at two lives of a seed: after each step, and after several."""
@@ -126,6 +144,65 @@ def looks_of(seed: int) -> tuple[int, int]:
 def random_of(*key) -> np.random.Generator:
     """A generator that depends on its key alone, in every process."""
     return np.random.default_rng(zlib.crc32(repr(key).encode()))
+
+
+class Device:
+    """A made-up GPU: what the runner knows of requests by its steps alone, and a cache of blocks.
+
+    The cache has a number for each token, which depends on the token and on the number before it, and a sampled token
+    depends on the last number. So a request has the same tokens in whatever steps they are computed, as long as its
+    steps read and write its own blocks.
+    """
+
+    def __init__(self, block: int):
+        self.block = block
+        self.cache: dict[tuple[int, int], int] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
+
+    def launch(self, step, held: dict) -> dict[str, list[tuple[int, float]]]:
+        """Return the tokens and log-probabilities of a step; ``held``: the blocks of the requests in the scheduler."""
+        computed = {}
+        for new in step.scheduled_new_reqs:
+            self.tables[new.req_id] = list(new.block_ids[0])
+            self.tokens[new.req_id] = list(new.prefill_token_ids)
+            computed[new.req_id] = new.num_computed_tokens
+        cached = step.scheduled_cached_reqs
+        for name, blocks, number in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            self.tables[name] += blocks[0] if blocks else []
+            computed[name] = number
+        if isinstance(step, DecodeStep):  # the short path of the runner reads these
+            count = len(step.requests)
+            assert step.computed.tolist() == cached.num_computed_tokens[:count]
+            assert {i for i, blocks in enumerate(cached.new_block_ids[:count]) if blocks} <= set(step.grown)
+        return {
+            name: self._compute(name, computed[name], number, held[name])
+            for name, number in step.num_scheduled_tokens.items()
+        }
+
+    def _compute(self, name: str, computed: int, number: int, held: list) -> list[tuple[int, float]]:
+        table, tokens, found = self.tables[name], self.tokens[name], []
+        assert table == [block.block_id for block in held], name
+        for position in range(computed, computed + number):
+            assert position < LONGEST
+            value = zlib.crc32(repr((self._at(table, position - 1), tokens[position])).encode())
+            place = table[position // self.block], position % self.block
+            block = held[position // self.block]
+            assert block.ref_cnt == 1 or block.block_hash is not None, name  # a prefix of others has this token, too
+            self.cache[place] = value
+            if position + 1 == len(tokens):
+                rng = random_of("token", first_name(name), value)
+                tokens.append(int(rng.integers(0, VOCABULARY)))
+                found.append((tokens[-1], float(np.float32(rng.normal()))))
+        return found
+
+    def _at(self, table: list[int], position: int) -> int:
+        return 0 if position < 0 else self.cache[table[position // self.block], position % self.block]
+
+
+def first_name(name: str) -> str:
+    """Return the name with which a request came, before interrupts and new weights."""
+    return name.partition(".")[0]
 
 
 class World:
@@ -156,6 +233,12 @@ class World:
         init_none_hash(self.hash_of)
         self.queue: deque = deque()  # launched and not processed
         self.prompts: dict[str, list[int]] = {}
+        self.asked: dict[str, tuple[str, int]] = {}  # of each request its kind and most tokens
+        self.begun: dict[str, tuple[list[int], list[float]]] = {}  # before an interrupt
+        self.aborted: set[str] = set()
+        self.device = Device(life.block) if life.several else None
+        if decode_steps and life.several:
+            self.scheduler.takes_several = lambda ids: random_of("takes", self.step_number).random() < 0.9
 
     def _config(self) -> Settings:
         life = self.life
@@ -198,13 +281,16 @@ class World:
         # Few prompts, so that many have a prefix in common.
         self._add(f"r{number}", kind, [3 + number % 3] * prompt, tokens)
 
-    def _add(self, name: str, kind: str, prompt: list[int], tokens: int) -> None:
-        life, rng = self.life, random_of("request", name)
+    def _add(self, name: str, kind: str, prompt: list[int], tokens: int, begun: int = 0) -> None:
+        """Add a request for ``tokens`` tokens, ``begun`` of which are at the end of its prompt."""
+        life, rng = self.life, random_of("request", first_name(name))
+        self.asked[name] = kind, tokens
+        least = 3 if kind == "least" and tokens > 3 else 0
         ends = [[], [5], [0], [5, 11]][rng.integers(0, 4)]
         params = SamplingParams(
-            max_tokens=tokens, temperature=1.0, ignore_eos=True, stop_token_ids=ends,
+            max_tokens=tokens - begun, temperature=1.0, ignore_eos=True, stop_token_ids=ends,
             logprobs=None if kind == "parts" else [0, None, life.log_probs][rng.integers(0, 3)], flat_logprobs=True,
-            detokenize=False, min_tokens=3 if kind == "least" and tokens > 3 else 0, skip_clone=True,
+            detokenize=False, min_tokens=max(0, least - begun), skip_clone=True,
             output_kind=RequestOutputKind.DELTA if kind == "parts" else RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         adapter = LoRARequest("adapter", 1, "no file") if kind == "adapter" and life.adapters else None
@@ -224,7 +310,8 @@ class World:
         self.scheduler.add_request(made)
 
     def abort(self, number: int) -> None:
-        self._abort([name for name in self.outputs.request_states if name.partition(".")[0] == f"r{number}"])
+        self.aborted.add(f"r{number}")
+        self._abort([name for name in self.outputs.request_states if first_name(name) == f"r{number}"])
 
     def _abort(self, names: list[str]) -> None:
         self.outputs.abort_requests(names, internal=True)
@@ -232,12 +319,20 @@ class World:
 
     def interrupt(self, number: int) -> None:
         """Abort all requests, and continue them with the tokens that they have."""
-        begun = {name: list(state.detokenizer.token_ids) for name, state in self.states().items()}
-        self._abort(list(begun))
-        for name, ids in begun.items():
+        unfinished = {}
+        for name, state in self.states().items():
+            flat = getattr(state.logprobs_processor.logprobs, "logprobs", [])
+            unfinished[name] = list(state.detokenizer.token_ids), list(flat)
+        self._abort(list(unfinished))
+        for name, (ids, log_probs) in unfinished.items():
+            (kind, tokens), again = self.asked[name], f"{name}.{self.step_number}"
+            before = self.begun.get(name, ([], []))
+            self.begun[again] = before[0] + ids, before[1] + log_probs
             prompt = [*self.prompts[name], *ids]
-            if len(prompt) < LONGEST - 1:
-                self._add(f"{name}.{self.step_number}", "plain", prompt, 50)
+            if self.life.several:
+                self._add(again, kind, prompt, tokens, len(self.begun[again][0]))
+            elif len(prompt) < LONGEST - 1:
+                self._add(again, "plain", prompt, 50)
 
     def states(self) -> dict:
         """vLLM's records of the requests, brought up to date as the project's engine does before it reads them."""
@@ -253,7 +348,14 @@ class World:
         begun = [name for name, state in self.states().items() if not state.detokenizer.token_ids]
         self._abort(begun)
         for name in begun:
-            self._add(f"{name}.{self.step_number}", "plain", self.prompts[name], 40)
+            again = f"{name}.{self.step_number}"
+            if name in self.begun:
+                self.begun[again] = self.begun[name]
+            if self.life.several:
+                kind, tokens = self.asked[name]
+                self._add(again, kind, self.prompts[name], tokens, len(self.begun.get(name, [()])[0]))
+            else:
+                self._add(again, "plain", self.prompts[name], 40)
 
     def preempt_all(self, number: int) -> None:
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -308,6 +410,11 @@ class World:
         names = list(step.num_scheduled_tokens)
         random_of("order", self.step_number).shuffle(names)  # a runner has an order of its own
         ready = {name: not self.scheduler.requests[name].is_prefill_chunk for name in names}
+        if getattr(step, "tokens", 1) > 1:  # nothing else comes with it: vLLM's runner would compute one token
+            assert len(names) == len(step.requests) and not step.preempted_req_ids
+        if self.device is not None:
+            (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+            ready = self.device.launch(step, manager.req_to_blocks)
         self.queue.append((step, names, ready, self.step_number))
         return step
 
@@ -320,14 +427,21 @@ class World:
         step, names, ready, number = self.queue.popleft()
         columns = 1 + self.life.log_probs
         sampled, ids, values = [], [], []
+        each = getattr(step, "tokens", 1)
         for name in names:
+            if self.device is not None:
+                sampled.append([token for token, _ in ready[name]])
+                ids += [[token] for token in sampled[-1]] or [[0]]
+                values += [[value] for _, value in ready[name]] or [[0.0]]
+                continue
             rng = random_of("token", name, number)
             sampled.append([int(rng.integers(0, VOCABULARY))] if ready[name] else [])
             ids.append([*(sampled[-1] or [0]), *range(columns - 1)])
             values.append(rng.normal(size=columns))
         lists = LogprobsLists(
-            np.array(ids).reshape(-1, columns), np.float32(values).reshape(-1, columns), np.zeros(len(names), np.int32)
-        )
+            np.array(ids).reshape(-1, columns), np.float32(values).reshape(-1, columns), np.zeros(len(ids), np.int32),
+            list(range(0, len(ids) + 1, each)) if each > 1 else None,
+        )  # fmt: skip
         places = {name: place for place, name in enumerate(names)}
         nans = {name: 2 for name in names if number < self.nans_until} or None
         made = ModelRunnerOutput(names, places, sampled, lists, num_nans_in_logits=nans)
@@ -451,6 +565,48 @@ def compare(life: Life) -> Counter:
     return counts
 
 
+def compare_several(life: Life) -> Counter:
+    """Live a life in both worlds, one after the other; AssertionError if a completion differs. Counts of ours."""
+    (theirs, _), (ours, counts) = (completions_of(copy.deepcopy(life), ours) for ours in (False, True))
+    assert theirs.keys() == ours.keys(), f"vLLM's {theirs.keys()}, ours {ours.keys()}"
+    for name, completion in theirs.items():
+        assert completion == ours[name], f"{name}: vLLM's {completion}, ours {ours[name]}"
+    return counts
+
+
+def completions_of(life: Life, decode_steps: bool) -> tuple[dict[str, tuple], Counter]:
+    """Return tokens, log-probabilities and reason of each request of a life that no event aborts; and counts."""
+    world, counts, number, done = World(life, decode_steps), Counter(), 0, {}
+    parts: dict[str, list[int]] = {}
+    while number <= max(life.events, default=0) or world.scheduler.has_requests() or world.queue:
+        assert number < 5000, "the life does not end"
+        for event in life.events.pop(number, ()):
+            world.happen(event)
+        number += 1
+        world.step_number = number
+        step = world.schedule()
+        if step is not None:
+            counts["steps"] += 1
+            counts["with several"] += getattr(step, "tokens", 1) > 1
+            counts["preemptions"] += len(step.preempted_req_ids or ())
+        if world.waits() or not world.queue:
+            continue
+        for name, finished, _, output in world.update():
+            tokens, log_probs = parts.get(name, []) + list(output["token_ids"]), output["logprobs"]
+            if not finished:
+                parts[name] = tokens
+                continue
+            begun = world.begun.get(name, ([], []))
+            done[first_name(name)] = (
+                begun[0] + tokens, log_probs and begun[1] + list(log_probs), output["finish_reason"],
+                output["stop_reason"],
+            )  # fmt: skip
+            counts["finished"] += 1
+    pool = world.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == life.blocks - 1, "blocks are not freed"  # vLLM keeps one as an empty one
+    return {name: completion for name, completion in done.items() if name not in world.aborted}, counts
+
+
 def same(pair: list, step: int, what: str) -> None:
     """Raise AssertionError with the part that differs."""
     theirs, ours = pair
@@ -470,6 +626,7 @@ def main() -> None:
             try:
                 for look in looks_of(seed):
                     counts += compare(Life.of_seed(seed, is_async, look))
+                counts += compare_several(Life.with_several(seed, is_async))
             except AssertionError as error:
                 raise SystemExit(f"life {seed}, {'asynchronous' if is_async else 'synchronous'}: {error}") from None
     print(dict(counts))

@@ -4,7 +4,8 @@
 
 The weights are random; flags that are not in --help are those of pretrain_grpo.py. All sequences have the same length,
 so that every step but the first and the last decodes a token of each. The two alternate in each round, on one engine;
-on a GPU the short path is measured with vLLM's model runner, too, and with ours (decode_runner).
+on a GPU the short path is measured with vLLM's model runner, too, and with ours (decode_runner): a token of each
+sequence in a step, and several.
 Prints a Markdown table: medians over the steps of all rounds of the CPU time of this thread in vLLM's scheduler
 (schedule, update_from_output with our log-probabilities) and output processor, and of CPU and wall time from one step
 to the next. Without a GPU the latter are those of the model on the CPU. With --functions N one more rollout of the last
@@ -99,17 +100,24 @@ def main() -> None:
     possible = getattr(scheduler, "has_decode_steps", False)
     if not possible:
         print_rank_0("this engine has no decode steps: both rows of a pair are vLLM's own scheduler")
-    paths = ["vLLM's", "decode steps", *(["and its runner"] if engine.decode_runner else [])]
+    from megatron_grpo.rollout.vllm.decode_steps import AT_ONCE  # after the engine has imported vLLM
+
+    runner, several = engine.decode_runner, "several tokens at once"
+    paths = ["vLLM's", "decode steps", *(["and its runner", several] if runner else [])]
+    takes = getattr(scheduler, "takes_several", None)
     heads = ["sequences", "scheduler", *PARTS, "all three", "of a sequence", "step, CPU", "step, wall"]
-    print_rank_0(f"us of a step:\n\n| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
+    print_rank_0("us of a step, or of one of its several tokens:\n")
+    print_rank_0(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for sequences in own.sequences:
         found: dict[str, list[np.ndarray]] = {name: [] for name in paths}
         for _ in range(own.rounds + 1):
             for name, rounds in found.items():
                 scheduler.has_decode_steps = possible and name != "vLLM's"
-                if engine.decode_runner:
-                    engine.decode_runner.enabled = name == "and its runner"
-                rounds.append(clock.rollout(engine, sequences, sampling))
+                if runner:
+                    runner.enabled = name in paths[2:]
+                    scheduler.takes_several = takes if name == several else lambda ids: False
+                steps = clock.rollout(engine, sequences, sampling)
+                rounds.append(steps / AT_ONCE if name == several else steps)
         for name, rounds in found.items():
             steps = np.concatenate(rounds[1:])
             parts, host = np.median(steps, axis=0), np.median(steps[:, : len(PARTS)].sum(axis=1))

@@ -446,28 +446,46 @@ def _silu_and_mul(x, out, size, BLOCK: tl.constexpr):
     tl.store(out + row * size + column, (gate * tl.sigmoid(gate) * other).to(out.dtype.element_ty), mask=inside)
 
 
-def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def token_log_probs(logits: torch.Tensor, token_ids: torch.Tensor, sums: torch.Tensor | None = None) -> torch.Tensor:
     """Return log softmax(``logits`` ``[t, v]``) at ``token_ids`` ``[t, n]``: float32 ``[t, n]``.
 
-    A program takes `LOGITS` of a row: one for a whole row would leave a GPU idle with the few rows of a decode step.
+    ``sums`` are `log_sums` of the logits, if they are known.
     """
-    rows, columns = logits.shape
-    if not _has_whole_rows(logits):
-        wide = logits.new_empty(rows, triton.cdiv(columns, LOGITS_ROW) * LOGITS_ROW)[:, :columns]
-        logits = wide.copy_(logits)
+    logits = whole_rows(logits)
     token_ids = token_ids.to(torch.int64).contiguous()
-    parts, found = triton.cdiv(columns, LOGITS), logits.new_empty(token_ids.shape, dtype=torch.float32)
-    if rows:
-        sums = found.new_empty(rows, parts, 2)
-        _log_sums[(rows, parts)](
-            logits, sums, logits.stride(0) // LOGITS_ROW, columns, parts, UNIT=LOGITS_ROW, COLUMNS=LOGITS, num_warps=8,
-            **PLAIN,
-        )  # fmt: skip
-        _token_log_probs[(rows,)](
+    found = logits.new_empty(token_ids.shape, dtype=torch.float32)
+    if len(logits):
+        sums = log_sums(logits) if sums is None else sums
+        parts = sums.shape[1]
+        _token_log_probs[(len(logits),)](
             logits, sums, token_ids, found, logits.stride(0) // LOGITS_ROW, parts, token_ids.shape[1],
             UNIT=LOGITS_ROW, PARTS=triton.next_power_of_2(parts), IDS=IDS, num_warps=1, **PLAIN,
         )  # fmt: skip
     return found
+
+
+def log_sums(logits: torch.Tensor) -> torch.Tensor:
+    """Return of each `LOGITS` numbers of a row of `whole_rows` the largest, and the sum of exp(number - largest).
+
+    ``logits`` ``[t, v]``; float32 ``[t, parts, 2]``. One program for a whole row would leave a GPU idle with the few
+    rows of a decode step.
+    """
+    rows, columns = logits.shape
+    sums = logits.new_empty(rows, triton.cdiv(columns, LOGITS), 2, dtype=torch.float32)
+    if rows:
+        _log_sums[(rows, sums.shape[1])](
+            logits, sums, logits.stride(0) // LOGITS_ROW, columns, sums.shape[1], UNIT=LOGITS_ROW, COLUMNS=LOGITS,
+            num_warps=8, **PLAIN,
+        )  # fmt: skip
+    return sums
+
+
+def whole_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Return ``logits`` ``[t, v]``, copied if its rows do not begin at multiples of `LOGITS_ROW` numbers."""
+    if _has_whole_rows(logits):
+        return logits
+    rows, columns = logits.shape
+    return logits.new_empty(rows, triton.cdiv(columns, LOGITS_ROW) * LOGITS_ROW)[:, :columns].copy_(logits)
 
 
 def _has_whole_rows(logits: torch.Tensor) -> bool:

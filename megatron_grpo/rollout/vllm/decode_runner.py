@@ -2,9 +2,9 @@
 
 For a decode step vLLM's second runner prepares the inputs and samples by some thirty kernels and copies, each launched
 from Python: with a small model the host takes longer than the GPU. In a step of `decode_steps` every request decodes
-one token, and nothing of its inputs comes from the host but new blocks. `DecodeRunner` then prepares the inputs by one
-kernel, replays vLLM's CUDA graph of the model, and replays a graph of its own: the head, sampling, log-probabilities,
-and the states of the requests. vLLM's own code runs all other steps.
+one token or several, and nothing of its inputs comes from the host but new blocks. For each token of the requests,
+`DecodeRunner` then prepares the inputs by one kernel, replays vLLM's CUDA graph of the model, and replays a graph of
+its own: the head, sampling, log-probabilities, and the states of the requests. vLLM's own code runs all other steps.
 
 This repeats what vLLM's code does in that case: it is installed only where vLLM's sources are those of a version that
 the tests compared (`megatron_grpo.patches.vllm.DECODE_RUNNER`).
@@ -32,7 +32,7 @@ from megatron_grpo.models.exact import kernels
 from megatron_grpo.patches import vllm as patches
 from megatron_grpo.rollout.vllm import sampling_kernels
 from megatron_grpo.rollout.vllm.cuda_graph import record
-from megatron_grpo.rollout.vllm.decode_steps import DecodeStep
+from megatron_grpo.rollout.vllm.decode_steps import AT_ONCE, DecodeStep
 
 UNDER_WAY = 4  # host buffers in turn; vLLM has at most two steps under way
 EMPTY = -1  # the request of a row that only fills a graph's batch
@@ -70,6 +70,7 @@ def can_have(runner: Any) -> bool:
         and runner.model_config.rswa_window is None
         and runner.block_tables.num_kv_cache_groups == 1
         and not runner.sampler.compute_nans
+        and not runner.sampler.use_fp64_gumbel
         and runner.sampler.logprobs_mode in ("raw_logprobs", "processed_logprobs")
         and runner.cudagraph_manager is not None
         and runner.cudagraph_manager.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
@@ -131,7 +132,7 @@ class DecodeRunner:
         self.enabled = True
         self.steps = 0  # that took this path
         self._batch: _Batch | None = None
-        self._launched: _Batch | None = None  # between `execute_model` and `sample_tokens`
+        self._launched: tuple[_Batch, torch.Tensor] | None = None  # between `execute_model` and `sample_tokens`
         self._graphs: dict[tuple[int, _Sampling], _Graph] = {}
         self._slots = torch.full((size,), EMPTY, dtype=torch.int32, device=device)
         self._starts = torch.arange(size + 1, dtype=torch.int32, device=device)
@@ -142,7 +143,7 @@ class DecodeRunner:
         self._seeds = torch.zeros(1 + size, dtype=torch.int64, device=device)[1:]
         self._capture_stream = torch.cuda.Stream(device)
         self._host_slots = itertools.cycle(_pinned(size) for _ in range(UNDER_WAY))
-        self._host_found = itertools.cycle(_pinned(2 * size) for _ in range(UNDER_WAY))
+        self._host_found = itertools.cycle(_pinned(AT_ONCE * 2 * size) for _ in range(UNDER_WAY))
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output, intermediate_tensors=None, **options):
@@ -156,26 +157,49 @@ class DecodeRunner:
                 self._batch = batch
                 self._launch(scheduler_output, batch)
                 return None
+        assert getattr(scheduler_output, "tokens", 1) == 1, "vLLM's runner computes one token"  # see `takes_several`
         self._batch = None
         return self.execute(scheduler_output, intermediate_tensors, **options)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar_output):
         """Launch sampling after `execute_model`; return the step's output."""
-        batch, self._launched = self._launched, None
-        if batch is None:
+        launched, self._launched = self._launched, None
+        if launched is None:
             return self.sample(grammar_output)
-        batch.graph.replay()
-        found = next(self._host_found)[: 2 * batch.rows]
-        found.copy_(batch.graph.found, non_blocking=True)
+        batch, found = launched
+        self._sample(batch, found[-1])
         event = torch.cuda.Event(blocking=True)
         event.record()
         self.steps += 1
         return _Output(batch, found, event)
 
+    @torch.inference_mode()
+    def takes_several(self, ids: list[str]) -> bool:
+        """Return whether the next step takes this path if it decodes several tokens of each of these requests.
+
+        So it is if the step before took it with these and perhaps others.
+        """
+        batch = self._batch
+        if batch is None or not self.enabled:
+            return False
+        if batch.ids == ids:
+            return True
+        return all(name in batch.places for name in ids) and self._prepared(ids, batch.sampling) is not None
+
+    def _prepared(self, ids: list[str], sampling: _Sampling | None) -> tuple[Any, _Graph] | None:
+        """Return vLLM's graph for these requests, by its descriptor, and ours; None if one of them is missing."""
+        runner, number = self.runner, len(ids)
+        adapters = len(runner.lora_state.get_activate_loras(ids)) if runner.lora_config else 0
+        descriptor = runner.cudagraph_manager.dispatch(number, number, 1, adapters)
+        if sampling is None or not _of_decodes(descriptor):
+            return None
+        graph = self._graph(descriptor.num_tokens, sampling)
+        return None if graph is None else (descriptor, graph)
+
     @staticmethod
     def _is_decode_step(step) -> bool:
-        """Return whether each request of a step decodes a token, and no other work comes with the step."""
+        """Return whether each request of a step decodes, and no other work comes with the step."""
         return (
             isinstance(step, DecodeStep)
             and len(step.num_scheduled_tokens) == len(step.requests)
@@ -191,7 +215,6 @@ class DecodeRunner:
         """Return the batch of a step's requests; None if the short path does not sample as they ask."""
         runner, ids = self.runner, step.scheduled_cached_reqs.req_ids
         states, sampler, number = runner.req_states, runner.sampler, len(ids)
-        adapters = len(runner.lora_state.get_activate_loras(ids)) if runner.lora_config else 0
         sampling: _Sampling | None
         last = self._batch
         if last is not None and last.places.keys() >= set(ids):  # some requests have ended
@@ -201,13 +224,11 @@ class DecodeRunner:
             if (states.prefill_len.np[slots] > step.computed).any():
                 return None
             sampling = self._sampling_of(slots)
-        descriptor = runner.cudagraph_manager.dispatch(number, number, 1, adapters)
-        if sampling is None or not _of_decodes(descriptor):
+        prepared = self._prepared(ids, sampling)
+        if sampling is None or prepared is None:
             return None
+        descriptor, graph = prepared
         rows = descriptor.num_tokens
-        graph = self._graph(rows, sampling)
-        if graph is None:
-            return None
         if runner.lora_config:
             runner._set_active_loras(*runner.lora_state.make_lora_inputs(ids, slots, np.ones(number, np.int32)))
         if self._batch is None:  # vLLM's code may have admitted requests
@@ -284,9 +305,9 @@ class DecodeRunner:
         )
 
     def _launch(self, step: DecodeStep, batch: _Batch) -> None:
-        """Launch the forward pass of a decode step."""
+        """Launch a decode step up to the forward pass of its last token."""
         runner, cached = self.runner, step.scheduled_cached_reqs
-        states, tables, buffers = runner.req_states, runner.block_tables, runner.input_buffers
+        states, tables = runner.req_states, runner.block_tables
         runner.finish_requests(step)
         computed = step.computed.astype(np.int32)
         states.num_computed_tokens_np[batch.slots] = computed
@@ -295,7 +316,18 @@ class DecodeRunner:
             tables.append_block_ids(int(batch.slots[place]), cached.new_block_ids[place], overwrite=False)
         if grown:
             tables.apply_staged_writes()
-        number, rows = len(batch.ids), batch.rows
+        found = next(self._host_found)[: step.tokens * 2 * batch.rows].view(step.tokens, 2 * batch.rows)
+        for of_token in found[:-1]:
+            self._forward(batch, computed)
+            self._sample(batch, of_token)
+            computed = computed + 1
+        self._forward(batch, computed)
+        self._launched = batch, found
+
+    def _forward(self, batch: _Batch, computed: np.ndarray) -> None:
+        """Launch the forward pass of a token of each request, after ``computed`` tokens at most."""
+        runner, number, rows = self.runner, len(batch.ids), batch.rows
+        states, tables, buffers = runner.req_states, runner.block_tables, runner.input_buffers
         table, of_rows, places = tables.block_tables[0].gpu, tables.input_block_tables[0], tables.slot_mappings
         _decode_inputs[(rows,)](
             self._slots, states.last_sampled_tokens, states.num_computed_tokens.gpu, table, table.stride(0),
@@ -312,7 +344,12 @@ class DecodeRunner:
             runner.kv_cache_config,
         )  # fmt: skip
         runner.cudagraph_manager.run_fullgraph(batch.descriptor)
-        self._launched = batch
+
+    @staticmethod
+    def _sample(batch: _Batch, found: torch.Tensor) -> None:
+        """Launch what follows the forward pass, and the copy of a token of each row to ``found`` of the host."""
+        batch.graph.replay()
+        found.copy_(batch.graph.found, non_blocking=True)
 
     def _graph(self, rows: int, sampling: _Sampling) -> _Graph | None:
         """Return the graph of what follows the forward pass of ``rows`` rows; None without memory for it.
@@ -350,13 +387,12 @@ class DecodeRunner:
         logits = runner.model.compute_logits(runner.cudagraph_manager.hidden_states[:rows])
         if sampling.temperature:
             apply_temperature(logits, slots, self._temperatures)
-        tokens = sample_tokens(
-            logits, slots, self._temperatures, self._seeds, positions, apply_temperature=False,
-            use_fp64=runner.sampler.use_fp64_gumbel,
-        )  # fmt: skip
+        logits = kernels.whole_rows(logits)
+        sums = kernels.log_sums(logits)
+        tokens = sampling_kernels.sample(logits, slots, self._temperatures, self._seeds, positions, sums)
         found[:rows] = tokens
         if sampling.log_probs:
-            found[rows:].view(torch.float32).copy_(kernels.token_log_probs(logits, tokens[:, None])[:, 0])
+            found[rows:].view(torch.float32).copy_(kernels.token_log_probs(logits, tokens[:, None], sums)[:, 0])
         # No request of the batch has penalties, which alone read the counts of tokens.
         post_update(
             slots, states.num_computed_tokens.gpu, states.last_sampled_tokens, None, tokens.view(-1, 1),
@@ -366,20 +402,22 @@ class DecodeRunner:
 
 
 class _Output(AsyncModelRunnerOutput):
-    """The output of a step, which `get_output` waits for."""
+    """The output of a step, which `get_output` waits for; ``found`` ``[k, 2 * rows]``: of each of its tokens."""
 
     def __init__(self, batch: _Batch, found: torch.Tensor, event):
         self._batch, self._found, self._event = batch, found, event
 
     def get_output(self) -> ModelRunnerOutput:
         self._event.synchronize()
-        batch = self._batch
-        tokens = self._found[: len(batch.ids)].unsqueeze(-1)
+        batch, found = self._batch, self._found.numpy()
+        number, each = len(batch.ids), len(found)
+        tokens = found[:, :number].T.copy()
         log_probs = None
         if batch.sampling.log_probs:
-            values = self._found[batch.rows :].view(torch.float32)[: len(batch.ids)].numpy().copy()
+            values = found[:, batch.rows :].view(np.float32)[:, :number].T.reshape(-1, 1)
+            starts = list(range(0, each * number + 1, each)) if each > 1 else None
             # Nothing reads the ranks.
-            log_probs = LogprobsLists(tokens.numpy().copy(), values[:, None], np.zeros(len(values), np.int64))
+            log_probs = LogprobsLists(tokens.reshape(-1, 1), values.copy(), np.zeros(len(values), np.int64), starts)
         return ModelRunnerOutput(batch.ids, batch.places, tokens.tolist(), log_probs)
 
 

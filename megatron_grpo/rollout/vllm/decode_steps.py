@@ -9,6 +9,10 @@ A step that admits a request is no decode step, and takes several times as long.
 free: with 512 short completions at a time some end in every step, and none would be a decode step. Here requests that
 wait are admitted together (`_waits_for_places`).
 
+The host takes as long as the GPU of a small model. Where the runner can, a step therefore decodes `AT_ONCE` tokens of
+each request (`_number_of_tokens`): the GPU computes them one after the other, and the host schedules and records them
+together. Tokens after a request's last one are dropped.
+
 This repeats what vLLM's code does in that case: it is installed only where vLLM's sources are those of a version that
 the tests compared (`megatron_grpo.patches.vllm.DECODE_STEPS`). vLLM builds the scheduler by `scheduler`, its option
 ``scheduler_cls``.
@@ -32,8 +36,9 @@ from megatron_grpo.rollout.vllm.running_table import Records, Rows, RunningTable
 # vLLM's queues of requests that are not running; a version has some of them.
 QUEUES = ("waiting", "skipped_waiting", "kv_holding_waiting")
 LIMITS = ("max_num_running_reqs", "max_num_active_reqs")  # of the requests that run; a version has some of them
-BETWEEN_ADMISSIONS = 16  # steps at most, while less than one of `PLACES` places is free
+BETWEEN_ADMISSIONS = 16  # tokens of a request, while less than one of `PLACES` places is free
 PLACES = 8
+AT_ONCE = 4  # tokens of each request in a step, at most
 NONE = -1  # no token, or several: vLLM's code handles them
 
 
@@ -45,12 +50,13 @@ def scheduler(vllm_config, **options):
 
 
 class DecodeStep(SchedulerOutput):
-    """A step that `DecodeSteps` scheduled: one token of each of its requests."""
+    """A step that `DecodeSteps` scheduled: ``tokens`` tokens of each of its requests."""
 
     requests: list[Any]
+    tokens: int
     rows: Rows  # of the requests in the table, and the serial numbers that they had
     serials: Rows
-    computed: Rows  # tokens of the requests before this one
+    computed: Rows  # tokens of the requests before this step
     grown: list[int]  # places of those that can have a new block
     preemptions: int  # of the scheduler's life, when it was scheduled
 
@@ -80,7 +86,9 @@ class DecodeSteps(_Scheduler):
         # vLLM 0.32 limits the running requests by one number and admits requests by another one.
         self._admits_below = getattr(self, "max_num_active_reqs", self.max_num_running_reqs)
         self._has_common_prefixes = hasattr(self.kv_cache_manager.coordinator, "get_num_common_prefix_blocks")
-        self._steps_waited = 0  # since a request could have been admitted
+        # Whether the runner computes several tokens of each of the requests with these ids in a step.
+        self.takes_several: Callable[[list[str]], bool] = lambda ids: False
+        self._tokens_waited = 0  # of a request, since another one could have been admitted
         self._preemptions = 0
         self._table = RunningTable(self.hash_block_size if self._caches else 0)
 
@@ -105,9 +113,9 @@ class DecodeSteps(_Scheduler):
         step, paused = None, self._pause_state is not PauseState.UNPAUSED
         if self.has_decode_steps and not (paused or throttle_prefills or self._inflight_prefills):
             if not any(getattr(self, queue, None) for queue in QUEUES) or self._waits_for_places():
-                step = self._decode_step(self._none_admitted)
+                step = self._decode_step(self._none_admitted, AT_ONCE)
             elif self._can_admit_apart:
-                step = self._decode_step(self._admitted)
+                step = self._decode_step(self._admitted, 1)
         if step is None:
             self._table.hand_over()
             step = super().schedule(throttle_prefills)
@@ -118,15 +126,15 @@ class DecodeSteps(_Scheduler):
         free = self._admits_below - len(self.running)
         if free <= 0:
             return True
-        if free * PLACES >= self._admits_below or self._steps_waited == BETWEEN_ADMISSIONS:
-            self._steps_waited = 0
+        if free * PLACES >= self._admits_below or self._tokens_waited >= BETWEEN_ADMISSIONS:
+            self._tokens_waited = 0
             return False
-        self._steps_waited += 1
+        self._tokens_waited += 1
         return True
 
-    def _decode_step(self: Any, admit: Callable[[int], SchedulerOutput]) -> DecodeStep | None:
-        """Schedule a token of each running request, and what ``admit`` adds; None, with nothing changed, if one needs
-        more or less than a token and at most a block.
+    def _decode_step(self: Any, admit: Callable[[int], SchedulerOutput], most: int) -> DecodeStep | None:
+        """Schedule up to ``most`` tokens of each running request, and what ``admit`` adds; None, with nothing changed,
+        if one needs other work or there are too few blocks.
 
         The requests that run fit the budget of a step: vLLM admits a request only if the others leave a token of it.
         """
@@ -136,33 +144,37 @@ class DecodeSteps(_Scheduler):
             return None
         table.refresh(rows)
         computed, ahead = table.computed[rows], table.ahead[rows]
-        ending = (ahead > 0) & (computed + 2 - ahead >= table.limit[rows])
+        ending = (ahead > 0) & (computed + 1 >= table.limit[rows])
         if ending.any():  # their last tokens are being computed
             requests = list(itertools.compress(requests, ~ending))
             rows, computed, ahead = rows[~ending], computed[~ending], ahead[~ending]
         tokens = table.tokens[rows]
         if not requests or (tokens + ahead - computed != 1).any() or int(computed.max()) >= self.max_model_len - 1:
             return None
-        needs_block = computed % size == 0
-        if np.count_nonzero(needs_block) * self._num_managers > self.kv_cache_manager.block_pool.get_num_free_blocks():
-            return None
         ids: list[str] = [request.request_id for request in requests]
         # vLLM's first runner gets all tokens of a request that missed a step.
         if not (self.use_v2_model_runner or self.prev_step_scheduled_req_ids.issuperset(ids)):
             return None
+        number = self._number_of_tokens(most, ids, rows, computed)
+        if not number:
+            return None
+        needs_block = self._new_blocks(computed, number) > 0
         block_ids: list[Any] = [None] * len(ids)
         at_block = needs_block | (tokens % size == 0) if self._caches else needs_block
         grown = np.flatnonzero(at_block).tolist()
         if self._caches:
             table.settle(rows[at_block].tolist())
         for place in grown:
-            block_ids[place] = self._block_ids(requests[place], int(computed[place]) + 1)
-        table.computed[rows] += 1
-        table.in_flight[rows] += 1
-        table.ahead[rows] += int(self._is_async)
+            block_ids[place] = self._block_ids(requests[place], int(computed[place]), number)
+        table.computed[rows] += number
+        table.in_flight[rows] += number
+        if self._is_async:
+            table.ahead[rows] += number
+        if self._tokens_waited:
+            self._tokens_waited += number - 1
         step: Any = DecodeStep.make_empty()
         vars(step).update(vars(admit(len(ids))))
-        step.requests, step.preemptions = requests, self._preemptions
+        step.requests, step.tokens, step.preemptions = requests, number, self._preemptions
         step.rows, step.serials, step.computed, step.grown = rows, table.serial[rows], computed, grown
         resumed = step.scheduled_cached_reqs
         step.scheduled_cached_reqs = CachedRequestData(
@@ -174,9 +186,9 @@ class DecodeSteps(_Scheduler):
             num_computed_tokens=computed.tolist() + resumed.num_computed_tokens,
             num_output_tokens=(tokens - table.prompt[rows] + ahead).tolist() + resumed.num_output_tokens,
         )
-        admitted, step.num_scheduled_tokens = step.num_scheduled_tokens, dict.fromkeys(ids, 1)
+        admitted, step.num_scheduled_tokens = step.num_scheduled_tokens, dict.fromkeys(ids, number)
         step.num_scheduled_tokens.update(admitted)
-        step.total_num_scheduled_tokens += len(ids)
+        step.total_num_scheduled_tokens += number * len(ids)
         if not self.use_v2_model_runner:
             self.prev_step_scheduled_req_ids.update(ids)
         if self._has_common_prefixes:
@@ -184,13 +196,37 @@ class DecodeSteps(_Scheduler):
             step.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(first)
         return step
 
-    def _block_ids(self: Any, request, tokens: int) -> tuple[list[int], ...] | None:
-        """Return the new blocks of a request that has so many ``tokens`` in a step; None if it needs none.
+    def _number_of_tokens(self: Any, most: int, ids: list[str], rows: Rows, computed: Rows) -> int:
+        """Return how many tokens each request decodes in a step, up to ``most``; 0 if the blocks are too few for one.
+
+        Several only if vLLM's code handles none of the tokens: it keeps those after a stop word. A request's last token
+        can be any of them: those after it are dropped, and at the end the request has few blocks of them, too. No
+        position exceeds the model's length.
+        """
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks() // self._num_managers
+        table, several = self._table, min(most, self.max_model_len - 1 - int(computed.max()))
+        if (
+            several > 1
+            and table.is_known[rows].all()
+            and not table.is_left[rows].any()
+            and self._new_blocks(computed, several).sum() <= free
+            and self.takes_several(ids)
+        ):
+            return several
+        return int(self._new_blocks(computed, 1).sum() <= free)
+
+    def _new_blocks(self: Any, computed: Rows, number: int) -> Rows:
+        """Return how many blocks each request needs for ``number`` tokens after those that are ``computed``."""
+        return (computed + (number - 1)) // self._block_size - (computed - 1) // self._block_size
+
+    def _block_ids(self: Any, request, computed: int, number: int) -> tuple[list[int], ...] | None:
+        """Return the new blocks of a request for ``number`` tokens after those ``computed``; None if it needs none.
 
         With a prefix cache the request must be settled.
         """
         if self._caches:
-            return self.kv_cache_manager.allocate_slots(request, 1).get_block_ids(allow_none=True)
+            return self.kv_cache_manager.allocate_slots(request, number).get_block_ids(allow_none=True)
+        tokens = computed + number
         blocks = self.kv_cache_manager.coordinator.allocate_new_blocks(request.request_id, tokens, tokens)
         return tuple([block.block_id for block in of_group] for of_group in blocks) if any(blocks) else None
 
@@ -221,7 +257,8 @@ class DecodeSteps(_Scheduler):
             self.running = running
 
     def record(self: Any, step, output, log_probs, states: dict) -> SchedulerOutput | None:
-        """Append the sampled tokens of a step, with ``log_probs`` [n] by row, to vLLM's records of its requests.
+        """Append the sampled tokens of a step to vLLM's records of its requests, with their ``log_probs`` by row and
+        token.
 
         ``states``: those of vLLM's output processor. Returns the step with the requests that are left to vLLM's
         ``update_from_output``: those that were admitted in it, that end or have ended, or whose outputs vLLM's code
@@ -235,32 +272,34 @@ class DecodeSteps(_Scheduler):
             or getattr(self, "encoder_cache_mismatch_reqs", None)  # not in vLLM 0.26
         ):
             return step
-        table, rows, number = self._table, step.rows, len(step.requests)
+        table, rows, number, each = self._table, step.rows, len(step.requests), step.tokens
         ids, sampled = step.scheduled_cached_reqs.req_ids[:number], output.sampled_token_ids
         table.refresh(rows)
         held = table.serial[rows] == step.serials
         for place in np.flatnonzero(held & (table.is_known[rows] == 0)).tolist():
             table.know(int(rows[place]), self._records_of(step.requests[place], states[ids[place]]))
+        log_probs = None if log_probs is None else log_probs.reshape(-1, each)
         if output.req_ids[:number] != ids:  # the runner has another order
             places = list(map(output.req_id_to_index.__getitem__, ids))
             sampled = [sampled[place] for place in places]
             log_probs = None if log_probs is None else log_probs[places]
-        tokens = np.array([of_row[0] if len(of_row) == 1 else NONE for of_row in sampled[:number]], np.int64)
-        ends, which_ends = table.tokens[rows] + 1 >= table.longest[rows], table.which_ends[rows]
+        none = [NONE] * each
+        tokens = np.array([of_row if len(of_row) == each else none for of_row in sampled[:number]], np.int64)
+        ends, which_ends = table.tokens[rows] + each >= table.longest[rows], table.which_ends[rows]
         for which in np.unique(which_ends).tolist():
-            ends |= (which_ends == which) & (tokens[:, None] == table.ends[which]).any(1)
-        plain = held & ~ends & (table.is_left[rows] == 0) & (tokens != NONE)
+            ends |= (which_ends == which) & (tokens[:, :, None] == table.ends[which]).any((1, 2))
+        plain = held & ~ends & (table.is_left[rows] == 0) & (tokens[:, 0] != NONE)
         left: dict[str, int] = {}
         if not plain.all():
-            left = dict.fromkeys(itertools.compress(ids, ~plain), 1)
+            left = dict.fromkeys(itertools.compress(ids, ~plain), each)
             rows, tokens = rows[plain], tokens[plain]
             log_probs = None if log_probs is None else log_probs[:number][plain]
         table.append(rows, tokens, None if log_probs is None else log_probs[: len(rows)])
-        table.in_flight[rows] -= 1
+        table.in_flight[rows] -= each
         if self._is_async:
-            table.ahead[rows] -= 1
+            table.ahead[rows] -= each
             if self._caches:
-                self._cache_blocks(rows)
+                self._cache_blocks(rows, each)
         if len(step.num_scheduled_tokens) > len(step.requests):
             left.update(itertools.islice(step.num_scheduled_tokens.items(), len(step.requests), None))
         if not left:
@@ -269,10 +308,12 @@ class DecodeSteps(_Scheduler):
         rest.num_scheduled_tokens = left
         return rest
 
-    def _cache_blocks(self: Any, rows: Rows) -> None:
-        """Add full blocks to the prefix cache; vLLM's allocation has done so for the requests of the next step."""
+    def _cache_blocks(self: Any, rows: Rows, each: int) -> None:
+        """Add blocks that the last ``each`` tokens have filled to the prefix cache; vLLM's allocation has done so for
+        the requests of the next step.
+        """
         known, size = self._table.computed[rows] - self._table.ahead[rows], self._block_size
-        full = known % size == 0
+        full = known % size < each
         for row, tokens in zip(rows[full].tolist(), known[full].tolist(), strict=True):
             request = self._table.requests[row]
             if any(cached.get(request.request_id, 0) < tokens // size for cached in self._cached_blocks):
@@ -317,7 +358,12 @@ class DecodeSteps(_Scheduler):
 
     def reset_prefix_cache(self: Any, *args, **options):
         self._table.hand_over()
-        return super().reset_prefix_cache(*args, **options)
+        done = super().reset_prefix_cache(*args, **options)
+        for request in self.requests.values():
+            # vLLM 0.26 drops the outputs of as many steps as tokens are under way. At most one step is.
+            if getattr(request, "async_tokens_to_discard", 0) > 1:
+                request.async_tokens_to_discard = 1
+        return done
 
     def _preempt_request(self: Any, request, *args, **options) -> None:
         self._preemptions += 1

@@ -1,8 +1,8 @@
 """The numbers and the newest tokens of vLLM's running requests, in arrays: a decode step changes all of them at once.
 
-In a decode step each request gets one token, and vLLM changes three numbers and four lists of each. Here requests are
-rows of arrays. A request itself is settled, that is brought up to date, only before vLLM's code reads it: when it ends,
-before all that is no decode step, with a prefix cache at each block, and after `KEPT` tokens.
+In a decode step each request gets a token or several, and vLLM changes three numbers and four lists of each. Here
+requests are rows of arrays. A request itself is settled, that is brought up to date, only before vLLM's code reads it:
+when it ends, before all that is no decode step, with a prefix cache at each block, and after `KEPT` tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -114,14 +114,15 @@ class RunningTable:
             self.which_ends[row] = self._known_ends[records.ends]
 
     def append(self, rows: Rows, tokens: Rows, log_probs: npt.NDArray[np.floating] | None) -> None:
-        """Append a token to each of the requests in ``rows``."""
-        number = self.tokens[rows]
-        if (full := number - self._settled[rows] == KEPT).any():
+        """Append ``tokens`` ``[n, k]`` to the requests in ``rows`` ``[n]``, with ``log_probs`` ``[n, k]``."""
+        number, each = self.tokens[rows], tokens.shape[1]
+        if (full := number + each - self._settled[rows] > KEPT).any():
             self.settle(rows[full].tolist())
-        self._newest[rows, number % KEPT] = tokens
+        at = rows[:, None], (number[:, None] + np.arange(each)) % KEPT
+        self._newest[at] = tokens
         if log_probs is not None:
-            self._log_probs[rows, number % KEPT] = log_probs
-        self.tokens[rows] = number + 1
+            self._log_probs[at] = log_probs
+        self.tokens[rows] = number + each
 
     def settle(self, rows: Iterable[int]) -> None:
         """Bring the requests of these rows up to date."""

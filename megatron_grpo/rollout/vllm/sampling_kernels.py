@@ -1,14 +1,14 @@
-"""Sampling of tokens from logits: one block of random bits gives the noise of four tokens.
+"""Sampling of tokens from logits by one random number a row, which the sum of the probabilities passes at the token.
 
-vLLM's kernel computes the four words of a block for each token and uses one of them: with a vocabulary of 152k that
-takes longer than to read the logits.
+vLLM's kernel adds random noise to each logit and takes the largest: with a vocabulary of 152k the noise takes longer
+than to read the logits. The sums are those of the log-probabilities.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-QUARTER = 1024  # tokens that a program takes at a time, four times
+from megatron_grpo.models.exact import kernels
 
 
 def sample(
@@ -17,76 +17,75 @@ def sample(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    sums: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return a token of each row of ``logits`` ``[t, v]``, which have been divided by the temperature: int64 ``[t]``.
 
     ``temperatures`` and ``seeds`` are those of requests, ``slots`` ``[t]`` the request of each row, below 0 for none.
-    A row of temperature 0 has its largest logit. Seed and position decide the noise: -log(E) of each token, with E
-    distributed exponentially (Gumbel), added to its logit.
+    Seed and position decide the random number. A row of temperature 0, or of no request, has its largest logit.
+    ``sums`` are `kernels.log_sums` of the logits, if they are known.
     """
-    rows, columns = logits.shape
-    parts = triton.cdiv(columns, 4 * QUARTER)
-    best, tokens = logits.new_empty(rows, parts, dtype=torch.float32), slots.new_empty(rows, parts, dtype=torch.int32)
-    found = slots.new_empty(rows, dtype=torch.int64)
-    if rows:
-        _best_of_part[(rows, parts)](
-            logits, slots.contiguous(), temperatures, seeds, positions.contiguous(), best, tokens, logits.stride(0),
-            columns, parts, QUARTER=QUARTER, num_warps=4,
+    logits = kernels.whole_rows(logits)
+    found = slots.new_empty(len(logits), dtype=torch.int64)
+    if len(logits):
+        sums = kernels.log_sums(logits) if sums is None else sums
+        parts = sums.shape[1]
+        _sample[(len(logits),)](
+            logits, sums, slots.contiguous(), temperatures, seeds, positions.contiguous(), found,
+            logits.stride(0) // kernels.LOGITS_ROW, logits.shape[1], parts, UNIT=kernels.LOGITS_ROW,
+            COLUMNS=kernels.LOGITS, PARTS=triton.next_power_of_2(parts), num_warps=8,
         )  # fmt: skip
-        _best_of_row[(rows,)](best, tokens, found, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
     return found
 
 
 @triton.jit
-def _noise(bits):
-    """Return -log(E) for 32 random bits; the smallest E, which decide, have all their digits."""
-    bits = bits.to(tl.uint32, bitcast=True)
-    high, low = (bits >> 16).to(tl.int32).to(tl.float32), (bits & 0xFFFF).to(tl.int32).to(tl.float32)
-    u = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10  # 2^-16, 2^-32
-    series = 1.0 / 8.0  # of -log(1 - u) = u + u^2 / 2 + ...; what is left out is below 2^-19 of it where u < 1/4
-    series = 1.0 / 7.0 + u * series
-    series = 1.0 / 6.0 + u * series
-    series = 1.0 / 5.0 + u * series
-    series = 1.0 / 4.0 + u * series
-    series = 1.0 / 3.0 + u * series
-    series = 1.0 / 2.0 + u * series
-    series = u * (1.0 + u * series)
-    return -tl.log(tl.where(u < 0.25, series, -tl.log(tl.maximum(1.0 - u, 5.9604645e-08))))  # 2^-24
+def _uniform(seed, position):
+    """Return a number between 0 and 1, both excluded, of 52 random bits."""
+    high, low, _, _ = tl.randint4x(seed, position)
+    high, low = high.to(tl.uint32, bitcast=True).to(tl.float64), (low.to(tl.uint32, bitcast=True) >> 12).to(tl.float64)
+    return (high * 1048576.0 + low + 0.5) * 2.220446049250313e-16  # 2^20, 2^-52
 
 
 @triton.jit
-def _better(row, first, bits, columns, strength, best, token, QUARTER: tl.constexpr):
-    """Return the larger of ``best`` and the tokens from ``first`` on, and which one that is."""
-    column = first + tl.arange(0, QUARTER)
-    logits = tl.load(row + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-    logits += strength * _noise(bits)  # which is finite
-    most, place = tl.max(logits, 0, return_indices=True)
-    return tl.maximum(best, most), tl.where(most > best, first + place, token)
+def _first_above(weights, fraction):
+    """Return where the running sum of ``weights`` passes this part of their sum, and after which part of the weight.
+
+    The weight there is above 0, if any is.
+    """
+    place, ends = tl.arange(0, weights.shape[0]), tl.cumsum(weights, 0)
+    target = fraction * tl.max(ends, 0)
+    last = tl.max(tl.where(weights > 0, place, 0), 0)  # where rounding has left nothing above the target
+    first = tl.minimum(tl.sum((ends <= target).to(tl.int32), 0), last)
+    weight = tl.sum(tl.where(place == first, weights, 0.0), 0)
+    before = tl.sum(tl.where(place == first, ends - weights, 0.0), 0)
+    return first, tl.maximum((target - before) / weight, 0.0)  # rounding can make it negative
 
 
-@triton.jit(do_not_specialize=["stride", "columns", "parts"])
-def _best_of_part(
-    logits, slots, temperatures, seeds, positions, best, tokens, stride, columns, parts, QUARTER: tl.constexpr
+@triton.jit(do_not_specialize=["width", "columns", "parts"])
+def _sample(
+    logits, sums, slots, temperatures, seeds, positions, found, width, columns, parts, UNIT: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Write the token of a row: first its part of the row is chosen, then it. Sums are in float64.
+
+    In float32 the sum would not change by tokens of less than 2^-24 of it.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     slot = tl.load(slots + row).to(tl.int64)
     held = slot >= 0
-    strength = tl.where(tl.load(temperatures + slot, mask=held, other=0.0) != 0, 1.0, 0.0)
-    key = tl.randint(tl.load(seeds + slot, mask=held, other=0), tl.load(positions + row))
-    first, second, third, fourth = tl.randint4x(key, part * QUARTER + tl.arange(0, QUARTER))
-    start, source = part * 4 * QUARTER, logits + row * stride
-    most, token = _better(source, start, first, columns, strength, float("-inf"), start, QUARTER)
-    most, token = _better(source, start + QUARTER, second, columns, strength, most, token, QUARTER)
-    most, token = _better(source, start + 2 * QUARTER, third, columns, strength, most, token, QUARTER)
-    most, token = _better(source, start + 3 * QUARTER, fourth, columns, strength, most, token, QUARTER)
-    tl.store(best + row * parts + part, most)
-    tl.store(tokens + row * parts + part, token)
-
-
-@triton.jit(do_not_specialize=["parts"])
-def _best_of_row(best, tokens, found, parts, PARTS: tl.constexpr):
-    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
-    _, place = tl.max(
-        tl.load(best + row * parts + part, mask=part < parts, other=float("-inf")), 0, return_indices=True
-    )
-    tl.store(found + row, tl.load(tokens + row * parts + place).to(tl.int64))
+    is_greedy = tl.load(temperatures + slot, mask=held, other=0.0) == 0
+    fraction = _uniform(tl.load(seeds + slot, mask=held, other=0), tl.load(positions + row))
+    place = sums + (row * parts + part) * 2
+    each = tl.load(place, mask=part < parts, other=float("-inf"))
+    most, largest = tl.max(each, 0, return_indices=True)
+    totals = tl.load(place + 1, mask=part < parts, other=0.0)
+    weights = totals.to(tl.float64) * tl.exp(each - tl.where(most == float("-inf"), 0.0, most)).to(tl.float64)
+    chosen, rest = _first_above(weights, fraction)
+    chosen = tl.where(is_greedy, largest, chosen)
+    column = chosen * COLUMNS + tl.arange(0, COLUMNS)
+    values = tl.load(logits + row * width * UNIT + column, mask=column < width * UNIT, other=0.0).to(tl.float32)
+    values = tl.where(column < columns, values, float("-inf"))
+    most, largest = tl.max(values, 0, return_indices=True)
+    weights = tl.exp(values - tl.where(most == float("-inf"), 0.0, most)).to(tl.float64)
+    token, _ = _first_above(weights, rest)
+    tl.store(found + row, (chosen * COLUMNS + tl.where(is_greedy, largest, token)).to(tl.int64))

@@ -66,7 +66,11 @@ def shorten_decode_steps(engine):
         return None
     from megatron_grpo.rollout.vllm import decode_runner
 
-    return decode_runner.install(engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner)
+    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    made = decode_runner.install(runner)
+    if made is not None:
+        scheduler_of(engine).takes_several = made.takes_several
+    return made
 
 
 def use_decode_attention() -> None:
@@ -102,7 +106,8 @@ def collect_log_probs(engine) -> None:
         log_probs = None if lists is None else lists.logprobs[:, 0]
         starts = None if lists is None else lists.cu_num_generated_tokens
         model_runner_output.logprobs = None
-        if record is not None and starts is None:
+        # Several tokens of a request: by drafts, which `record` leaves to vLLM, or of a decode step.
+        if record is not None and (starts is None or getattr(scheduler_output, "tokens", 1) > 1):
             scheduler_output = record(scheduler_output, model_runner_output, log_probs, states)
             if scheduler_output is None:
                 return {}

@@ -59,6 +59,27 @@ def test_lives_are_those_of_vllms_own_scheduler(lives, is_async):
     assert counts["preemptions"] > 2 * number
 
 
+@pytest.mark.parametrize("is_async", slow_except([True], [False, True]))
+def test_completions_of_steps_with_several_tokens_are_those_of_vllms_own_scheduler(lives, is_async):
+    counts: Counter = Counter()
+    number = LIVES * (5 if ranks.thorough else 1)
+    for seed in range(number):
+        try:
+            counts += lives.compare_several(lives.Life.with_several(seed, is_async))
+        except AssertionError as error:
+            raise AssertionError(f"life {seed}: {error}") from error
+    assert counts["with several"] > 20 * number and counts["finished"] > 15 * number
+    assert counts["preemptions"] > number
+
+
+@pytest.mark.parametrize("tokens", [*range(1, 12), 200])  # they end at each place of a step, and by the model's length
+def test_requests_that_end_within_a_step(lives, tokens):
+    arrivals = [(0, "plain", 5 + 7 * number, tokens + number % 2) for number in range(4)]
+    for caching in (False, True):
+        counts = lives.compare_several(life(lives, arrivals, True, True, caching=caching, block=4, several=True))
+        assert counts["finished"] == 4 and counts["with several"] >= (tokens > 4)
+
+
 def test_lives_with_the_vllm_for_gpus():
     if GPU_VLLM is None:
         pytest.skip("GPU_VLLM names no directory with the vLLM for GPUs")
@@ -141,13 +162,62 @@ def running(lives):
     return world
 
 
+def test_a_step_has_several_tokens_where_that_is_exact(running, lives):
+    """At the model's length fewer, with too few blocks one, and one where vLLM's code records a token."""
+    made, table, (request,) = running.scheduler, running.scheduler._table, running.scheduler.running
+    (row,), most = table._rows.values(), lives.decode_steps.AT_ONCE
+
+    def tokens(computed=8):
+        rows = np.array([row])
+        return made._number_of_tokens(most, [request.request_id], rows, np.array([computed]))
+
+    assert tokens() == 1  # the runner takes no more
+    asked = []
+    made.takes_several = lambda ids: asked.append(ids) or True
+    assert tokens() == most == 4 and asked == [["r0"]]
+    longest = made.max_model_len
+    assert [tokens(longest - less) for less in (6, 5, 4, 3, 2)] == [4, 4, 3, 2, 1]
+    assert made._number_of_tokens(1, ["r0"], np.array([row]), np.array([8])) == 1
+    for known, left in ((0, 0), (1, 1)):
+        table.is_known[row], table.is_left[row] = known, left
+        assert tokens() == 1
+    table.is_known[row], table.is_left[row] = 1, 0
+    pool = made.kv_cache_manager.block_pool
+    pool.get_num_free_blocks = lambda: 0  # blocks have 8 tokens
+    assert [tokens(computed) for computed in (8, 9, 12, 13, 15)] == [0, 4, 4, 1, 1]
+
+
+def test_a_step_with_several_tokens(lives):
+    """It is one step of the core, whose blocks, placeholders and tokens are those of several."""
+    world = lives.World(life(lives, [], True, True), True)
+    world.arrive(0, "plain", 5, 40)
+    for _ in range(2):
+        world.schedule()
+        world.update()
+    made, table, (request,) = world.scheduler, world.scheduler._table, world.scheduler.running
+    made.takes_several = lambda ids: True
+    steps = [made.schedule(), made.schedule()]
+    for step in steps:
+        assert step.tokens == 4 and step.num_scheduled_tokens == {"r0": 4} and step.total_num_scheduled_tokens == 4
+    assert steps[1].scheduled_cached_reqs.num_computed_tokens == [10]
+    assert len(made.kv_cache_manager.get_block_ids("r0")[0]) == 2  # of 8 tokens, for 14
+    row = table._rows["r0"]
+    assert (table.ahead[row], table.in_flight[row], table.computed[row]) == (8, 8, 14)
+    output = lives.ModelRunnerOutput(["r0"], {"r0": 0}, [[21, 22, 23, 24]])
+    assert made.record(steps[0], output, np.arange(4.0), world.outputs.request_states) is None
+    assert (table.ahead[row], table.in_flight[row], table.computed[row]) == (4, 4, 14)
+    assert made._cached_blocks[0]["r0"] == 1  # the step has filled it and gone on
+    made.settle()
+    assert list(request.output_token_ids)[-4:] == [21, 22, 23, 24]
+
+
 def test_images_are_vllms_part(running):
     """Nothing is read of their requests, in any step."""
     (request,), table = running.scheduler.running, running.scheduler._table
     table.release(request.request_id)
     request.mm_features = [object()]
     for _ in range(2):
-        assert running.scheduler._decode_step(running.scheduler._none_admitted) is None
+        assert running.scheduler._decode_step(running.scheduler._none_admitted, 1) is None
         assert table._stale == {table._rows[request.request_id]}
 
 
@@ -195,7 +265,7 @@ def test_vllm_admits_requests(running, queue):
         pytest.skip("a queue of another version")
     getattr(made, queue).add_request(made.running[0])
     asked: list = []
-    made._decode_step = lambda admit: asked.append(admit) or "a step"
+    made._decode_step = lambda admit, most: asked.append(admit) or "a step"
     made._can_admit_apart = True
     for below, expected in ((4, made._admitted), (1, made._none_admitted)):
         made._admits_below = below

@@ -16,9 +16,12 @@ pytestmark = pytest.mark.vllm
 FIRST = 20  # the token that weights of version 0 sample; version v samples token FIRST + v
 
 
-@pytest.fixture
-def engine(one_process):
-    """A `VllmColocate` whose engine core, scheduler and outputs are vLLM's, with a runner that samples versions."""
+@pytest.fixture(params=[False, True], ids=["one token", "several tokens"])
+def engine(one_process, request):
+    """A `VllmColocate` whose engine core, scheduler and outputs are vLLM's, with a runner that samples versions.
+
+    With several tokens of a request in a step, where the scheduler can.
+    """
     import scheduler_lives as lives
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore
@@ -28,6 +31,7 @@ def engine(one_process):
 
     life = lives.Life(True, True, True, 8, 200, 8, 4096, 0, False, {})
     world, device, launched = lives.World(life, True), SimpleNamespace(version=0), []
+    world.scheduler.takes_several = lambda ids: request.param
 
     def of(result):
         future: Future = Future()
@@ -39,10 +43,12 @@ def engine(one_process):
         return of(None if step.total_num_scheduled_tokens else EMPTY_MODEL_RUNNER_OUTPUT)
 
     def sample_tokens(grammar, non_block):
-        names = list(launched[-1].num_scheduled_tokens)
-        token = [FIRST + device.version]
-        values = LogprobsLists(*(lives.np.zeros((len(names), 1)) for _ in range(2)), lives.np.zeros(len(names), int))
-        return of(ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [token] * len(names), values))
+        names, each = list(launched[-1].num_scheduled_tokens), getattr(launched[-1], "tokens", 1)
+        sampled = [[FIRST + device.version] * each for _ in names]  # vLLM drops tokens from these lists
+        number = each * len(names)
+        starts = list(range(0, number + 1, each)) if each > 1 else None
+        values = LogprobsLists(*(lives.np.zeros((number, 1)) for _ in range(2)), lives.np.zeros(number, int), starts)
+        return of(ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled, values))
 
     core = EngineCore.__new__(EngineCore)
     core.scheduler, core.batch_queue, core.batch_queue_size = world.scheduler, lives.deque(maxlen=2), 2
@@ -58,13 +64,13 @@ def engine(one_process):
         return world.outputs.process_outputs(of_core.outputs).request_outputs
 
     def add_request(name, prompt, sampling, lora_request):
-        request = lives.EngineCoreRequest(
+        made = lives.EngineCoreRequest(
             name, prompt["prompt_token_ids"], None, sampling, None, 0.0, None, prompt["cache_salt"], None,
             external_req_id=name,
         )  # fmt: skip
-        world.outputs.add_request(request, None)
+        world.outputs.add_request(made, None)
         world.scheduler.add_request(
-            lives.Request.from_engine_core_request(request, lives.get_request_block_hasher(8, world.hash_of))
+            lives.Request.from_engine_core_request(made, lives.get_request_block_hasher(8, world.hash_of))
         )
 
     made = VllmColocate.__new__(VllmColocate)
@@ -82,11 +88,11 @@ def engine(one_process):
     made._speculates = made._seeds_requests = made._sees_images = made._mtp_prefixes = False
     made._keeps_prefixes = True
     made._adapter_request = None
-    made.launched = launched
+    made.launched, made.takes_several = launched, request.param
     return made
 
 
-def completions(engine, steps_before, lengths=(9, 20, 31)):
+def completions(engine, steps_before, lengths):
     """The completions of requests that get new weights after each of ``steps_before`` steps."""
     engine.submit(Request(i, [3 + i] * 5, Sampling(most, log_probs=True)) for i, most in enumerate(lengths))
     done = []
@@ -99,17 +105,23 @@ def completions(engine, steps_before, lengths=(9, 20, 31)):
     return sorted(done, key=lambda completion: completion.id)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 9, 10, 11])  # the first request ends in the step before, or in it
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 9, 10, 11])  # the first request ends in the step before, or in it
 def test_tokens_of_a_step_launched_ahead_are_of_the_weights_before(engine, steps):
-    done = completions(engine, [steps, 4])
-    for completion, length in zip(done, (9, 20, 31), strict=True):
+    from megatron_grpo.rollout.vllm.decode_steps import AT_ONCE
+
+    lengths = (9, 20, 70)
+    done = completions(engine, [steps, 4], lengths)
+    for completion, length in zip(done, lengths, strict=True):
         assert len(completion.token_ids) == length == len(completion.log_probs)
         assert [FIRST + version for version in completion.weight_versions] == completion.token_ids
     assert {0, 1, 2} <= set(done[2].weight_versions)
     assert max(len(step.num_scheduled_tokens) for step in engine.launched) == 3  # nothing is launched twice
     tokens = sum(step.total_num_scheduled_tokens for step in engine.launched)
     # Prompts once; once more where a request had no token at new weights.
-    assert tokens - sum(len(c.token_ids) for c in done) < 3 * 5 * (2 if steps == 1 else 1) + 3
+    each = max(getattr(step, "tokens", 1) for step in engine.launched)
+    assert each == (AT_ONCE if engine.takes_several else 1)
+    # A step that ends a request, and the next one, which is launched before, have tokens after its last one.
+    assert tokens - sum(len(c.token_ids) for c in done) < 3 * 5 * (2 if steps == 1 else 1) + 3 * (2 * each - 1)
 
 
 def test_a_completion_that_ends_before_new_weights_survives_an_interrupt(engine):
