@@ -62,6 +62,23 @@ OWN = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128},
+    "glm4_moe": {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 128,
+        "routed_scaling_factor": 1.8,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+    },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": 16},
     "gemma2": {
         "tie_word_embeddings": True,
         "sliding_window": 16,
@@ -137,7 +154,8 @@ OWN = {
 }
 # Families with larger weights than transformers', so that an error of a layer shows: with a deviation of 0.02 experts
 # hardly count beside attention, and all norms would be 1.
-LOUD = {"nemotron_h", "gemma4_text", "minimax_m2", "glm4_moe_lite"}
+EXPERTS = ("qwen3_moe", "deepseek_v3", "mixtral", "minimax_m2", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+LOUD = {"nemotron_h", "gemma4_text", *EXPERTS}
 
 
 def make(directory: Path, family: str, logits: float, **sizes) -> str:

@@ -119,3 +119,23 @@ def test_experts_of_a_server(task, tmp_path):
 )
 def test_two_gpus(task, tmp_path, layout):
     check(task, tmp_path / "run", 2, *layout.split())
+
+
+@pytest.mark.gpus(2)
+def test_an_engine_on_a_gpu_of_its_own(task, tmp_path):
+    """Weights go to it by the plan, over NCCL; every version is compared with the trainer's."""
+    flags = """--bf16 --use-distributed-optimizer --check-weight-sync --vllm-enforce-eager --rollout-ranks 1
+        --max-staleness 1 --weight-update keep --rollout-importance-sampling-mode token_truncate""".split()
+    places = [
+        "--load-hf",
+        task / "qwen3_moe",
+        "--train-data-path",
+        task / "data/train.jsonl",
+        "--save",
+        tmp_path / "run",
+    ]
+    places += ["--external-plugins", REPO / "tools/benchmark/even_tokens.py"]
+    torchrun(2, "pretrain_grpo.py", *UPDATES, *engine_flags(64), *places, *flags)
+    rows = metrics_of(tmp_path / "run")
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0]["mismatch/mean_abs"] < 0.02 and all(0 < row["grad_norm"] < 100 for row in rows), rows
