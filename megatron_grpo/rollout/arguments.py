@@ -101,7 +101,7 @@ ROLLOUT: tuple[FlagRow, ...] = (
         "speculative decoding of a colocated engine, as vllm serve has it: ngram, suffix, draft_model or mtp",
     ),
     ("--vllm-engine-kwargs", dict, None, "more arguments of vllm.LLM; they override the flags"),
-    ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine; always on a CPU and for Nemotron-H's experts"),
+    ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine; always on a CPU"),
     ("--vllm-enable-prefix-caching", bool, False, "compute the prefix that prompts share once"),
     ("--max-completion-length", COUNT, 512, "maximal tokens of a completion"),
     ("--temperature", Number(float, 0.01, 2), 1.0, "sampling temperature; the trainer's log-probabilities use it, too"),

@@ -49,9 +49,13 @@ def _output(command, status: int | None, output: str) -> str:
     return output
 
 
-def engine_flags(mebibytes: int) -> list[str]:
-    """Flags for a KV cache of fixed size: several tests share a GPU, so no engine may take what is free just now."""
-    return ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": mebibytes << 20})]
+def engine_flags(mebibytes: int, **options) -> list[str]:
+    """Flags for a KV cache of fixed size: several tests share a GPU, so no engine may take what is free just now.
+
+    Compiled pieces of a model check the strides of what the piece before them returns. ``options`` are more of vLLM's.
+    """
+    checks = {"compilation_config": {"inductor_compile_config": {"size_asserts": True}}}
+    return ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": mebibytes << 20, **checks, **options})]
 
 
 def found(out: Path, nproc: int, cases: str, model: str, *flags, env: dict | None = None) -> list[dict]:

@@ -1,13 +1,12 @@
 """Colocated vLLM on GPUs beside a trainer in bf16: random numbers, log-probabilities, weights, memory."""
 
-import json
 import math
 from itertools import chain
 
 import models
 import pytest
 import torch
-from launch import found
+from launch import engine_flags, found
 
 FLAT = 0.3  # standard deviation of logits: two samples of 32 tokens are never equal by chance
 SHARP = 6.0  # the largest of 4,096 is then about 22
@@ -170,10 +169,8 @@ def test_experts_sample_anew_in_every_rollout(tmp_path, model):
 
 def hybrid_flags(family: str) -> list[str]:
     """Flags of models with recurrent states."""
-    engine: dict[str, int | str] = {"kv_cache_memory_bytes": 512 << 20}
-    if family.startswith("qwen3_5"):
-        engine["gdn_prefill_backend"] = "triton"
-    return ["--use-distributed-optimizer", "--vllm-engine-kwargs", json.dumps(engine)]
+    options = {"gdn_prefill_backend": "triton"} if family.startswith("qwen3_5") else {}
+    return ["--use-distributed-optimizer", *engine_flags(512, **options)]
 
 
 HYBRIDS = [(family, {}) for family in ("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h")]
@@ -181,7 +178,10 @@ HYBRIDS = [(family, {}) for family in ("qwen3_5_text", "qwen3_5_moe_text", "nemo
 
 @pytest.mark.parametrize(("family", "keys"), [*HYBRIDS, ("nemotron_h", {"hybrid_override_pattern": "M*M-"})], ids=str)
 def test_hybrids_sample_and_follow(tmp_path, model, family, keys):
-    """States of a rollout do not reach the next, and weights reach the engine; Nemotron-H with experts is eager."""
+    """States of a rollout do not reach the next, and weights reach the engine.
+
+    Rows of this Nemotron-H's Mamba projection are no multiple of 16 bytes, which inductor would pad.
+    """
     directory = model(family, FLAT, **keys)
     facts = found(tmp_path / "out", 1, "seeds,compared,weights", directory, *hybrid_flags(family))[0]
     assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]

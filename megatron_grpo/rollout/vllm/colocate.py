@@ -103,9 +103,6 @@ class VllmColocate:
             from megatron_grpo.rollout.vllm import exact
 
             exact.check(self._engine)
-        is_eager = self._engine.vllm_config.model_config.enforce_eager
-        if self.is_lead and _compiles_wrong(args) and is_eager and torch.cuda.is_available():
-            log("the engine runs without CUDA graphs, because of Nemotron-H's experts: docs/models.md says why")
         if self.is_lead and args.vllm_speculative_config is None:  # steps with drafts are FlashAttention's
             for choice in scheduler.attention_choices(self._engine):  # replicas measure by themselves
                 log(str(choice))
@@ -480,11 +477,6 @@ def _import_vllm() -> None:
     gc.enable()
 
 
-def _compiles_wrong(args) -> bool:
-    """Return whether vLLM 0.26 computes a model wrong on a GPU when it compiles it (docs/models.md, Mamba-2)."""
-    return bool(args.hybrid_layer_pattern and args.num_experts)
-
-
 def _build(args, directory: str):
     from vllm import LLM
 
@@ -522,7 +514,7 @@ def _build(args, directory: str):
             max_model_len=longest_of_engine(args),
             max_num_seqs=args.vllm_max_num_seqs,
             # A CPU has no CUDA graphs, and compilation takes 20 s of CPU time per rank at the first start.
-            enforce_eager=args.vllm_enforce_eager or _compiles_wrong(args) or not torch.cuda.is_available(),
+            enforce_eager=args.vllm_enforce_eager or not torch.cuda.is_available(),
             enable_prefix_caching=args.vllm_enable_prefix_caching,
             enable_sleep_mode=args.sleep_level > 0,
             enable_return_routed_experts=args.router_replay_mode == "R3",
@@ -538,7 +530,11 @@ def _build(args, directory: str):
             speculative_config=args.vllm_speculative_config,
             **(on_a_cpu or _gpu_options(args)),
         )
-        return LLM(**{**options, **(args.vllm_engine_kwargs or {}), **_sizes_of_full_layers(args)})
+        given = args.vllm_engine_kwargs or {}
+        if isinstance(given.get("compilation_config"), dict):
+            compilation = _both(options.get("compilation_config", {}), given["compilation_config"])
+            given = {**given, "compilation_config": compilation}
+        return LLM(**{**options, **given, **_sizes_of_full_layers(args)})
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         if is_out_of_memory(error):
             raise
@@ -620,20 +616,30 @@ def _gpu_options(args) -> dict:
     In CUDA graphs, FlashAttention 3 divides the keys of a sequence among up to 32 programs, and adds a kernel that
     combines them. Short sequences gain nothing: a step of 512 takes 5 to 8% longer (docs/performance/rollouts.md).
     vLLM's largest CUDA graph is of 512 sequences, if it is not told.
+
+    Inductor pads products whose rows are no multiple of 16 bytes, if that is faster. vLLM compiles a model in pieces,
+    each for the rows of the piece before it as they were without the padding, and a piece then reads other numbers.
     """
-    options: dict[str, dict] = {}
+    options: dict[str, dict] = {"compilation_config": {"inductor_compile_config": {"shape_padding": False}}}
     if args.vllm_max_num_seqs > LARGEST_GRAPH:
-        options["compilation_config"] = {"max_cudagraph_capture_size": args.vllm_max_num_seqs}
+        options["compilation_config"]["max_cudagraph_capture_size"] = args.vllm_max_num_seqs
     if longest_of_engine(args) <= UNDIVIDED and not args.multi_latent_attention:
         options["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": 1}
     if args.exact_log_probs:
         from megatron_grpo.rollout.vllm import exact
 
-        of_exact = exact.options()
-        for name, values in options.items():
-            of_exact[name] |= values
-        return of_exact
+        return _both(exact.options(), options)
     return options
+
+
+def _both(options: dict, others: dict) -> dict:
+    """Return ``options`` and ``others``, whose values replace those of ``options``, but for nested ones of both."""
+    nested = {
+        name: _both(options[name], value)
+        for name, value in others.items()
+        if isinstance(value, dict) and isinstance(options.get(name), dict)
+    }
+    return {**options, **others, **nested}
 
 
 def _cpu_options(args) -> dict:

@@ -227,10 +227,17 @@ def test_states_of_prefixes_are_refused_on_a_cpu(layers, flags):
         colocate._cpu_options(args)
 
 
-def test_experts_that_vllm_compiles_wrong():
-    cases = {("M*ME", 8): True, ("M*M-", None): False, (None, 8): False}
-    args = [SimpleNamespace(hybrid_layer_pattern=pattern, num_experts=experts) for pattern, experts in cases]
-    assert [colocate._compiles_wrong(one) for one in args] == list(cases.values())
+def test_products_stay_unpadded_beside_a_users_compilation(monkeypatch):
+    """Compiled pieces read other numbers from padded products; a user's own keys replace ours."""
+    monkeypatch.setattr(colocate, "longest_of_engine", lambda args: 64)
+    args = SimpleNamespace(vllm_max_num_seqs=600, multi_latent_attention=False, exact_log_probs=False)
+    options = colocate._gpu_options(args)
+    assert options["compilation_config"]["inductor_compile_config"] == {"shape_padding": False}
+    given = {"max_cudagraph_capture_size": 8, "inductor_compile_config": {"size_asserts": True}, "mode": 3}
+    assert colocate._both(options["compilation_config"], given) == {
+        "max_cudagraph_capture_size": 8, "mode": 3,
+        "inductor_compile_config": {"shape_padding": False, "size_asserts": True},
+    }  # fmt: skip
 
 
 def test_partial_loaders_get_a_name_for_vllms_reload():
