@@ -82,7 +82,7 @@ OTHERS += "--attention-backend --enable-memory-saver --enable-weights-cpu-backup
 OTHERS += (
     "--model --dtype --max-model-len --max-logprobs --logprobs-mode --weight-transfer-config --hf-overrides".split()
 )
-OTHERS += ["--enforce-eager", "--no-enable-prefix-caching", "--enable-return-routed-experts"]
+OTHERS += ["--compilation-config", "--no-enable-prefix-caching", "--enable-return-routed-experts"]
 OTHERS += "--no-enable-chunked-prefill --enable-deterministic-inference --standalone --runner --port".split()
 OTHERS += (
     "--mamba-ssm-cache-dtype --enable-scale-out --skip-mm-profiling --media-io-kwargs --mm-processor-kwargs".split()
