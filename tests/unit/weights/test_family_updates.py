@@ -2,7 +2,7 @@
 
 import pytest
 from slow import FEW, slow_except
-from toy_checkpoints import FAMILIES, MAMBA_MOE, VOCAB, build, make, save, tensors_of, toy_args
+from toy_checkpoints import FAMILIES, GEMMA4, MAMBA_MOE, VOCAB, build, make, save, tensors_of, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
@@ -44,6 +44,9 @@ def gradients(args, chunk) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", slow_except(QUICK, (*FAMILIES, MAMBA_MOE)))
 def test_an_update_equals_transformers(world, tmp_path, family):
     theirs = make(tmp_path / "model", family, tied="gemma" in family)
+    for name, module in theirs.named_modules():
+        if name.endswith("_a_layernorm"):  # transformers has 1e-6, whatever config.json says
+            module.variance_epsilon = theirs.config.rms_norm_eps
     args = replaced(toy_args(tmp_path / "model", **UPDATE), explicit=frozenset())
     chunks = build(args)
     hf.load_hf(chunks, args, tmp_path / "model")
@@ -84,9 +87,11 @@ def test_an_update_equals_transformers(world, tmp_path, family):
     buffers = {name for name in tensors_of(tmp_path / "model") if name.endswith(of_modules)}
     wanted = {k: v for k, v in tensors_of(tmp_path / "gradients").items() if k not in buffers}
     assert ours.keys() == wanted.keys()
+    # Of Gemma 4 transformers itself differs from its float64 by 1.0e-5 (tensors) and 6.5e-6 (all) in float32.
+    bound = 3e-5 if family in GEMMA4 else 1e-5
     for name, gradient in wanted.items():
-        assert gap(ours[name], gradient) < 1e-4, name
-    assert gap(*(torch.cat([each[name].flatten() for name in wanted]) for each in (ours, wanted))) < 2e-5
+        assert gap(ours[name], gradient) < bound, name
+    assert gap(*(torch.cat([each[name].flatten() for name in wanted]) for each in (ours, wanted))) < 1e-5
 
     model.start_grad_sync()
     model.finish_grad_sync()
