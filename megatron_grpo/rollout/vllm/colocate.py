@@ -530,11 +530,7 @@ def _build(args, directory: str):
             speculative_config=args.vllm_speculative_config,
             **(on_a_cpu or _gpu_options(args)),
         )
-        given = args.vllm_engine_kwargs or {}
-        if isinstance(given.get("compilation_config"), dict):
-            compilation = _both(options.get("compilation_config", {}), given["compilation_config"])
-            given = {**given, "compilation_config": compilation}
-        return LLM(**{**options, **given, **_sizes_of_full_layers(args)})
+        return LLM(**{**_with_given(options, args.vllm_engine_kwargs or {}), **_sizes_of_full_layers(args)})
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         if is_out_of_memory(error):
             raise
@@ -630,6 +626,22 @@ def _gpu_options(args) -> dict:
 
         return _both(exact.options(), options)
     return options
+
+
+def _with_given(options: dict, given: dict) -> dict:
+    """Return vLLM's ``options`` with those of --vllm-engine-kwargs in their place; of a compilation_config each key.
+
+    vLLM takes a number as its mode. It refuses two largest CUDA graphs: ours gives way to a user's sizes.
+    """
+    ours, compilation = dict(options.get("compilation_config", {})), given.get("compilation_config")
+    if isinstance(compilation, int):
+        compilation = {"mode": compilation}
+    if isinstance(compilation, dict | None):
+        compilation = compilation or {}
+        if {"cudagraph_capture_sizes", "max_cudagraph_capture_size"} & (given.keys() | compilation.keys()):
+            ours.pop("max_cudagraph_capture_size", None)
+        compilation = _both(ours, compilation)
+    return {**options, **given, "compilation_config": compilation}
 
 
 def _both(options: dict, others: dict) -> dict:

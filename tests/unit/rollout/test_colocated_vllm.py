@@ -227,17 +227,50 @@ def test_states_of_prefixes_are_refused_on_a_cpu(layers, flags):
         colocate._cpu_options(args)
 
 
-def test_products_stay_unpadded_beside_a_users_compilation(monkeypatch):
-    """Compiled pieces read other numbers from padded products; a user's own keys replace ours."""
+OURS = {"inductor_compile_config": {"shape_padding": False}, "max_cudagraph_capture_size": 600}
+UNPADDED = {"inductor_compile_config": {"shape_padding": False}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"compilation_config": OURS}),
+        ({"block_size": 32}, {"compilation_config": OURS, "block_size": 32}),
+        ({"compilation_config": None}, {"compilation_config": OURS}),
+        ({"compilation_config": 2}, {"compilation_config": OURS | {"mode": 2}}),  # as vLLM understands a number
+        ({"compilation_config": {"mode": 3}}, {"compilation_config": OURS | {"mode": 3}}),
+        (
+            {"compilation_config": {"inductor_compile_config": {"size_asserts": True}}},
+            {"compilation_config": OURS | {"inductor_compile_config": {"shape_padding": False, "size_asserts": True}}},
+        ),
+        (
+            {"compilation_config": {"inductor_compile_config": {"shape_padding": True}}},
+            {"compilation_config": OURS | {"inductor_compile_config": {"shape_padding": True}}},
+        ),
+        # vLLM refuses a largest graph that is not the largest size, or that is given twice.
+        (
+            {"compilation_config": {"cudagraph_capture_sizes": [1, 8]}},
+            {"compilation_config": UNPADDED | {"cudagraph_capture_sizes": [1, 8]}},
+        ),
+        (
+            {"compilation_config": {"max_cudagraph_capture_size": 8}},
+            {"compilation_config": UNPADDED | {"max_cudagraph_capture_size": 8}},
+        ),
+        (
+            {"cudagraph_capture_sizes": [1, 8]},
+            {"compilation_config": UNPADDED, "cudagraph_capture_sizes": [1, 8]},
+        ),
+        ({"max_cudagraph_capture_size": 8}, {"compilation_config": UNPADDED, "max_cudagraph_capture_size": 8}),
+    ],
+)
+def test_a_users_compilation_replaces_ours_key_by_key(given, expected, monkeypatch):
+    """Compiled pieces read other numbers from padded products, whatever else a user gives."""
     monkeypatch.setattr(colocate, "longest_of_engine", lambda args: 64)
     args = SimpleNamespace(vllm_max_num_seqs=600, multi_latent_attention=False, exact_log_probs=False)
     options = colocate._gpu_options(args)
-    assert options["compilation_config"]["inductor_compile_config"] == {"shape_padding": False}
-    given = {"max_cudagraph_capture_size": 8, "inductor_compile_config": {"size_asserts": True}, "mode": 3}
-    assert colocate._both(options["compilation_config"], given) == {
-        "max_cudagraph_capture_size": 8, "mode": 3,
-        "inductor_compile_config": {"shape_padding": False, "size_asserts": True},
-    }  # fmt: skip
+    found = colocate._with_given(options, given)
+    assert found == options | expected
+    assert options["compilation_config"] == OURS
 
 
 def test_partial_loaders_get_a_name_for_vllms_reload():
