@@ -73,7 +73,7 @@ SHARED_MEMORY = Replacement(
 EXECUTE_MODEL = Replacement(
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
     None,  # a version has more; `DECODE_RUNNER` knows the sources
-    "Launch the forward pass of a decode step by two kernels' launches; vLLM launches a dozen from Python.",
+    "Launch the forward passes of a decode step's tokens by two launches each; vLLM launches a dozen from Python.",
     by="megatron_grpo/rollout/vllm/decode_runner.py",
     proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
     scope="object",
@@ -82,7 +82,7 @@ EXECUTE_MODEL = Replacement(
 SAMPLE_TOKENS = Replacement(
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
     None,
-    "Sample after a decode step's forward pass by one CUDA graph; vLLM launches some twenty kernels from Python.",
+    "Sample after a decode step's last forward pass by one CUDA graph; vLLM launches some twenty kernels from Python.",
     by="megatron_grpo/rollout/vllm/decode_runner.py",
     proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
     scope="object",
