@@ -530,10 +530,7 @@ def _build(args, directory: str):
             speculative_config=args.vllm_speculative_config,
             **(on_a_cpu or _gpu_options(args)),
         )
-        given = args.vllm_engine_kwargs or {}
-        if isinstance(given.get("compilation_config"), dict):
-            compilation = _both(options.get("compilation_config", {}), given["compilation_config"])
-            given = {**given, "compilation_config": compilation}
+        given = _with_our_compilation(options, args.vllm_engine_kwargs or {})
         return LLM(**{**options, **given, **_sizes_of_full_layers(args)})
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
         if is_out_of_memory(error):
@@ -630,6 +627,16 @@ def _gpu_options(args) -> dict:
 
         return _both(exact.options(), options)
     return options
+
+
+def _with_our_compilation(options: dict, given: dict) -> dict:
+    """Return the ``given`` arguments of vLLM; their ``compilation_config`` has what of ours it does not replace."""
+    compilation = given.get("compilation_config")
+    if compilation is None:
+        return {name: value for name, value in given.items() if name != "compilation_config"}
+    if isinstance(compilation, int):  # vLLM's short form of a mode
+        compilation = {"mode": compilation}
+    return {**given, "compilation_config": _both(options.get("compilation_config", {}), compilation)}
 
 
 def _both(options: dict, others: dict) -> dict:
@@ -841,11 +848,15 @@ def _config_directory(args, hf_config: dict) -> Path:
 
     It is in vLLM's cache, under a hash of its files: with another path vLLM would not find what it compiled in earlier
     runs of this model. Compiled code runs only on the GPU of the number that it was compiled on. vLLM keeps it by the
-    rank in the engine's group, which has another GPU in another layout: hence a directory for each number.
+    rank in the engine's group, which has another GPU in another layout: hence a directory for each number. Nor does its
+    key name the backend of attention: code compiled for one that writes keys and values itself has no call that writes
+    them, and another backend would read an empty cache.
     """
     from vllm import envs
 
     device = f"gpu_{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    if scheduler.has_decode_attention():
+        device += "_attention_writes"
     cache = Path(envs.VLLM_CACHE_ROOT, "megatron_grpo", device)
     try:
         cache.mkdir(parents=True, exist_ok=True)

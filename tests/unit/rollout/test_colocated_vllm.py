@@ -193,9 +193,20 @@ def test_a_gpu_has_a_directory_of_its_own(tmp_path, monkeypatch):
     # vLLM would load code for another GPU: it tells ranks apart, and a rank of engines may have any GPU
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     found = []
     for number in (0, 1):
         monkeypatch.setattr("torch.cuda.current_device", lambda number=number: number)
+        found.append(colocate._config_directory(SimpleNamespace(vision_config=None), {}))
+    assert found[0] != found[1]
+
+
+def test_a_backend_of_attention_has_a_directory_of_its_own(tmp_path, monkeypatch):
+    # vLLM would load code that leaves the writing of keys and values to a backend that does not write them
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    found = []
+    for ours in (False, True):
+        monkeypatch.setattr(colocate.scheduler, "has_decode_attention", lambda ours=ours: ours)
         found.append(colocate._config_directory(SimpleNamespace(vision_config=None), {}))
     assert found[0] != found[1]
 
@@ -234,10 +245,18 @@ def test_products_stay_unpadded_beside_a_users_compilation(monkeypatch):
     options = colocate._gpu_options(args)
     assert options["compilation_config"]["inductor_compile_config"] == {"shape_padding": False}
     given = {"max_cudagraph_capture_size": 8, "inductor_compile_config": {"size_asserts": True}, "mode": 3}
-    assert colocate._both(options["compilation_config"], given) == {
-        "max_cudagraph_capture_size": 8, "mode": 3,
-        "inductor_compile_config": {"shape_padding": False, "size_asserts": True},
+    assert colocate._with_our_compilation(options, {"seed": 1, "compilation_config": given}) == {
+        "seed": 1,
+        "compilation_config": {
+            "max_cudagraph_capture_size": 8, "mode": 3,
+            "inductor_compile_config": {"shape_padding": False, "size_asserts": True},
+        },
     }  # fmt: skip
+    for mode in (0, 2, 3):  # vLLM's short form
+        found = colocate._with_our_compilation(options, {"compilation_config": mode})
+        assert found == {"compilation_config": {**options["compilation_config"], "mode": mode}}
+    assert colocate._with_our_compilation(options, {"compilation_config": None, "seed": 1}) == {"seed": 1}
+    assert colocate._with_our_compilation({}, {"compilation_config": 0}) == {"compilation_config": {"mode": 0}}
 
 
 def test_partial_loaders_get_a_name_for_vllms_reload():
