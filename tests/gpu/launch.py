@@ -49,13 +49,18 @@ def _output(command, status: int | None, output: str) -> str:
     return output
 
 
-def engine_flags(mebibytes: int, **options) -> list[str]:
+def cache_flags(mebibytes: int, **options) -> list[str]:
     """Flags for a KV cache of fixed size: several tests share a GPU, so no engine may take what is free just now.
 
-    Compiled pieces of a model check the strides of what the piece before them returns. ``options`` are more of vLLM's.
+    ``options`` are more of vLLM's.
     """
-    checks = {"compilation_config": {"inductor_compile_config": {"size_asserts": True}}}
-    return ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": mebibytes << 20, **checks, **options})]
+    return ["--vllm-engine-kwargs", json.dumps({"kv_cache_memory_bytes": mebibytes << 20, **options})]
+
+
+def engine_flags(mebibytes: int, **options) -> list[str]:
+    """`cache_flags`; compiled pieces of a model check the strides of what the piece before them returns."""
+    checks = {"inductor_compile_config": {"size_asserts": True}}
+    return cache_flags(mebibytes, compilation_config=checks, **options)
 
 
 def found(out: Path, nproc: int, cases: str, model: str, *flags, env: dict | None = None) -> list[dict]:

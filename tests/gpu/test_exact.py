@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import REPO, engine_flags, torchrun
+from launch import REPO, cache_flags, torchrun
 from models import make
 from run_files import metrics_of
 
@@ -166,7 +166,7 @@ def test_log_probabilities_do_not_depend_on_other_rows(temperature):
 @pytest.mark.alone
 def test_engine_and_trainer_are_equal_and_planted_differences_are_found(tmp_path):
     model = make(tmp_path / "model", "qwen3", 10.0)
-    output = torchrun(1, "tests/gpu/planted_worker.py", "--load-hf", model, *FLAGS, *engine_flags(256))
+    output = torchrun(1, "tests/gpu/planted_worker.py", "--load-hf", model, *FLAGS, *cache_flags(256))
     found = json.loads(next(line for line in output.splitlines() if line.startswith('{"steps"')))
     assert len(found["steps"]) == 6 and all(found["steps"].values()), found
     assert found["mismatch"] == 0
@@ -186,7 +186,7 @@ def check_a_run(root: Path, ranks: int, updates: int, flags: str, runs: int = 1,
         subprocess.run([sys.executable, REPO / "tools" / script, *map(str, words)], check=True, capture_output=True)
     places = "--load-hf", root / "model", "--train-data-path", root / "data/train.jsonl", "--save", root / "run"
     plugins = "--reward-funcs", "even_tokens", "--external-plugins", REPO / "tools/benchmark/even_tokens.py"
-    words = [*FLAGS, *UPDATES, "--train-iters", updates, *engine_flags(64), *places, *plugins, *flags.split()]
+    words = [*FLAGS, *UPDATES, "--train-iters", updates, *cache_flags(64), *places, *plugins, *flags.split()]
     for _ in range(runs):
         torchrun(ranks, "pretrain_grpo.py", *words, "--load", root / "run", "--exit-interval", updates // runs)
     rows = metrics_of(root / "run")

@@ -24,7 +24,7 @@ from megatron_grpo.rollout.vllm.decode_choice import Choice, Measurement, fixed_
 
 PART, MOST_PARTS = 1024, 16  # tokens of a sequence that a program reads, so that none works much longer than others
 ROWS = 16  # least queries of a product
-KEYS = 64  # of a product
+SIXTEEN_BITS, EIGHT_BITS = (64, 3, 2), (32, 4, 1)  # keys of a product, products loaded ahead, warps: by H200s
 LOG2_E = 1.4426950408889634
 QUANTIZED = ("fp8", "fp8_e4m3")  # dtypes of a cache; queries are quantized, too
 
@@ -201,11 +201,12 @@ def decode_attention(
     keys, values, slots = (cache, cache, lengths) if newest is None else newest
     if newest is not None and any(part.stride()[1:] != (d, 1) for part in (keys, values)):
         raise ValueError(f"heads of strides {keys.stride()} and {values.stride()} do not follow one another")
+    keys_at_once, ahead, warps = SIXTEEN_BITS if scales is None else EIGHT_BITS
     _attention[(groups, rows, parts)](
         query, cache, blocks, lengths, output, found, sums, scale * LOG2_E, *(scales or (lengths,) * 3), keys, values,
         slots, query.stride(0), output.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), blocks.stride(0),
-        keys.stride(0), values.stride(0), HEADS=heads // groups, ROWS=ROWS, D=d, BLOCK=size, KEYS=KEYS, PART=part,
-        PARTS=parts, SCALED=scales is not None, WRITES=newest is not None, num_warps=2,
+        keys.stride(0), values.stride(0), HEADS=heads // groups, ROWS=ROWS, D=d, BLOCK=size, KEYS=keys_at_once,
+        AHEAD=ahead, PART=part, PARTS=parts, SCALED=scales is not None, WRITES=newest is not None, num_warps=warps,
     )  # fmt: skip
     if parts > 1:
         _combine[(heads, rows)](
@@ -232,7 +233,7 @@ def _attention(
     query, cache, blocks, lengths, output, found, sums, scale, query_scale, key_scale, value_scale, new_keys,
     new_values, slots, query_row, output_row, cache_block, cache_group, cache_token, blocks_row, keys_row, values_row,
     HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    PART: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, WRITES: tl.constexpr,
+    AHEAD: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, WRITES: tl.constexpr,
 ):  # fmt: skip
     group, sequence, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + sequence)
@@ -258,7 +259,7 @@ def _attention(
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, D], tl.float32)
-    for start in tl.range(first, last, KEYS, num_stages=3):
+    for start in tl.range(first, last, KEYS, num_stages=AHEAD):
         at = start + ahead
         held = at < last
         block = tl.load(blocks + sequence * blocks_row + at // BLOCK, mask=held, other=0).to(tl.int64)
