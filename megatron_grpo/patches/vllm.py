@@ -132,10 +132,9 @@ DECODE_RUNNER = Sources(
     proof="tests/gpu/test_engine.py::test_short_decode_steps_sample_the_same",
 )
 DECODE_ATTENTION = Sources(
-    "vllm",
-    "model_executor/layers/attention/attention.py v1/attention/backend.py v1/attention/backends/flash_attn.py "
-    "v1/attention/backends/registry.py v1/attention/selector.py",
-    {"0.26": "d862143dacc4ae91"},
+    "vllm/v1/attention",
+    "backend.py backends/flash_attn.py backends/registry.py selector.py",
+    {"0.26": "f02888a329212127"},
     "attend in decode steps by a kernel of ours",
     by="megatron_grpo/rollout/vllm/decode_attention.py",
     proof="tests/gpu/test_kernels.py::test_attention_of_decode_steps",
