@@ -853,15 +853,11 @@ def _config_directory(args, hf_config: dict) -> Path:
 
     It is in vLLM's cache, under a hash of its files: with another path vLLM would not find what it compiled in earlier
     runs of this model. Compiled code runs only on the GPU of the number that it was compiled on. vLLM keeps it by the
-    rank in the engine's group, which has another GPU in another layout: hence a directory for each number. Nor does its
-    key name the backend of attention: code compiled for one that writes keys and values itself has no call that writes
-    them, and another backend would read an empty cache.
+    rank in the engine's group, which has another GPU in another layout: hence a directory for each number.
     """
     from vllm import envs
 
     device = f"gpu_{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    if scheduler.has_decode_attention():
-        device += "_attention_writes"
     cache = Path(envs.VLLM_CACHE_ROOT, "megatron_grpo", device)
     try:
         cache.mkdir(parents=True, exist_ok=True)

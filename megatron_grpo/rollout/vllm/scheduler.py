@@ -73,16 +73,11 @@ def shorten_decode_steps(engine):
     return made
 
 
-def has_decode_attention() -> bool:
-    """Return whether engines of this process attend by `decode_attention`: on Hopper, where its kernel was measured."""
-    if not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
-        return False
-    return patches.DECODE_ATTENTION.known()
-
-
 def use_decode_attention() -> None:
-    """Let engines of this process attend as `decode_attention` does, if they can."""
-    if has_decode_attention():
+    """Let engines of this process attend as `decode_attention` does where its kernel has been measured: on Hopper."""
+    if not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
+        return
+    if patches.DECODE_ATTENTION.known():
         from megatron_grpo.rollout.vllm import decode_attention
 
         decode_attention.register()

@@ -193,20 +193,9 @@ def test_a_gpu_has_a_directory_of_its_own(tmp_path, monkeypatch):
     # vLLM would load code for another GPU: it tells ranks apart, and a rank of engines may have any GPU
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
     found = []
     for number in (0, 1):
         monkeypatch.setattr("torch.cuda.current_device", lambda number=number: number)
-        found.append(colocate._config_directory(SimpleNamespace(vision_config=None), {}))
-    assert found[0] != found[1]
-
-
-def test_a_backend_of_attention_has_a_directory_of_its_own(tmp_path, monkeypatch):
-    # vLLM would load code that leaves the writing of keys and values to a backend that does not write them
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    found = []
-    for ours in (False, True):
-        monkeypatch.setattr(colocate.scheduler, "has_decode_attention", lambda ours=ours: ours)
         found.append(colocate._config_directory(SimpleNamespace(vision_config=None), {}))
     assert found[0] != found[1]
 
