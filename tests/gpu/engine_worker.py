@@ -438,12 +438,12 @@ def note_decode_attention() -> None:
     decode, choose = DecodeAttention.decode, Measurement.choose
     measures = [False]
 
-    def noting(self, layer, query, key, value, kv_cache, meta, output):
+    def noting(self, layer, query, kv_cache, meta, output):
         if not measures[0]:
             calls_of_ours[0] += 1
             if torch.cuda.is_current_stream_capturing():
                 recorded_with_ours.add(len(meta.seq_lens))
-        return decode(self, layer, query, key, value, kv_cache, meta, output)
+        return decode(self, layer, query, kv_cache, meta, output)
 
     def choosing(self):
         measures[0] = True

@@ -392,19 +392,10 @@ def test_attention_of_decode_steps(groups, heads, d, parts, quantized):
     blocks = torch.randperm(len(cache), generator=generator, device="cuda").view(len(lengths), most).int()
     scales = [torch.tensor(scale, device="cuda") for scale in (0.5, 0.75, 1.25)] if quantized else None
     output = torch.full_like(query, 7, dtype=torch.bfloat16)
-    newest, whole = None, cache
-    if not quantized:  # the last tokens come with the query, as parts of a projection do
-        last = torch.tensor(lengths, device="cuda") - 1
-        at = blocks.long().gather(1, last.clamp(min=0)[:, None] // size)[:, 0], last % size
-        projected = cache[at[0], :, at[1]].unflatten(-1, (2, d)).transpose(1, 2).contiguous()  # [n, 2, groups, d]
-        newest = *projected.unbind(1), torch.where(last < 0, -1, at[0] * size + at[1])
-        cache = cache.clone()
-        cache[at[0][1:], :, at[1][1:]] = float("nan")
     decode_attention(
         query, cache, blocks, torch.tensor(lengths, device="cuda", dtype=torch.int32), output, d**-0.5,
-        scales, parts, part, newest,
+        scales, parts, part,
     )  # fmt: skip
-    assert torch.equal(cache.view(torch.uint8), whole.view(torch.uint8))
     of_query, of_keys, of_values = map(float, scales) if scales else (1, 1, 1)
     for i, length in enumerate(lengths):
         entries = cache.double()[blocks[i].long()].transpose(1, 2).flatten(0, 1)[:length]  # [length, groups, 2 d]

@@ -1,7 +1,6 @@
 """Attention of decode steps over vLLM's paged cache: a program for each head of keys and values and part of a sequence.
 
-A sequence of a decode step has one query, so that attention reads keys and values once and is limited by memory. The
-program that reads a sequence's newest token writes it into the cache first, which saves a kernel in each layer.
+A sequence of a decode step has one query, so that attention reads keys and values once and is limited by memory.
 FlashAttention 3 reaches 1.8 to 3.3 TB/s of an H200's 4.8 with sequences of some hundred tokens, this kernel 2.9 to 4.2
 (docs/performance/rollouts.md). FlashAttention keeps batches of few sequences, by their times on the engine's GPU
 (`decode_choice`), and all that is not a plain decode step.
@@ -80,8 +79,6 @@ class DecodeMetadataBuilder(FlashAttentionMetadataBuilder):
 class DecodeAttentionBackend(FlashAttentionBackend):
     """FlashAttention with this kernel for decode steps."""
 
-    forward_includes_kv_cache_update = True
-
     @staticmethod
     def get_builder_cls() -> type["DecodeMetadataBuilder"]:
         """Return the class that plans a batch."""
@@ -130,31 +127,18 @@ class DecodeAttention(FlashAttentionImpl):
             or len(meta.seq_lens) < self.choice.least
             or any(scale is not None for scale in (*of_output, *options.values()))
         ):
-            write_tokens(self, layer, key, value, kv_cache, meta)
             return super().forward(layer, query, key, value, kv_cache, meta, output, *of_output, **options)
-        if self.kv_cache_dtype in QUANTIZED:  # by vLLM's rounding
-            write_tokens(self, layer, key, value, kv_cache, meta)
-            key = value = None
-        elif self.kv_sharing_target_layer_name is not None:
-            key = value = None
-        return self.decode(layer, query, key, value, kv_cache, meta, output)
+        return self.decode(layer, query, kv_cache, meta, output)
 
-    def decode(self, layer, query, key, value, kv_cache, meta, output):
-        """Write the attention of a decode step into ``output`` by our kernel; its tokens, if given, into the cache."""
+    def decode(self, layer, query, kv_cache, meta, output):
+        """Write the attention of a decode step into ``output`` by our kernel."""
         scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if self.kv_cache_dtype in QUANTIZED:
             kv_cache = kv_cache.view(current_platform.fp8_dtype())
             scales = layer._q_scale, layer._k_scale, layer._v_scale
         parts = parts_of(meta.max_seq_len)  # in a CUDA graph of the longest sequence that there can be
-        newest = None if key is None else (key, value, meta.slot_mapping)
-        decode_attention(query, kv_cache, meta.block_table, meta.seq_lens, output, self.scale, scales, *parts, newest)
+        decode_attention(query, kv_cache, meta.block_table, meta.seq_lens, output, self.scale, scales, *parts)
         return output
-
-
-def write_tokens(impl: FlashAttentionImpl, layer, key, value, kv_cache, meta) -> None:
-    """Write a batch's keys and values into the cache of a layer that has one of its own, by vLLM's kernel."""
-    if meta is not None and impl.kv_sharing_target_layer_name is None and key is not None and value is not None:
-        impl.do_kv_cache_update(layer, key, value, kv_cache, meta.slot_mapping)
 
 
 def _by_flash_attention(layer, query, meta, output) -> None:
@@ -162,7 +146,7 @@ def _by_flash_attention(layer, query, meta, output) -> None:
 
 
 def _by_ours(layer, query, meta, output) -> None:
-    layer.impl.decode(layer, query, None, None, layer.kv_cache, meta, output)
+    layer.impl.decode(layer, query, layer.kv_cache, meta, output)
 
 
 def parts_of(longest: int) -> tuple[int, int]:
@@ -181,15 +165,12 @@ def decode_attention(
     scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     parts: int = 1,
     part: int = PART,
-    newest: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Write the attention of one query for each sequence into ``output`` ``[n, heads, d]``; 0 for one of no tokens.
 
     ``query`` ``[n, heads, d]``; ``cache`` ``[blocks, groups, tokens, 2 d]``: keys, then values; ``blocks``
     ``[n, most]`` are the numbers of a sequence's blocks, ``lengths`` ``[n]`` its tokens. ``scales`` of queries, keys
     and values in 8 bits: float32, one number each. No sequence has more than ``parts`` times ``part`` tokens.
-    ``newest``: keys and values ``[n, groups, d]`` of the sequences' last tokens, which are written into the cache
-    first, and their places in it ``[n]``, -1 for a token that is not written.
     """
     groups, size, width = cache.shape[1:]
     heads, d, rows = query.shape[-2], width // 2, min(len(query), len(lengths))
@@ -198,15 +179,12 @@ def decode_attention(
         sums = torch.empty(2, rows, heads, parts, dtype=torch.float32, device=query.device)
     else:
         found = sums = lengths  # unused
-    keys, values, slots = (cache, cache, lengths) if newest is None else newest
-    if newest is not None and any(part.stride()[1:] != (d, 1) for part in (keys, values)):
-        raise ValueError(f"heads of strides {keys.stride()} and {values.stride()} do not follow one another")
-    keys_at_once, ahead, warps = SIXTEEN_BITS if scales is None else EIGHT_BITS
+    keys, ahead, warps = SIXTEEN_BITS if scales is None else EIGHT_BITS
     _attention[(groups, rows, parts)](
-        query, cache, blocks, lengths, output, found, sums, scale * LOG2_E, *(scales or (lengths,) * 3), keys, values,
-        slots, query.stride(0), output.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), blocks.stride(0),
-        keys.stride(0), values.stride(0), HEADS=heads // groups, ROWS=ROWS, D=d, BLOCK=size, KEYS=keys_at_once,
-        AHEAD=ahead, PART=part, PARTS=parts, SCALED=scales is not None, WRITES=newest is not None, num_warps=warps,
+        query, cache, blocks, lengths, output, found, sums, scale * LOG2_E, *(scales or (lengths,) * 3),
+        query.stride(0), output.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), blocks.stride(0),
+        HEADS=heads // groups, ROWS=ROWS, D=d, BLOCK=size, KEYS=keys, AHEAD=ahead, PART=part, PARTS=parts,
+        SCALED=scales is not None, num_warps=warps,
     )  # fmt: skip
     if parts > 1:
         _combine[(heads, rows)](
@@ -230,10 +208,10 @@ def _in_float16(numbers):
 
 @triton.jit
 def _attention(
-    query, cache, blocks, lengths, output, found, sums, scale, query_scale, key_scale, value_scale, new_keys,
-    new_values, slots, query_row, output_row, cache_block, cache_group, cache_token, blocks_row, keys_row, values_row,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    AHEAD: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, WRITES: tl.constexpr,
+    query, cache, blocks, lengths, output, found, sums, scale, query_scale, key_scale, value_scale, query_row,
+    output_row, cache_block, cache_group, cache_token, blocks_row, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, AHEAD: tl.constexpr, PART: tl.constexpr,
+    PARTS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     group, sequence, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + sequence)
@@ -244,13 +222,6 @@ def _attention(
         if (part > 0) & (first >= length):
             return
     heads, d, ahead = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, KEYS)
-    if WRITES:
-        slot = tl.load(slots + sequence).to(tl.int64)
-        if (slot >= 0) & (last == length):
-            newest = cache + slot // BLOCK * cache_block + group * cache_group + slot % BLOCK * cache_token + d
-            tl.store(newest, tl.load(new_keys + sequence * keys_row + group * D + d))
-            tl.store(newest + D, tl.load(new_values + sequence * values_row + group * D + d))
-        tl.debug_barrier()  # other threads of this program read them
     own = (group * HEADS + heads)[:, None] * D + d[None, :]
     here = (heads < HEADS)[:, None]
     queries = tl.load(query + sequence * query_row + own, mask=here, other=0.0)

@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from megatron_grpo.models.exact import HEAD_SIZES, kernels
 from megatron_grpo.models.exact.layers import rotation_of
 from megatron_grpo.patches import vllm as patches
-from megatron_grpo.rollout.vllm.decode_attention import DecodeAttentionBackend, DecodeMetadataBuilder, write_tokens
+from megatron_grpo.rollout.vllm.decode_attention import DecodeAttentionBackend, DecodeMetadataBuilder
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 
@@ -193,7 +193,6 @@ class ExactAttention(FlashAttentionImpl):
         meta = attn_metadata
         if meta is None:  # vLLM's profile of its memory
             return output.fill_(0)
-        write_tokens(self, layer, key, value, kv_cache, meta)
         tokens, size = meta.num_actual_tokens, kv_cache.shape[2]
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         pages = kernels.Pages(meta.query_start_loc, meta.seq_lens, meta.block_table, size)

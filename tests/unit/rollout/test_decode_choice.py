@@ -212,37 +212,29 @@ def of_vllm(monkeypatch):
     calls: list[str] = []
     monkeypatch.setattr(module.FlashAttentionImpl, "forward", lambda *args, **options: calls.append("flash"))
     monkeypatch.setattr(module.DecodeAttention, "decode", lambda *args: calls.append("ours"))
-    monkeypatch.setattr(module.FlashAttentionImpl, "do_kv_cache_update", lambda *args: calls.append("tokens"))
     return module, calls
 
 
 def layer_of(module, choice):
     impl = object.__new__(module.DecodeAttention)
     own = {"choice": choice, "num_heads": 4, "head_size": 64, "kv_cache_dtype": "auto", "dcp_world_size": 1}
-    vars(impl).update(own, kv_sharing_target_layer_name=None)
+    vars(impl).update(own)
     return SimpleNamespace(impl=impl, kv_cache=torch.zeros(64, 2, 16, 128))
 
 
 @pytest.mark.vllm
 def test_a_batch_takes_the_kernel_of_the_choice(of_vllm):
-    """And tokens are written into the cache once: by our kernel, or before another one."""
     module, calls = of_vllm
 
-    def kernels(choice, sequences, queries=1, **of_layer):
-        meta = SimpleNamespace(max_query_len=queries, use_cascade=False, seq_lens=torch.ones(sequences), slot_mapping=1)
-        impl = layer_of(module, choice).impl
-        vars(impl).update(of_layer)
-        impl.forward(None, None, "keys", "values", None, meta, None)
-        called = calls[:]
-        calls.clear()
-        return called
+    def kernel(choice, sequences, queries=1):
+        meta = SimpleNamespace(max_query_len=queries, use_cascade=False, seq_lens=torch.ones(sequences))
+        layer_of(module, choice).impl.forward(None, None, None, None, None, meta, None)
+        return calls.pop()
 
-    some, flash = by_times([4], [10], [5]), ["tokens", "flash"]
-    assert [kernels(some, n) for n in (1, 3, 4, 9)] == [flash, flash, ["ours"], ["ours"]]
-    assert kernels(some, 9, queries=2) == flash
-    assert kernels(by_times([4], [10], [20]), 512) == flash and kernels(None, 512) == flash
-    assert kernels(some, 9, kv_cache_dtype="fp8") == ["tokens", "ours"]  # rounded by vLLM
-    assert kernels(some, 1, kv_sharing_target_layer_name="another layer") == ["flash"]
+    some = by_times([4], [10], [5])
+    assert [kernel(some, n) for n in (1, 3, 4, 9)] == ["flash", "flash", "ours", "ours"]
+    assert kernel(some, 9, queries=2) == "flash"
+    assert kernel(by_times([4], [10], [20]), 512) == "flash" and kernel(None, 512) == "flash"
 
 
 @pytest.mark.vllm
