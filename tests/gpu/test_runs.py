@@ -123,9 +123,9 @@ def test_two_gpus(task, tmp_path, layout):
 
 @pytest.mark.gpus(2)
 def test_an_engine_on_a_gpu_of_its_own(task, tmp_path):
-    """Weights go to it by the plan, over NCCL; every version is compared with the trainer's."""
-    flags = """--bf16 --use-distributed-optimizer --check-weight-sync --vllm-enforce-eager --rollout-ranks 1
-        --max-staleness 1 --weight-update keep --rollout-importance-sampling-mode token_truncate""".split()
+    """Weights go to it by the plan, over NCCL, with checksums; a probe compares log-probabilities at every version."""
+    flags = """--bf16 --use-distributed-optimizer --vllm-enforce-eager --rollout-ranks 1 --max-staleness 1
+        --weight-update keep --rollout-importance-sampling-mode token_truncate""".split()
     places = [
         "--load-hf",
         task / "qwen3_moe",
