@@ -239,6 +239,7 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight
             cure = "; set num_nextn_predict_layers to 0 in config.json" if weight.name.startswith("mtp.") else ""
             cure = "; leave out --mtp-num-layers" if cure and name.startswith("mtp.") else cure
             raise GrpoError(f"{source.dir} lacks the tensor {name}, from which {weight.name} is built{cure}")
+    for name, weight in expected.items():
         _check_shapes(source, weight)
         source.dtype(name)  # raises GrpoError for an unsupported one, and for quantized weights without their scales
     if unclaimed := sorted(found - expected.keys()):

@@ -59,6 +59,20 @@ ABSENT: dict[str, Any] = {
 }
 DENSE = {**COMMON, "num_experts": None, "multi_latent_attention": False}
 
+# Keys of no family here that the engine or transformers applies in some of them, and their values without effect.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "is_causal": (True,),  # both: attention to later tokens
+    "bias": (False,),  # vLLM's Llama, and families that it derives from Llama
+    "qkv_bias": (False,),  # the same, and Qwen3-Next
+    "logit_scale": (1.0,),  # as the key "bias"
+    "llama_4_scaling": (),  # vLLM's Mistral and DeepSeek: queries are scaled by their position
+    "dual_chunk_attention_config": (),  # vLLM's Qwen: Qwen2.5-1M
+    "rotary_pct": (1.0,),  # vLLM: other names of partial_rotary_factor
+    "rotary_emb_fraction": (1.0,),
+    "rswa_window": (),  # vLLM's DeepSeek: a window
+    "index_topk": (),  # vLLM's DeepSeek: an indexer chooses tokens
+}
+
 MCORE = "decoder.layers.{layer}."
 HF = "model.layers.{layer}."
 
@@ -164,6 +178,10 @@ def rope_of(config: Config, partial: bool = False) -> tuple[int | float, float, 
         raise GrpoError(f"config.json has partial_rotary_factor {percent}: this family supports 1.0 only")
     old = rope.pop("type", None)
     kind = rope.pop("rope_type", None) or old or "default"
+    if ignored := {"rope_dim", "use_fope"} & rope.keys():
+        raise GrpoError(
+            f"config.json has rope parameters {', '.join(sorted(ignored))}, which only vLLM reads: remove them"
+        )
     original = config.get("original_max_position_embeddings")
     # transformers prefers this key to the one within the scaling.
     if original and kind in ("llama3", "yarn", "longrope"):
@@ -286,6 +304,15 @@ class Family:
                 )
 
 
+def refuse_window(config: Config) -> None:
+    """Raise GrpoError for a window: vLLM's attention layers have that of config.json in every family."""
+    if config.get("sliding_window"):
+        raise GrpoError(
+            f"config.json has sliding_window {config['sliding_window']}, which vLLM applies and transformers ignores "
+            "in this family: remove the key"
+        )
+
+
 def refuse_bias(config: Config, *keys: str) -> None:
     """Raise GrpoError when one of these bias keys is true."""
     for key in keys:
@@ -295,6 +322,11 @@ def refuse_bias(config: Config, *keys: str) -> None:
 
 def _read_common(config: Config) -> dict[str, Any]:
     quantized.check_config(config)
+    for key, values in _NEUTRAL.items():
+        if config.get(key) is not None and config[key] not in values:
+            raise GrpoError(
+                f"config.json has {key} {config[key]!r}, which the model here does not have: remove the key"
+            )
     heads = need(config, "num_attention_heads")
     return {
         "num_layers": need(config, "num_hidden_layers"),

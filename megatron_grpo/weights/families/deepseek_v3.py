@@ -51,11 +51,13 @@ def read_sigmoid_moe(config: Config, supported: Mapping[str, Any]) -> dict[str, 
 
 def read_groups(config: Config, topk: int) -> dict[str, Any]:
     """Return the arguments of a sigmoid router's expert groups, from which ``topk`` experts are chosen."""
-    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    groups, chosen = (1 if config.get(key) is None else config[key] for key in ("n_group", "topk_group"))
     if topk == 1:
         raise GrpoError(
             "config.json has num_experts_per_tok 1: Megatron-Core does not normalise a single expert's weight to 1"
         )
+    if not 1 <= chosen <= groups:
+        raise GrpoError(f"config.json has n_group {groups} and topk_group {chosen}: give 1 <= topk_group <= n_group")
     if groups == chosen:  # every group is chosen
         groups = chosen = None
     elif topk // chosen != 2:

@@ -10,7 +10,7 @@ import torch
 from megatron_grpo.models.config import moe_layers, recurrent_layers
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import quantized
-from megatron_grpo.weights.families.common import HF, MCORE, Config, need, refuse_bias
+from megatron_grpo.weights.families.common import HF, MCORE, Config, need, refuse_bias, refuse_window
 from megatron_grpo.weights.families.qwen3 import HEAD_NORMS
 from megatron_grpo.weights.parameter_mapping import ParameterMapping, by_key_heads, fused, gated_qkv
 
@@ -77,6 +77,8 @@ _SUPPORTED = {
     "attn_output_gate": (True,),
     "output_gate_type": ("silu", "swish"),
     "mamba_ssm_dtype": ("float32",),  # of the state
+    "layer_scale": (False,),
+    "use_sliding_window": (False,),
 }
 DEFAULTS = {
     "head_dim": 256,
@@ -143,6 +145,7 @@ def text_config(config: Config) -> Config:
 def read_hybrid(config: Config) -> dict[str, Any]:
     """Return the arguments of the layers' pattern and sizes: `layer_types`, or `full_attention_interval`."""
     refuse_bias(config, "attention_bias")
+    refuse_window(config)
     for key, values in _SUPPORTED.items():
         if config.get(key, values[0]) not in values:
             raise GrpoError(f"config.json has {key} {config[key]!r}: only {values[0]!r} is supported")

@@ -34,7 +34,11 @@ def _read_rope(config):
     by_kind = config.get("rope_parameters") or {}
     full, local = by_kind.get("full_attention"), by_kind.get("sliding_attention")
     if not (full and local):
-        full, local = config.get("rope_scaling") or {}, {}
+        full, local = {}, {}
+    scaling = config.get("rope_scaling") or {}
+    if "type" in scaling and "rope_type" not in scaling:
+        raise GrpoError(f"config.json has rope_scaling {scaling}, whose type transformers ignores: name it rope_type")
+    full = {**full, **scaling}  # transformers lets rope_scaling win
     local = {"rope_theta": config["rope_local_base_freq"], **local}
     windowed = read_rope({**config, "rope_scaling": None, "rope_parameters": local})
     whole = read_rope({**config, "rope_scaling": None, "rope_parameters": full})

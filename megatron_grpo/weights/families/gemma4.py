@@ -181,6 +181,9 @@ _DEFAULTS = {
 
 def _read(config):
     refuse_bias(config, "attention_bias")
+    for key in ("attn_logit_softcapping", "use_second_mlp_block"):  # the second: a name of enable_moe_block
+        if config.get(key):
+            raise GrpoError(f"config.json has {key}, which vLLM reads and transformers ignores for Gemma 4: remove it")
     if config.get("use_bidirectional_attention") not in (None, "vision"):  # of images, which this family does not read
         raise GrpoError(
             f"config.json has use_bidirectional_attention {config['use_bidirectional_attention']!r}: only causal "

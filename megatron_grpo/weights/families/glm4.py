@@ -9,6 +9,7 @@ from megatron_grpo.weights.families.common import (
     grouped_attention,
     head_dim,
     read_partial_rope,
+    refuse_window,
     sandwich_norms,
     write_partial_rope,
 )
@@ -20,6 +21,7 @@ FIXED = {**DENSE, "qk_layernorm": False, "rotary_interleaved": True}
 
 
 def read(config):
+    refuse_window(config)
     return {"kv_channels": head_dim(config), "add_qkv_bias": bool(config.get("attention_bias", True))}
 
 

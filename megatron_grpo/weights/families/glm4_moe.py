@@ -13,6 +13,7 @@ from megatron_grpo.weights.families.common import (
     grouped_attention,
     head_dim,
     read_partial_rope,
+    refuse_window,
     write_partial_rope,
 )
 from megatron_grpo.weights.families.deepseek_v3 import (
@@ -34,6 +35,7 @@ _SUPPORTED = {"norm_topk_prob": True}
 
 
 def _read(config):
+    refuse_window(config)
     return {
         **read_sigmoid_moe(config, _SUPPORTED),
         "kv_channels": head_dim(config),

@@ -16,6 +16,7 @@ from megatron_grpo.weights.families.common import (
     head_dim,
     read_partial_rope,
     refuse_bias,
+    refuse_window,
     write_partial_rope,
 )
 from megatron_grpo.weights.families.deepseek_v3 import SIGMOID_ROUTER
@@ -48,6 +49,7 @@ _SUPPORTED = {
 
 def _read(config):
     refuse_bias(config, "attention_bias")
+    refuse_window(config)
     for key, value in _SUPPORTED.items():
         if config.get(key, value) != value:
             raise GrpoError(f"config.json has {key} {config[key]!r}: only {value!r} is supported")

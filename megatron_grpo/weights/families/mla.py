@@ -3,8 +3,18 @@
 from argparse import Namespace
 from typing import Any
 
+from megatron_grpo.models.rope import check_scaling
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.families.common import HF, MCORE, Config, need, refuse_bias, rope_keys, rope_of
+from megatron_grpo.weights.families.common import (
+    HF,
+    MCORE,
+    Config,
+    need,
+    refuse_bias,
+    refuse_window,
+    rope_keys,
+    rope_of,
+)
 from megatron_grpo.weights.parameter_mapping import ParameterMapping
 
 
@@ -53,6 +63,7 @@ FIXED = {"multi_latent_attention": True, "qk_layernorm": True, "add_qkv_bias": F
 def read_mla(config: Config) -> dict[str, Any]:
     """Return the arguments of the attention layers."""
     refuse_bias(config, "attention_bias")
+    refuse_window(config)
     heads = need(config, "num_attention_heads")
     if (config.get("num_key_value_heads") or heads) != heads:
         raise GrpoError(
@@ -104,11 +115,12 @@ def read_mla_rope(config: Config) -> dict[str, Any]:
                 f"transformers and vLLM interpret differently: give both, or neither"
             )
         mscale, all_dim = 1.0, 0.0
+    check_scaling(rope, need(config, "max_position_embeddings"))  # vLLM reads more parameters
     return {
         "rotary_base": theta,
         "rope_type": "yarn",
-        "rotary_scaling_factor": need(rope, "factor"),
-        "original_max_position_embeddings": need(rope, "original_max_position_embeddings"),
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
         "beta_fast": rope.get("beta_fast") or 32,
         "beta_slow": rope.get("beta_slow") or 1,
         "mscale": mscale,

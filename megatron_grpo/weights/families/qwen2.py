@@ -43,6 +43,8 @@ def write_qwen_window(args: Namespace) -> Config:
 
 
 def _read(config):
+    if config.get("qk_norm"):
+        raise GrpoError("config.json has qk_norm, which vLLM reads and transformers ignores for Qwen2: remove it")
     return {**read_qwen_window(config), "kv_channels": head_dim(config)}
 
 

@@ -44,7 +44,7 @@ def read_window(config: Config, default: int | None = None) -> dict[str, Any]:
     found = read_windows({"sliding_window": default, **config, "layer_types": None})
     if found["window_size"] and FULL in (config.get("layer_types") or ()):
         raise GrpoError(
-            f"config.json has sliding_window {config['sliding_window']} and layer_types with {FULL}, which vLLM "
+            f"config.json has sliding_window {found['window_size'][0] + 1} and layer_types with {FULL}, which vLLM "
             f"applies and transformers ignores: remove one of them"
         )
     return found

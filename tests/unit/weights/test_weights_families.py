@@ -679,6 +679,30 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("qwen3", {"attention_bias": True}, "attention_bias true"),
         ("llama", {"attention_bias": True}, "attention_bias true"),
         ("llama", {"mlp_bias": True}, "mlp_bias true"),
+        # Keys that vLLM applies, and transformers ignores.
+        ("llama", {"qkv_bias": True}, "qkv_bias True, which the model here does not have: remove the key"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale 0.5, which"),
+        ("llama", {"rotary_pct": 0.5}, "rotary_pct 0.5, which"),
+        ("qwen2", {"qk_norm": True}, "qk_norm, which vLLM reads"),
+        (
+            "qwen3",
+            {"dual_chunk_attention_config": {"chunk_size": 8}},
+            "dual_chunk_attention_config {'chunk_size': 8}, wh",
+        ),
+        ("qwen3", {"rope_scaling": {"rope_type": "default", "rope_dim": 32}}, "rope_dim, which only vLLM reads"),
+        ("mistral", {"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling {'beta': 0.1}, which"),
+        ("gemma4_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping, which vLLM reads"),
+        ("qwen3_next", {"layer_scale": True}, "layer_scale True: only False"),
+        ("qwen3_next", {"use_sliding_window": True}, "use_sliding_window True: only False"),
+        ("deepseek_v3", {"index_topk": 2048}, "index_topk 2048, which"),
+        ("deepseek_v3", {"rope_scaling": {**YARN, "attn_factor": 0.5}}, "'yarn' has 'attn_factor'"),
+        ("deepseek_v3", {"topk_group": 0}, "n_group 8 and topk_group 0: give 1 <= topk_group <= n_group"),
+        *(
+            (name, {"sliding_window": 8}, "sliding_window 8, which vLLM applies")
+            for name in ("llama", "glm", "glm4", "glm4_moe", "minimax_m2", "qwen3_next", "deepseek_v3")
+        ),
+        # transformers applies it in every family.
+        ("qwen3", {"is_causal": False}, "is_causal False, which"),
         ("qwen3", {"hidden_size": None}, "lacks 'hidden_size'"),
         ("qwen3", {"quantization_config": {"quant_method": "awq"}}, r"quant_method 'awq'; supported are fp8"),
         (
@@ -725,6 +749,11 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
         ("gemma2", {"sliding_window": None}, "lacks 'sliding_window'"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "transformers ignores for Gemma 3"),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"type": "linear", "factor": 3.0}},
+            "whose type transformers ignores: name it",
+        ),
         ("gemma3_text", {"rope_scaling": YARN}, "only 'linear' in layers without a window is supported"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "only causal attention is supported"),
         ("gemma4_text", {"vocab_size_per_layer_input": 7}, r"vocab_size_per_layer_input 7: only vocab_size \(262144\)"),

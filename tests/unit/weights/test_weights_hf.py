@@ -348,10 +348,13 @@ def test_tensor_absent_from_the_shard_that_the_index_names(untied):
         load()
 
 
-def test_tensor_absent_from_the_index(untied):
+@pytest.mark.parametrize("part", ["k_norm", "v_proj"])  # the second is one of three tensors of a parameter
+def test_tensor_absent_from_the_index(untied, part):
     directory, load = untied
-    edit_index(directory, lambda names: names.pop("model.layers.1.self_attn.k_norm.weight"))
-    with pytest.raises(GrpoError, match=r"lacks the tensor model\.layers\.1\.self_attn\.k_norm\.weight, from which de"):
+    edit_index(directory, lambda names: names.pop(f"model.layers.1.self_attn.{part}.weight"))
+    with pytest.raises(
+        GrpoError, match=rf"lacks the tensor model\.layers\.1\.self_attn\.{part}\.weight, from which de"
+    ):
         load()
 
 
