@@ -25,14 +25,12 @@ from megatron_grpo.utils.errors import GrpoError
 Scaling = Mapping[str, Any] | None
 
 # rope_type -> (required parameters, optional parameters), which transformers and vLLM interpret alike. LongRoPE's other
-# parameters are excluded: only transformers reads attention_factor, only vLLM short_mscale and long_mscale.
+# parameters are excluded: only transformers reads attention_factor, only vLLM short_mscale and long_mscale. So are
+# YaRN's attention_factor, mscale and mscale_all_dim, which vLLM 0.26 ignores without latent attention.
 PARAMETERS = {
     "linear": ("factor", ""),
     "llama3": ("factor low_freq_factor high_freq_factor original_max_position_embeddings", ""),
-    "yarn": (
-        "factor original_max_position_embeddings",
-        "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
-    ),
+    "yarn": ("factor original_max_position_embeddings", "beta_fast beta_slow truncate"),
     "longrope": ("short_factor long_factor original_max_position_embeddings", "factor"),
 }
 
@@ -51,7 +49,9 @@ def check_scaling(scaling: Scaling, max_position_embeddings: int) -> None:
             raise GrpoError(f"rope scaling of type {kind!r} lacks {name!r}: {dict(scaling)}")
     for name, value in scaling.items():
         if name not in ("rope_type", *needed, *optional):
-            raise GrpoError(f"rope scaling of type {kind!r} has {name!r}, which is not supported: {dict(scaling)}")
+            raise GrpoError(
+                f"rope scaling of type {kind!r} has {name!r}, which is not supported: remove it from {dict(scaling)}"
+            )
         if name != "rope_type" and not isinstance(
             value, list if name.endswith("_factor") and kind == "longrope" else int | float
         ):

@@ -115,7 +115,8 @@ def read_mla_rope(config: Config) -> dict[str, Any]:
                 f"transformers and vLLM interpret differently: give both, or neither"
             )
         mscale, all_dim = 1.0, 0.0
-    check_scaling(rope, need(config, "max_position_embeddings"))  # vLLM reads more parameters
+    plain = {name: value for name, value in rope.items() if name not in ("mscale", "mscale_all_dim")}
+    check_scaling(plain, need(config, "max_position_embeddings"))  # vLLM reads more parameters
     return {
         "rotary_base": theta,
         "rope_type": "yarn",

@@ -739,6 +739,12 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' lacks 'original_max_position_emb"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling of type 'dynamic'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "by": 3}}, "'linear' has 'by', which is not supp"),
+        (
+            "llama",
+            {"rope_scaling": {**YARN, "attention_factor": 1.0}},
+            "'attention_factor', which is not supported: rem",
+        ),
+        ("llama", {"rope_scaling": {**YARN, "mscale": 1.0}}, "has 'mscale', which is not supported: remove it from"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of the wrong type: '2'"),
         ("qwen3", {"num_hidden_layers": "2"}, "value of the wrong type: num_layers is '2'"),
         ("mistral", {"head_dim": "128"}, "value of the wrong type: kv_channels is '128'"),
@@ -798,7 +804,7 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         (
             "gpt_oss",
             {"rope_scaling": {**GPT_OSS_20B["rope_scaling"], "attention_factor": 1.0}},
-            "only yarn for gpt-oss, with .*truncate",
+            "has 'attention_factor', which is not supported",
         ),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method group_limited_greedy: only greedy"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func softmax: only sigmoid"),
