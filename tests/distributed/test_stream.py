@@ -7,8 +7,7 @@ import pytest
 import torch
 from ranks import run_torchrun
 from slow import slow_except
-from toy_checkpoints import DELTA, FAMILIES, GEMMA4, HYBRID, SHAPES, make
-from transformers import AutoModelForCausalLM
+from toy_checkpoints import DELTA, FAMILIES, GEMMA4, HYBRID, SHAPES, from_files, make
 
 # Those of stream_worker.py.
 PROMPTS = [[5, 9, 33, 7, 21, 90, 14], [44], [3 + 7 * i % 100 for i in range(40)]]
@@ -68,7 +67,7 @@ def differences(model, answers) -> torch.Tensor:
 
 
 def of_transformers(directory) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return from_files(directory, attn_implementation="eager")
 
 
 @pytest.mark.parametrize("family", slow_except(BY_DEFAULT, FAMILIES))

@@ -4,14 +4,13 @@ import re
 
 import pytest
 from slow import slow_except
-from toy_checkpoints import VOCAB, build, make, packed, toy_args
+from toy_checkpoints import VOCAB, build, from_files, make, packed, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from megatron_grpo.lora import files
 from megatron_grpo.lora.attach import adapters, attach, switched_off
@@ -100,7 +99,7 @@ def with_separate_experts(model: torch.nn.Module) -> torch.nn.Module:
 
 def theirs(directory, targets, **more):
     """PEFT's model on the transformers model of a directory, with random A and B."""
-    model = with_separate_experts(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+    model = with_separate_experts(from_files(directory))
     options = {"r": 4, "lora_alpha": 6, "target_modules": targets, "task_type": "CAUSAL_LM", **more}
     model = get_peft_model(model, LoraConfig(**options))
     generator = torch.Generator().manual_seed(3)
@@ -197,7 +196,7 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
         if (name := _module(name)) in merged:
             assert (tensor - merged[name]).abs().max() < 1e-5, name
     files.save_adapter(args, [model], tmp_path / "ours")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    base = from_files(tmp_path / "base")
     if not config and family in ("qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite", "nemotron_h_moe"):
         # PEFT stacks the experts' matrices for transformers' modules, if no other layer has names like theirs.
         base = with_separate_experts(base)
