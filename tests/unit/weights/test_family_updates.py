@@ -3,7 +3,7 @@
 import pytest
 from float64 import bound, gap
 from slow import FEW, slow_except
-from toy_checkpoints import FAMILIES, GEMMA4, MAMBA_MOE, VOCAB, build, make, save, tensors_of, toy_args
+from toy_checkpoints import FAMILIES, GEMMA4, HYBRID, MAMBA_MOE, VOCAB, build, make, save, tensors_of, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
@@ -81,8 +81,9 @@ def test_an_update_equals_transformers(world, tmp_path, family):
     buffers = {name for name in tensors_of(tmp_path / "model") if name.endswith(of_modules)}
     wanted = {k: v for k, v in tensors_of(tmp_path / "gradients").items() if k not in buffers}
     assert ours.keys() == wanted.keys()
-    # Of Gemma 4 transformers itself differs from its float64 by 1.0e-5 (tensors) and 6.5e-6 (all) in float32.
-    limit = bound(3e-5 if family in GEMMA4 else 1e-5)
+    # Of Gemma 4 transformers itself differs from its float64 by 1.0e-5 (tensors) and 6.5e-6 (all) in float32. Decays
+    # have small gradients. In float64 (test_float64.py) all agree.
+    limit = bound(3e-5 if family in (*GEMMA4, *HYBRID) else 1e-5)
     for name, gradient in wanted.items():
         assert gap(ours[name], gradient) < limit, name
     assert gap(*(torch.cat([each[name].flatten() for name in wanted]) for each in (ours, wanted))) < bound(1e-5)
