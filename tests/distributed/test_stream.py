@@ -18,7 +18,7 @@ LONGROPE = {"short_factor": [1.0 + i / 4 for i in range(12)], "long_factor": [9.
 WIDE = {"head_dim": 32, "global_head_dim": 64}
 # With what config.json has on the Hub and transformers leaves out.
 SIZES = (
-    dict.fromkeys(HYBRID, DELTA)
+    dict.fromkeys(HYBRID, DELTA | {"rms_norm_eps": 1e-6})  # the default: BFLOAT16 was measured with it
     | dict.fromkeys(GEMMA4, WIDE)
     | {
         "qwen2": {"hidden_size": 256},
