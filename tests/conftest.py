@@ -15,6 +15,8 @@ from ranks import end_warm_ranks, run_torchrun
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "more examples of each property, and pretrain_grpo.py started by torchrun itself: tests/run_tests.sh --all"
     parser.addoption("--thorough", action="store_true", help=text)
+    text = "models in float64, with the bounds of its rounding: tests/unit/weights/test_float64.py"
+    parser.addoption("--float64", action="store_true", help=text)
     case_report.add_option(parser)
 
 
@@ -26,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("quick", max_examples=25, **patient)
     settings.load_profile("thorough" if ranks.thorough else "quick")
     case_report.start(config)
+    if config.getoption("--float64"):
+        import float64  # imports torch
+
+        float64.install()
     on_gpu = all(arg.startswith("tests/gpu") for arg in config.args)  # these tests start torchrun itself
     if getattr(config.option, "numprocesses", None) and not on_gpu:  # the lanes share these processes
         ranks.start_warm_ranks()

@@ -36,6 +36,7 @@ from megatron_grpo.training.setup import build_engine
 from megatron_grpo.utils.device import device
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf
+from megatron_grpo.weights.families.mla import set_latent_epsilon
 from megatron_grpo.weights.stream import stream_hf
 from tools import engine_steps, made_up, tensor_differences
 
@@ -105,6 +106,7 @@ def by_transformers(args, batch: RolloutBatch) -> np.ndarray:
 
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     other = AutoModelForCausalLM.from_pretrained(args.load_hf, dtype=dtype, attn_implementation="eager").to(device())
+    set_latent_epsilon(other, other.config)
     found = np.full(len(batch.tokens), np.nan, np.float32)
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         ids = torch.from_numpy(batch.tokens[start:end].astype(np.int64)).to(device())

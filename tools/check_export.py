@@ -40,6 +40,7 @@ from megatron_grpo.data.text_start import encode_once, text_start
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.json_files import read_json_object
 from megatron_grpo.utils.packages import require
+from megatron_grpo.weights.families.mla import set_latent_epsilon
 from megatron_grpo.weights.safetensors_files import Safetensors
 
 ROUNDING = 0.1  # nats, difference of two log-probabilities that bfloat16 may turn round
@@ -57,6 +58,7 @@ def load(path: Path, adapter: Path | None) -> torch.nn.Module:
     """Return transformers' model in float32, with the adapter in PEFT."""
     transformers_logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    set_latent_epsilon(model, model.config)
     if adapter is None:
         return model
     from peft import PeftModel

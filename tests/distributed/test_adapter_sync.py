@@ -16,7 +16,6 @@ from ranks import run_torchrun
 from safetensors.torch import load_file
 from sharp_model import make_sharp_model
 from slow import slow_except
-from transformers import AutoModelForCausalLM
 
 from tools.make_tiny_model import build_parser, make
 
@@ -78,7 +77,7 @@ def found(layout, out) -> list[dict]:
 def merged(model: str, adapter: dict, scale: float, in_8_bits: bool):
     """The model of transformers with the adapter merged into its weights, or into what 8 bits leave of them."""
     # Other implementations of attention ignore soft caps and sinks.
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    network = toys.from_files(model, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in network.named_parameters():
             if in_8_bits and name.endswith("_proj.weight"):  # matrices of one block

@@ -39,6 +39,6 @@ def check_against_loops(mode, trainer, engine, response_mask, cu_seqlens, high, 
     tokens = (torch.from_numpy(values[in_loss]).double() for values in (trainer, engine))
     result = importance_weights(mode, *tokens, torch.from_numpy(completion), high, low)
     weights, clipped = weights_by_loops(mode, trainer, engine, response_mask, cu_seqlens, high, low)
-    np.testing.assert_allclose(result.weights, np.array(weights)[in_loss], rtol=1e-6)
+    np.testing.assert_allclose(result.weights, np.array(weights)[in_loss], rtol=1e-12)
     assert float(result.clipped.double().mean()) == pytest.approx(clipped)
     return clipped

@@ -19,6 +19,7 @@ from megatron_grpo.models.gpt import model_provider, packed_seq_params
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.weights import families, hf, model_weights
+from megatron_grpo.weights.families.mla import set_latent_epsilon
 from megatron_grpo.weights.stream import stream_hf
 
 DENSE = ("qwen3", "qwen2", "llama", "mistral", "phi3", "glm")
@@ -90,6 +91,8 @@ _MAMBA = {
     "mamba_head_dim": 8,
     "n_groups": 4,
 }
+# Not the default of a family, so that a norm that ignores config.json's is detected; gpt-oss has one epsilon only.
+EPSILON = 1e-3
 SHAPES = {
     "qwen3_next": {**_HYBRID, **_SHARED},
     "qwen3_5_text": _HYBRID,
@@ -221,6 +224,7 @@ SHAPES = {
         "mlp_only_layers": [2],
     },
     "gpt_oss": {
+        "rms_norm_eps": 1e-5,
         "num_hidden_layers": 4,
         "head_dim": 16,
         "num_local_experts": 8,
@@ -280,6 +284,7 @@ def make(
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 3,
+        "layer_norm_epsilon" if family.startswith("nemotron_h") else "rms_norm_eps": EPSILON,
     }
     shape |= {**SHAPES.get(family, {}), **config}
     if pattern := shape.get("hybrid_override_pattern"):  # which transformers counts
@@ -289,6 +294,7 @@ def make(
         AutoConfig.for_model({**MODEL_TYPES, MAMBA_MOE: "nemotron_h"}.get(family, family), **shape),
         attn_implementation="eager",  # other implementations ignore Gemma 2's soft cap
     )
+    set_latent_epsilon(model, model.config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             ones = ("linear_attn.norm",) if family in HYBRID else ("norm", ".D")  # other norms multiply by 1 + weight
@@ -305,6 +311,13 @@ def make(
                 buffer.data = (1 + 0.1 * torch.randn(buffer.shape)).to(dtype)
     save(model, directory)
     assert len(list(directory.glob("*.safetensors"))) > 1
+    return model
+
+
+def from_files(directory: Path, dtype: torch.dtype = torch.float32, **options) -> torch.nn.Module:
+    """Return transformers' model of a directory, with the epsilons of vLLM."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options)
+    set_latent_epsilon(model, model.config)
     return model
 
 
@@ -358,6 +371,7 @@ def _hybrid_mtp(model: torch.nn.Module) -> tuple[SimpleNamespace, dict[str, torc
 
 def _deepseek_mtp(model: torch.nn.Module) -> tuple[MtpModel, dict[str, torch.Tensor]]:
     mtp = MtpModel(model, 1)
+    set_latent_epsilon(mtp, model.config)
     for name, tensor in mtp.layers.state_dict().items():
         tensor.copy_((1.0 if "norm" in name else 0.0) + 0.1 * torch.randn(tensor.shape))
     path = f"model.layers.{model.config.num_hidden_layers}."

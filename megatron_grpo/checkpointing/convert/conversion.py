@@ -31,6 +31,7 @@ from megatron_grpo.parallel.initialize import set_random_seed
 from megatron_grpo.utils.arguments import args_to_json, replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf, model_weights
+from megatron_grpo.weights.families.mla import set_latent_epsilon
 from megatron_grpo.weights.parameter_mapping import Weight
 from megatron_grpo.weights.safetensors_files import Safetensors, SafetensorsWriter
 
@@ -243,12 +244,16 @@ def _transformers_model(source: Safetensors, with_tower: bool) -> nn.Module:
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
     if not source.quantization:
         model_class = AutoModelForImageTextToText if with_tower else AutoModelForCausalLM
-        return model_class.from_pretrained(source.dir, **options).eval()
+        model = model_class.from_pretrained(source.dir, **options).eval()
+        set_latent_epsilon(model, model.config.get_text_config())
+        return model
     config = AutoConfig.from_pretrained(source.dir)
     del config.quantization_config  # transformers refuses FP8 with smaller blocks at the edges
     tensors = {name: source.read(name) for name in source.names()}
     classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if with_tower else MODEL_FOR_CAUSAL_LM_MAPPING
-    return classes[type(config)].from_pretrained(None, config=config, state_dict=tensors, **options)
+    model = classes[type(config)].from_pretrained(None, config=config, state_dict=tensors, **options)
+    set_latent_epsilon(model, config.get_text_config())
+    return model
 
 
 def _logits(

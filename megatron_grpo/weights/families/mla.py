@@ -18,6 +18,16 @@ from megatron_grpo.weights.families.common import (
 from megatron_grpo.weights.parameter_mapping import ParameterMapping
 
 
+def set_latent_epsilon(model: Any, config: Any) -> None:
+    """Give the norms of latents in transformers' model config.json's epsilon, which vLLM gives them.
+
+    transformers has 1e-6 for them whatever config.json says; GLM-4.7-Flash and Kimi-K2.5 say 1e-5.
+    """
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = config.rms_norm_eps
+
+
 def _latent_queries(args, layer):
     return args.q_lora_rank is not None
 

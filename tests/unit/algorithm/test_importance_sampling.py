@@ -12,6 +12,9 @@ from megatron_grpo.algorithm.arguments import IMPORTANCE_SAMPLING_MODES
 from megatron_grpo.algorithm.importance_sampling import importance_weights, mismatch, mismatch_metrics
 from megatron_grpo.training.arguments import parse_args
 
+# Of numbers in float64: the default, 1e-7, would hide a rounding to float32.
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
 NAN = math.nan
 
 # ---- weights
@@ -143,7 +146,7 @@ def test_k3_estimates_the_divergence_from_the_engine_to_the_trainer():
     engine, trainer = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).log_softmax(1)
     expected = (engine.exp() * (engine - trainer)).sum()
     mean = sum(engine[v].exp() * mismatch(trainer[v : v + 1], engine[v : v + 1])["mismatch/k3_sum"] for v in range(5))
-    torch.testing.assert_close(mean, expected)
+    torch.testing.assert_close(mean, expected, **EXACT)
 
 
 @pytest.mark.parametrize("engine", [[], [NAN, NAN]])
@@ -162,5 +165,5 @@ def test_parts_add_up():
     sums = whole.keys() - {"mismatch/max"}
     assert len(sums) == 6
     for name in sums:
-        torch.testing.assert_close(sum(part[name] for part in parts), whole[name])
+        torch.testing.assert_close(sum(part[name] for part in parts), whole[name], **EXACT)
     assert max(part["mismatch/max"] for part in parts) == whole["mismatch/max"]

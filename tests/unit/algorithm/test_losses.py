@@ -12,6 +12,9 @@ from megatron_grpo.algorithm import losses
 from megatron_grpo.algorithm.kl import kl_k3
 from megatron_grpo.algorithm.losses import clipped_loss
 
+# Of numbers in float64: the default, 1e-7, would hide a rounding to float32.
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
 EPSILON, EPSILON_HIGH = 0.2, 0.3
 
 
@@ -71,8 +74,8 @@ def test_at_the_old_policy_the_gradient_is_reinforce():
     advantages = tensor(0.5, -1.5, 0.0)
     value = clipped_loss(log_probs - log_probs.detach(), advantages, EPSILON, EPSILON)
     value.loss.sum().backward()
-    torch.testing.assert_close(value.loss.detach(), -advantages)  # rho = 1
-    torch.testing.assert_close(log_probs.grad, -advantages)
+    torch.testing.assert_close(value.loss.detach(), -advantages, **EXACT)  # rho = 1
+    torch.testing.assert_close(log_probs.grad, -advantages, **EXACT)
     assert not value.clip_low.any() and not value.clip_high.any()
 
 
@@ -167,13 +170,13 @@ def test_gradients_with_a_stop():
     """
     log_probs, *rest = inputs()
     (cispo,) = torch.autograd.grad(FORMULAS["cispo"][0](log_probs, *rest).sum(), log_probs)
-    torch.testing.assert_close(cispo, tensor(*[-min(math.exp(d), 1.2) * a for d, a in zip(D, A, strict=True)]))
+    torch.testing.assert_close(cispo, tensor(*[-min(math.exp(d), 1.2) * a for d, a in zip(D, A, strict=True)]), **EXACT)
     (token,) = torch.autograd.grad(FORMULAS["sequence_token"][0](log_probs, *rest).sum(), log_probs)
     slopes = []
     for t, a in enumerate(A):
         rho = math.exp(mean_d(t))
         slopes.append(0.0 if (a > 0 and rho > 1.03) or (a < 0 and rho < 0.98) else -rho * a)
-    torch.testing.assert_close(token, tensor(*slopes))
+    torch.testing.assert_close(token, tensor(*slopes), **EXACT)
     assert not FORMULAS["fipo"][0](log_probs, *rest).requires_grad
 
 
@@ -186,7 +189,7 @@ def test_gspo_and_its_token_form_have_one_gradient():
     )
     for i in (3, 0, 1):
         own = torch.tensor(COMPLETION) == i
-        torch.testing.assert_close(gspo[own].sum(), token[own].sum())
+        torch.testing.assert_close(gspo[own].sum(), token[own].sum(), **EXACT)
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,7 @@ def test_no_packing_changes_what_is_learnt(batch, dp_size, cp_size, pad_multiple
         batch.old_log_probs[a:b][batch.response_mask[a:b] == 1].mean() if batch.response_mask[a:b].any() else 0.0
         for a, b in pairwise(batch.cu_seqlens)
     ]
-    assert total == pytest.approx(float(np.mean(expected)), rel=1e-5, abs=1e-6)
+    assert total == pytest.approx(float(np.mean(expected)), rel=1e-6, abs=1e-6)
 
 
 # ---- choosing, joining, travelling, storing

@@ -67,7 +67,7 @@ def test_merged_files_are_what_the_engine_gets(world, tmp_path, family, dora, ba
         found = tensors_of(tmp_path / "out")
         assert found.keys() == expected.keys() == base.keys()
         for name, tensor in found.items():
-            assert (tensor - expected[name]).abs().max() < 1e-5 if dora else same_bits(tensor, expected[name]), name
+            assert (tensor - expected[name]).abs().max() < 1e-7 if dora else same_bits(tensor, expected[name]), name
         assert sum(not torch.equal(tensor, base[name]) for name, tensor in found.items()) >= 10
 
     wrong = ["--hf-to-hf", "--load", tmp_path / "base", "--save", tmp_path / "out"]

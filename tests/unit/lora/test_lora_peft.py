@@ -3,15 +3,15 @@
 import re
 
 import pytest
+from float64 import bound
 from slow import slow_except
-from toy_checkpoints import VOCAB, build, make, packed, toy_args
+from toy_checkpoints import VOCAB, build, from_files, make, packed, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from megatron_grpo.lora import files
 from megatron_grpo.lora.attach import adapters, attach, switched_off
@@ -93,14 +93,14 @@ def with_separate_experts(model: torch.nn.Module) -> torch.nn.Module:
         for layer in model.model.layers:
             if hasattr(mlp := getattr(layer, "mlp", getattr(layer, "mixer", None)), "experts"):
                 mlp.experts = SeparateExperts(mlp.experts)
-        assert (model(IDS[None]).logits - before).abs().max() < 1e-4
+        assert (model(IDS[None]).logits - before).abs().max() < bound(2e-5)
     model.config.model_type = "separate"  # PEFT converts the names of the types whose experts transformers has stacked
     return model
 
 
 def theirs(directory, targets, **more):
     """PEFT's model on the transformers model of a directory, with random A and B."""
-    model = with_separate_experts(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+    model = with_separate_experts(from_files(directory))
     options = {"r": 4, "lora_alpha": 6, "target_modules": targets, "task_type": "CAUSAL_LM", **more}
     model = get_peft_model(model, LoraConfig(**options))
     generator = torch.Generator().manual_seed(3)
@@ -152,8 +152,8 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
     found = logits_of(model)
     with torch.no_grad(), peft.disable_adapter(), switched_off([model]):
         base = peft(IDS[None]).logits[0]
-        assert (logits_of(model) - base).abs().max() < 1e-4
-    assert (found - expected).abs().max() < 1e-4 < 0.1 < (expected - base).abs().max()
+        assert (logits_of(model) - base).abs().max() < bound(1e-4)
+    assert (found - expected).abs().max() < bound(1e-4) < 0.1 < (expected - base).abs().max()
 
     model.zero_grad_buffer()
     loss_of(found).backward()
@@ -166,7 +166,7 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
     for name, gradient in wanted.items():
         # An expert without tokens has no gradient; PEFT's scatters None, which is zero.
         assert (
-            relative(gradients[name], gradient) < 1e-4
+            relative(gradients[name], gradient) < bound(5e-5)
             if gradient is not None and gradient.any()
             else (not gradients[name].any())
         ), name
@@ -189,21 +189,21 @@ def test_one_update_equals_pefts(world, tmp_path, family, targets, more):
     optimizer.step()
     updated = {_plain(name): p.detach() for name, p in peft.named_parameters() if p.requires_grad}
     for name, tensor in [*stream_adapter([model], args), *stream_saved([model], args)]:
-        assert relative(tensor, updated[_module(name)]) < 1e-5, name
+        assert relative(tensor, updated[_module(name)]) < bound(1e-5), name
 
     # The base is what it was, the merged weights are PEFT's, and PEFT loads the files of the updated adapter.
     merged = dict(peft.merge_and_unload().named_parameters())
     for name, tensor in stream_merged([model], args):
         if (name := _module(name)) in merged:
-            assert (tensor - merged[name]).abs().max() < 1e-5, name
+            assert (tensor - merged[name]).abs().max() < bound(5e-6), name
     files.save_adapter(args, [model], tmp_path / "ours")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    base = from_files(tmp_path / "base")
     if not config and family in ("qwen3_moe", "qwen3_next", "deepseek_v3", "glm4_moe_lite", "nemotron_h_moe"):
         # PEFT stacks the experts' matrices for transformers' modules, if no other layer has names like theirs.
         base = with_separate_experts(base)
     again = PeftModel.from_pretrained(base, tmp_path / "ours")
     with torch.no_grad():
-        assert (again(IDS[None]).logits[0] - logits_of(model)).abs().max() < 1e-4
+        assert (again(IDS[None]).logits[0] - logits_of(model)).abs().max() < bound(1e-4)
 
 
 def _parameters(args, model):

@@ -23,6 +23,9 @@ from megatron_grpo.models import delta_net, recurrence
 from megatron_grpo.models.delta_net import gated_delta_rule, unit_length
 from megatron_grpo.models.recurrence import State, causal_convolution, of_pack
 
+# Of numbers in float64: the default, 1e-7, would hide a rounding to float32.
+EXACT = {"rtol": 1e-11, "atol": 1e-11}
+
 KEY_HEADS, VALUES, KEY, VALUE = 2, 3, 5, 4
 # A token, less than a chunk, exactly two chunks, an empty sequence, and more than three chunks.
 LENGTHS = [1, 7, 16, 0, 29]
@@ -72,13 +75,13 @@ def test_packed_sequences_are_single_recurrences():
         one_by_one(*(x[begin:end] for x in tensors), before[number]) for number, (begin, end) in enumerate(pairwise(CU))
     ]
     want = torch.cat([out for out, _ in singles]), torch.stack([state for _, state in singles])
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got, want, **EXACT)
     factors = [torch.randn_like(x) for x in want]
     gradients = [
         torch.autograd.grad([(x * f).sum() for x, f in zip(both, factors, strict=True)], [*tensors, before])
         for both in (got, want)
     ]
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*gradients, **EXACT)
 
 
 @pytest.mark.slow
@@ -136,10 +139,10 @@ def test_convolution_of_packed_sequences(width):
         for part in longer
         if len(part) >= width
     ]
-    torch.testing.assert_close(got, torch.cat(want))
-    torch.testing.assert_close(last, torch.stack([part[len(part) - width + 1 :] for part in longer]))
+    torch.testing.assert_close(got, torch.cat(want), **EXACT)
+    torch.testing.assert_close(last, torch.stack([part[len(part) - width + 1 :] for part in longer]), **EXACT)
     gradients = [torch.autograd.grad(out.square().sum(), [x, weight, before, bias]) for out in (got, torch.cat(want))]
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*gradients, **EXACT)
 
 
 def test_convolution_without_earlier_inputs_begins_with_zeros():
@@ -181,9 +184,9 @@ def test_completions_go_on_from_a_shared_prompt():
         + [np.arange(offsets[3], offsets[4])]
     )
     mine = np.delete(np.arange(cu[-1]), np.arange(prompt, prompt + padding))
-    torch.testing.assert_close(got[mine], separate[kept])
+    torch.testing.assert_close(got[mine], separate[kept], **EXACT)
     gradients = [torch.autograd.grad(out.square().sum(), everything) for out in (got[mine], separate[kept])]
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*gradients, **EXACT)
 
 
 def test_sequences_go_on_from_each_level_of_a_tree():
@@ -207,9 +210,9 @@ def test_sequences_go_on_from_each_level_of_a_tree():
         own = qkv[rows], weight, log_decay[rows], beta[rows]
         parts.append(delta_net.delta_net(*own, KEY, (0, len(rows)))[0][-length:])
     want = torch.cat(parts)
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got, want, **EXACT)
     gradients = [torch.autograd.grad(out.square().sum(), everything) for out in (got, want)]
-    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(*gradients, **EXACT)
 
 
 def test_a_sequence_in_two_parts_is_the_whole_one():
@@ -224,8 +227,8 @@ def test_a_sequence_in_two_parts_is_the_whole_one():
     b, last = delta_net.delta_net(
         qkv[first:], weight, log_decay[first:], beta[first:], KEY, (0, tokens - first), State(*state)
     )
-    torch.testing.assert_close(torch.cat((a, b)), whole)
-    torch.testing.assert_close(last, end)
+    torch.testing.assert_close(torch.cat((a, b)), whole, **EXACT)
+    torch.testing.assert_close(last, end, **EXACT)
 
 
 @pytest.mark.parametrize(

@@ -320,7 +320,7 @@ def test_a_classifier_in_process_scores_as_transformers_does(classifier, scoring
     # The template of make_tiny_model.py.
     written = [f"user: {n}?\nassistant: {'y' * n}\nassistant: " for n in range(6)]
     expected = by_transformers(classifier, [*(f"{n}?{'x' * n}" for n in range(6)), *written])
-    assert values.ravel() == pytest.approx(expected, abs=1e-4) and not failures
+    assert values.ravel() == pytest.approx(expected, abs=2e-5) and not failures
     assert np.ptp(values) > 0.5
 
 

@@ -31,7 +31,7 @@ def test_agrees_with_torch(reference, adam_w_mode):
     expected, _ = run(reference, 5)
     actual, _ = run(FusedAdam, 5, adam_w_mode=adam_w_mode)
     for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=0, atol=1e-6)
+        torch.testing.assert_close(a, e, rtol=0, atol=2e-7)
 
 
 @pytest.mark.parametrize(("reference", "adam_w_mode"), [(torch.optim.AdamW, True), (torch.optim.Adam, False)])
@@ -52,7 +52,7 @@ def test_agrees_with_torch_over_many_steps(reference, adam_w_mode):
     expected = train(lambda p: reference(p, **options))
     actual = train(lambda p: FusedAdam(p, adam_w_mode=adam_w_mode, **options))
     for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=0, atol=1e-6)
+        torch.testing.assert_close(a, e, rtol=0, atol=2e-7)
 
 
 def test_step_count_lives_in_the_group():

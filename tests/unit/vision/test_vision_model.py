@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from float64 import bound
 from slow import slow_except
 from toy_checkpoints import build, same_bits, tensors_of, toy_args, verify_hf
 
@@ -153,7 +154,7 @@ def test_log_probs_and_gradients_equal_transformers(made):
         expected.append(logits[begin - 1 : -1].gather(1, torch.tensor(completion)[:, None])[:, 0])
     expected = torch.cat(expected)
     assert expected.std() > 0.5
-    assert (output[0] - expected).abs().max() < 1e-4
+    assert (output[0] - expected).abs().max() < bound(5e-5)
 
     weights = torch.from_numpy(rng.standard_normal(len(expected))).float()
     (output[0] * weights).sum().backward()
@@ -172,7 +173,7 @@ def test_log_probs_and_gradients_equal_transformers(made):
     for name, gradient in compared.items():
         # A bias of all keys moves all scores of a softmax alike: its gradient is zero.
         assert gradient.abs().max() > 1e-4 or name.endswith("k_proj.bias")
-        assert (ours[name].grad - gradient).abs().max() < 1e-4 * max(1.0, float(gradient.abs().max())), name
+        assert (ours[name].grad - gradient).norm() < bound(5e-5) * max(float(gradient.norm()), 1e-2), name
 
 
 def test_weights_there_and_back_bit_for_bit(world, tmp_path):

@@ -1,8 +1,9 @@
 """One update of each family on a pack of three sequences: logits, gradients and weights of transformers in float32."""
 
 import pytest
+from float64 import bound, gap
 from slow import FEW, slow_except
-from toy_checkpoints import FAMILIES, GEMMA4, MAMBA_MOE, VOCAB, build, make, save, tensors_of, toy_args
+from toy_checkpoints import FAMILIES, GEMMA4, HYBRID, MAMBA_MOE, VOCAB, build, make, save, tensors_of, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
@@ -19,10 +20,6 @@ LENGTHS = (17, 5, 23)
 # Adam divides by the size of each gradient; with a smaller epsilon it magnifies differences of those near zero.
 UPDATE = {"lr": 1e-2, "min_lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.0, "train_iters": 1, "adam_eps": 1e-2}
 QUICK = (*FEW, "glm4_moe_lite")
-
-
-def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item() if expected.any() else found.abs().max().item()
 
 
 def gradients(args, chunk) -> dict[str, torch.Tensor]:
@@ -44,9 +41,6 @@ def gradients(args, chunk) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", slow_except(QUICK, (*FAMILIES, MAMBA_MOE)))
 def test_an_update_equals_transformers(world, tmp_path, family):
     theirs = make(tmp_path / "model", family, tied="gemma" in family)
-    for name, module in theirs.named_modules():
-        if name.endswith("_a_layernorm"):  # transformers has 1e-6, whatever config.json says
-            module.variance_epsilon = theirs.config.rms_norm_eps
     args = replaced(toy_args(tmp_path / "model", **UPDATE), explicit=frozenset())
     chunks = build(args)
     hf.load_hf(chunks, args, tmp_path / "model")
@@ -60,7 +54,7 @@ def test_an_update_equals_transformers(world, tmp_path, family):
     found = model(ids[None], positions[None], attention_mask=None, packed_seq_params=pack)[0][:, :VOCAB]
     expected = torch.cat([theirs(sequence[None]).logits[0] for sequence in sequences])
     assert expected.std() > 0.5
-    assert (found - expected).abs().max() < 1e-4 and gap(found, expected) < 1e-5
+    assert gap(found, expected) < bound(1e-5)
 
     def loss(logits):
         parts = logits.split(LENGTHS)
@@ -87,11 +81,12 @@ def test_an_update_equals_transformers(world, tmp_path, family):
     buffers = {name for name in tensors_of(tmp_path / "model") if name.endswith(of_modules)}
     wanted = {k: v for k, v in tensors_of(tmp_path / "gradients").items() if k not in buffers}
     assert ours.keys() == wanted.keys()
-    # Of Gemma 4 transformers itself differs from its float64 by 1.0e-5 (tensors) and 6.5e-6 (all) in float32.
-    bound = 3e-5 if family in GEMMA4 else 1e-5
+    # Of Gemma 4 transformers itself differs from its float64 by 1.0e-5 (tensors) and 6.5e-6 (all) in float32. Decays
+    # have small gradients. In float64 (test_float64.py) all agree.
+    limit = bound(3e-5 if family in (*GEMMA4, *HYBRID) else 1e-5)
     for name, gradient in wanted.items():
-        assert gap(ours[name], gradient) < bound, name
-    assert gap(*(torch.cat([each[name].flatten() for name in wanted]) for each in (ours, wanted))) < 1e-5
+        assert gap(ours[name], gradient) < limit, name
+    assert gap(*(torch.cat([each[name].flatten() for name in wanted]) for each in (ours, wanted))) < bound(1e-5)
 
     model.start_grad_sync()
     model.finish_grad_sync()
@@ -99,5 +94,5 @@ def test_an_update_equals_transformers(world, tmp_path, family):
     updated = tensors_of(tmp_path / "updated")
     before = tensors_of(tmp_path / "model")
     for name, tensor in stream_hf([model], args):
-        assert gap(tensor, updated[name]) < 1e-5, name
+        assert gap(tensor, updated[name]) < bound(1e-5), name
         assert name in buffers or gap(updated[name], before[name]) > 2e-4, name

@@ -3,7 +3,18 @@
 import json
 
 import pytest
-from toy_checkpoints import SHAPES, VOCAB, build, logits, same_bits, tensors_of, toy_args
+from float64 import gap
+from toy_checkpoints import (
+    EPSILON,
+    SHAPES,
+    VOCAB,
+    build,
+    from_files,
+    logits,
+    same_bits,
+    tensors_of,
+    toy_args,
+)
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
@@ -11,10 +22,11 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from instruct_models import published
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM, Kimi_K25Config, Kimi_K25ForConditionalGeneration
+from transformers import DeepseekV3ForCausalLM, Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import families, hf
+from megatron_grpo.weights.families.mla import set_latent_epsilon
 
 GROUP = 16
 INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "symmetric": True, "group_size": GROUP, "actorder": None}
@@ -34,7 +46,7 @@ def toy(tmp_path_factory):
     text |= {"num_attention_heads": 8, "max_position_embeddings": 128, "model_type": "kimi_k2"}
     text |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1}
     text |= {"architectures": ["DeepseekV3ForCausalLM"], "tie_word_embeddings": False}
-    text |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "norm_topk_prob": True}
+    text |= {"hidden_act": "silu", "rms_norm_eps": EPSILON, "rope_theta": 50000.0, "norm_topk_prob": True}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(17)
     config = Kimi_K25Config(
@@ -43,6 +55,7 @@ def toy(tmp_path_factory):
         tie_word_embeddings=False,
     )
     model = Kimi_K25ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    set_latent_epsilon(model, config.text_config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_((1.0 if "norm" in name else 0.0) + 0.1 * torch.randn(parameter.shape))
@@ -82,12 +95,12 @@ def test_the_language_model_is_read_and_exported_as_deepseek_v3(world, toy, tmp_
     (model,) = chunks = build(args)
     hf.load_hf(chunks, args, directory)
     assert expected.std() > 0.5
-    assert (logits(model, IDS)[:, :VOCAB] - expected).abs().max() < 1e-4
+    assert gap(logits(model, IDS)[:, :VOCAB], expected) < 1e-5
     hf.save_hf(chunks, args, tmp_path / "out", tokenizer_dir=directory)
     before, after = language(directory), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(same_bits(before[name], after[name]) for name in before)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    again = from_files(tmp_path / "out", attn_implementation="eager")
     assert type(again) is DeepseekV3ForCausalLM
     with torch.no_grad():
         assert (again(IDS[None]).logits[0] - expected).abs().max() < 1e-5

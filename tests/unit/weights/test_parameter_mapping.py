@@ -19,6 +19,9 @@ from megatron_grpo.weights.parameter_mapping import (
     vocabulary,
 )
 
+# Of numbers in float64: the default, 1e-7, would hide a rounding to float32.
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
 QKV = ParameterMapping("qkv", {"q": "q hidden", "k": "kv hidden", "v": "kv hidden"}, grouped_qkv, axis=0)
 QKV_BIAS = ParameterMapping("qkv_bias", {"q": "q", "k": "kv", "v": "kv"}, grouped_qkv, axis=0)
 GATE_UP = ParameterMapping("fc1", {"gate": "ffn hidden", "up": "ffn hidden"}, stacked, axis=0)
@@ -168,7 +171,7 @@ def test_low_rank_factors_follow(row):
     b_row = replace(weight, hf={name: (shape[0], r) for name, shape in weight.hf.items()})
     b = [torch.randn(shape, dtype=torch.float64) for shape in b_row.hf.values()]
     a = torch.randn(r, 6, dtype=torch.float64)
-    torch.testing.assert_close(weight.merge([part @ a for part in b]), b_row.merge(b) @ a)
+    torch.testing.assert_close(weight.merge([part @ a for part in b]), b_row.merge(b) @ a, **EXACT)
 
 
 def test_a_gate_and_an_up_that_alternate():
