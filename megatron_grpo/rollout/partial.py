@@ -130,7 +130,8 @@ def collect_partial_rollout(
         for number, group in groups.items():  # those that became complete between two rollouts
             if group.complete and group.rewards is None:
                 complete(number)
-        taken = partial.to_take(groups)
+        comes_first = bool(partial.running)  # a step, with what ended with the sync of weights
+        taken = None if comes_first else partial.to_take(groups)
         while taken is None:
             assert under_way, "no group is complete, and none is generated"
             newly = engine.poll()
@@ -143,8 +144,8 @@ def collect_partial_rollout(
                     complete(number)
             if recording is not None:
                 recording.append_scored(scorer)
-            if newly:
-                taken = partial.to_take(groups)
+            if newly or comes_first:
+                taken, comes_first = partial.to_take(groups), False
             progress(finished, under_way)
         groups |= partial.stop(engine, groups)
     with timers("scoring"):

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 tests/distributed/selection_worker.py OUT_DIR
 
 Every rank writes OUT_DIR/LAYOUT.RANK.json: what it began and aborted when, the batch, and what goes back; and
-OUT_DIR/partial LAYOUT.RANK.json, the batches of partial rollouts; OUT_DIR/kept ... and OUT_DIR/paused ... those of an
-engine that goes on with what it runs, and that has other work between rollouts.
+OUT_DIR/partial LAYOUT.RANK.json, the batches of partial rollouts; OUT_DIR/kept ..., synced ... and paused ... those of
+an engine that goes on with what it runs, finishes a step at new weights, and has other work between rollouts.
 """
 
 import json
@@ -40,7 +40,7 @@ def polls(number: int) -> int:
     return 40 if number % 11 == 5 else 1 + number * 7 % 5
 
 
-def partial_rollouts(place, keeps=False, pauses=()) -> list:
+def partial_rollouts(place, keeps=False, syncs=False, pauses=()) -> list:
     """Batches of partial rollouts: the same on every rank. The engine has other work before the rollouts ``pauses``."""
     engine = InterruptibleEngine(polls, *place)
     groups = PartialRollouts(engine, GROUPS, GENERATIONS, STALENESS, keeps)
@@ -49,6 +49,8 @@ def partial_rollouts(place, keeps=False, pauses=()) -> list:
         new = prompts(groups.prompts_to_draw(), first=50 + drawn)
         drawn += len(new)
         scorer = TableScorer(rewards) if engine.is_lead else None
+        if syncs and engine.running:
+            engine.sync()
         if rollout in pauses:
             groups.pause(engine)
             assert not engine.running
@@ -81,7 +83,7 @@ def main() -> None:
         facts |= {"samples": batch.sample_ids.tolist(), "rewards": batch.rewards.tolist()}
         (out / f"{layout}.{rank}.json").write_text(json.dumps(facts | {"unused": unused, "metrics": metrics}))
     for layout, place in (("one", (0, 1, rank == 0)), ("two", (rank, 2, True))):
-        for name, *how in ("partial",), ("kept", True), ("paused", True, range(2, 7)):
+        for name, *how in ("partial",), ("kept", True), ("synced", True, True), ("paused", True, True, range(2, 7)):
             (out / f"{name} {layout}.{rank}.json").write_text(json.dumps(partial_rollouts(place, *how)))
     dist.barrier()
     dist.destroy_process_group()

@@ -51,6 +51,11 @@ class InterruptibleEngine(CountingEngine):
     def __init__(self, *place):
         super().__init__(*place)
         self.submitted = []  # ids of all requests
+        self.ended = []  # completions that ended with a sync of weights
+
+    def sync(self):
+        """Finish the step that is under way, as new weights do: what ends in it comes with the next step."""
+        self.ended = self.poll()
 
     def submit(self, requests):
         for request in requests:
@@ -62,7 +67,8 @@ class InterruptibleEngine(CountingEngine):
         for _, versions in self.running.values():
             versions.append(self.rollouts)
         done = [number for number, (request, own) in self.running.items() if self.whole(request, len(own))]
-        return [self.completion(*self.running.pop(number), "stop") for number in done]
+        before, self.ended = self.ended, []
+        return before + [self.completion(*self.running.pop(number), "stop") for number in done]
 
     def whole(self, request, steps):
         return len(request.begun_ids) + steps == self.polls(request.id)
