@@ -199,7 +199,7 @@ PLACED: tuple[FlagRow, ...] = (
         WEIGHT_UPDATE,
         WEIGHT_UPDATE[0],
         "running completions at new weights: interrupt: continue with a new KV cache, drain: finish first, keep: "
-        "continue with the old KV cache; needs --rollout-ranks",
+        "continue with the old KV cache; needs --rollout-ranks, or keep --partial-rollouts",
     ),
 )
 
@@ -711,6 +711,21 @@ def check_partial_rollouts(args: Namespace) -> None:
             "--partial-rollouts trains on tokens of older weights, whose importance weights must be bounded: give "
             "token_truncate",
         )
+    if args.weight_update == "drain":
+        raise GrpoError(
+            "--weight-update drain and --partial-rollouts cannot both be given: a drained engine has finished every "
+            "completion; give keep, or leave it out"
+        )
+    keeps = args.weight_update == "keep"
+    if keeps and args.rollout_engine != "vllm":
+        raise GrpoError(
+            "--weight-update keep with --partial-rollouts needs --rollout-engine vllm: leave one of them out"
+        )
+    if keeps and args.sleep_level:
+        raise GrpoError(
+            f"--weight-update keep and --sleep-level {args.sleep_level} cannot both be given: a sleeping engine has no "
+            "KV cache; give --sleep-level 0"
+        )
     counted = "a continued completion is a new request, which counts tokens from its own start only"
     for dest, given, reason in (
         ("dynamic_sample", args.dynamic_sample, "it replaces groups within a rollout"),
@@ -790,7 +805,8 @@ def resolve_placed(args: Namespace) -> dict[str, Any]:
 
 def check_placed(args: Namespace) -> None:
     """Raise GrpoError for flags that cannot go with engines on ranks of their own."""
-    needs(args, "weight_update", "rollout_ranks", "other engines are empty when they receive weights")
+    if not args.partial_rollouts:
+        needs(args, "weight_update", "rollout_ranks", "other engines are empty when they receive weights")
     if not args.rollout_ranks:
         return
     if args.rollout_engine != "vllm":

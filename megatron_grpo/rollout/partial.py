@@ -4,6 +4,7 @@ A rollout of the longest completion takes as long as this one, although the engi
 engine always has ``--max-staleness`` batches more than the trainer takes. Generation stops when enough groups are
 complete (rollout/staleness.py); the next rollout continues the others under the new weights, by new requests with the
 prompt and the tokens so far. Every token keeps its log-probability and the version of the weights that sampled it.
+With ``--weight-update keep`` the engine goes on with the requests and their keys and values instead.
 
 Groups are scored when they are complete. All decisions follow from the engine's steps, so that a colocated run is
 repeatable.
@@ -49,10 +50,20 @@ class PartialSource(WholeRollouts):
     def collect(self, plan: RolloutPlan, needs: Needs, synced: Synced | None) -> Rollout:
         """See `WholeRollouts.collect`."""
         if synced is None:  # an evaluation
+            self.groups.pause(self._engine)
             return super().collect(plan, needs, synced)
-        parts = cast(InterruptibleEngine, self.engine), plan, self.scorer, self.tokenizer, self.timers
+        parts = self._engine, plan, self.scorer, self.tokenizer, self.timers
         batch, failures = collect_partial_rollout(*parts, self.watch(), needs)
         return Rollout(batch, staleness_metrics(batch, synced.version, self.args.updates_per_rollout), failures)
+
+    def probe(self) -> Callable[[], RolloutBatch]:
+        """See `RolloutSource.probe`."""
+        self.groups.pause(self._engine)
+        return super().probe()
+
+    @property
+    def _engine(self) -> InterruptibleEngine:
+        return cast(InterruptibleEngine, self.engine)
 
     def follow(self, record: BatchRecord) -> None:
         """See `RolloutSource.follow`."""
@@ -104,11 +115,23 @@ def collect_partial_rollout(
     }
     finished: list[Completion] = []
     scored: list[int] = []  # ids of completions
+
+    def complete(number: int) -> None:
+        """Have a complete group scored, and written."""
+        if scorer is not None:
+            scored.extend(_submit(scorer, groups[number], members, tokenizer))
+            if recording is not None:
+                recording.complete(number, groups[number])
+
     with timers("rollout"), engine.rollout(plan.seed):
-        requests = _requests(groups, plan)
+        requests = [request for request in _requests(groups, plan) if request.id not in partial.running]
         engine.submit(requests)
-        under_way = len(requests)
-        taken = partial.to_take(groups)
+        under_way = len(requests) + len(partial.running)
+        for number, group in groups.items():  # those that became complete between two rollouts
+            if group.complete and group.rewards is None:
+                complete(number)
+        comes_first = bool(partial.running)  # a step, with what ended with the sync of weights
+        taken = None if comes_first else partial.to_take(groups)
         while taken is None:
             assert under_way, "no group is complete, and none is generated"
             newly = engine.poll()
@@ -117,18 +140,14 @@ def collect_partial_rollout(
             for completion in newly:
                 number, place = divmod(completion.id, num_generations)
                 groups[number] = with_completion(groups[number], place, completion)
-                if groups[number].complete and scorer is not None:
-                    scored += _submit(scorer, groups[number], members, tokenizer)
-                    if recording is not None:
-                        recording.complete(number, groups[number])
+                if groups[number].complete:
+                    complete(number)
             if recording is not None:
                 recording.append_scored(scorer)
-            if newly:
-                taken = partial.to_take(groups)
+            if newly or comes_first:
+                taken, comes_first = partial.to_take(groups), False
             progress(finished, under_way)
-        for completion in engine.interrupt():
-            number, place = divmod(completion.id, num_generations)
-            groups[number] = with_completion(groups[number], place, completion)
+        groups |= partial.stop(engine, groups)
     with timers("scoring"):
         if recording is not None:
             recording.append_scored(scorer, wait=True)

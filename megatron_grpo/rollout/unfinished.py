@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megatron_grpo.data.batch import FinishReason, offsets
 from megatron_grpo.data.prompts import Prompt, PromptDataset
-from megatron_grpo.rollout.engine import Completion, Engine
+from megatron_grpo.rollout.engine import Completion, Engine, InterruptibleEngine
 from megatron_grpo.rollout.staleness import groups_to_start, groups_to_take
 from megatron_grpo.utils.durable import flush_to_disk
 from megatron_grpo.utils.errors import GrpoError
@@ -54,15 +54,17 @@ class PartialRollouts:
     """The groups of a run with --partial-rollouts, on one rank; all ranks of a replica have the same groups.
 
     Groups are numbered in the order of their prompts. Of every ``num_groups`` groups, the batch of the trainer, replica
-    r of n has the places r, r + n, ...; it takes as many for each batch.
+    r of n has the places r, r + n, ...; it takes as many for each batch. ``keeps``: --weight-update keep.
     """
 
-    def __init__(self, engine: Engine, num_groups: int, num_generations: int, max_staleness: int):
+    def __init__(self, engine: Engine, num_groups: int, num_generations: int, max_staleness: int, keeps: bool = False):
         assert engine.replica is not None  # engines over servers are refused
         self.num_groups, self.num_generations, self.max_staleness = num_groups, num_generations, max_staleness
         self.replica, self.num_replicas = engine.replica, engine.num_replicas
         self.quota = len(range(num_groups)[self.replica :: self.num_replicas])
         self.state = Unfinished({})
+        self.keeps = keeps
+        self.running: frozenset[int] = frozenset()  # ids of the requests that the engine goes on with
 
     def prompts_to_draw(self) -> int:
         """Return how many groups all replicas start in the next rollout."""
@@ -89,6 +91,33 @@ class PartialRollouts:
         """Remove the groups of a batch; ``num_started`` groups of all replicas were new."""
         left = {number: group for number, group in groups.items() if number not in taken}
         self.state = Unfinished(left, self.state.started + num_started, self.state.version + 1)
+
+    # ---- requests
+
+    def stop(self, engine: InterruptibleEngine, groups: Mapping[int, Group]) -> dict[int, Group]:
+        """End the requests of a rollout, or leave them running; return those of ``groups`` that have new tokens."""
+        under_way = engine.unfinished() if self.keeps else engine.interrupt()
+        self.running = frozenset(completion.id for completion in under_way) if self.keeps else frozenset()
+        return self._with(groups, under_way)
+
+    def pause(self, engine: InterruptibleEngine) -> None:
+        """End the requests that were left running: the engine has other work. The next rollout continues them.
+
+        Those that ended with the newest sync of weights come with a step.
+        """
+        if not self.keeps:
+            return
+        with engine.rollout(seed=0):
+            ended = engine.poll() if self.running else []
+            groups = self._with(self.state.groups, [*ended, *engine.interrupt()])
+        self.state, self.running = replace(self.state, groups={**self.state.groups, **groups}), frozenset()
+
+    def _with(self, groups: Mapping[int, Group], completions: Sequence[Completion]) -> dict[int, Group]:
+        found: dict[int, Group] = {}
+        for completion in completions:
+            number, place = divmod(completion.id, self.num_generations)
+            found[number] = with_completion(found.get(number, groups[number]), place, completion)
+        return found
 
     # ---- checkpoints
 

@@ -610,7 +610,8 @@ def _build_source(
     if not args.partial_rollouts:
         return WholeRollouts(**common)
     num_groups = args.generation_batch_size // args.num_generations
-    groups = PartialRollouts(engine, num_groups, args.num_generations, args.max_staleness)
+    keeps = args.weight_update == "keep"
+    groups = PartialRollouts(engine, num_groups, args.num_generations, args.max_staleness, keeps)
     return PartialSource(groups=groups, **common)
 
 

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 tests/distributed/selection_worker.py OUT_DIR
 
 Every rank writes OUT_DIR/LAYOUT.RANK.json: what it began and aborted when, the batch, and what goes back; and
-OUT_DIR/partial LAYOUT.RANK.json, the batches of partial rollouts.
+OUT_DIR/partial LAYOUT.RANK.json, the batches of partial rollouts; OUT_DIR/kept ..., synced ... and paused ... those of
+an engine that goes on with what it runs, finishes a step at new weights, and has other work between rollouts.
 """
 
 import json
@@ -39,20 +40,27 @@ def polls(number: int) -> int:
     return 40 if number % 11 == 5 else 1 + number * 7 % 5
 
 
-def partial_rollouts(place) -> list:
-    """Batches of partial rollouts: the same on every rank."""
+def partial_rollouts(place, keeps=False, syncs=False, pauses=()) -> list:
+    """Batches of partial rollouts: the same on every rank. The engine has other work before the rollouts ``pauses``."""
     engine = InterruptibleEngine(polls, *place)
-    groups = PartialRollouts(engine, GROUPS, GENERATIONS, STALENESS)
+    groups = PartialRollouts(engine, GROUPS, GENERATIONS, STALENESS, keeps)
     drawn, batches = 0, []
     for rollout in range(ROLLOUTS):
         new = prompts(groups.prompts_to_draw(), first=50 + drawn)
         drawn += len(new)
         scorer = TableScorer(rewards) if engine.is_lead else None
+        if syncs and engine.running:
+            engine.sync()
+        if rollout in pauses:
+            groups.pause(engine)
+            assert not engine.running
         plan = RolloutPlan(new, GENERATIONS, Sampling(50), rollout, partial=groups)
         batch, _ = collect_partial_rollout(engine, plan, scorer, Letters, Timers())
         facts = {name: getattr(batch, name).tolist() for name in ("row_ids", "group_ids", "sample_ids", "rewards")}
         facts |= {"lengths": batch.completion_lengths.tolist(), "versions": batch.weight_version.tolist()}
         batches.append(facts)
+    again = len(engine.submitted) - len(set(engine.submitted))
+    assert (again == 0) == (keeps and not pauses), again
     return batches
 
 
@@ -75,7 +83,8 @@ def main() -> None:
         facts |= {"samples": batch.sample_ids.tolist(), "rewards": batch.rewards.tolist()}
         (out / f"{layout}.{rank}.json").write_text(json.dumps(facts | {"unused": unused, "metrics": metrics}))
     for layout, place in (("one", (0, 1, rank == 0)), ("two", (rank, 2, True))):
-        (out / f"partial {layout}.{rank}.json").write_text(json.dumps(partial_rollouts(place)))
+        for name, *how in ("partial",), ("kept", True), ("synced", True, True), ("paused", True, True, range(2, 7)):
+            (out / f"{name} {layout}.{rank}.json").write_text(json.dumps(partial_rollouts(place, *how)))
     dist.barrier()
     dist.destroy_process_group()
 

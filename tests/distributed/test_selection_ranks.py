@@ -8,6 +8,8 @@ from ranks import run_torchrun
 from selection_engine import GENERATIONS
 from selection_worker import GROUPS, ROLLOUTS, STALENESS, polls, rewards
 
+PARTIAL = ("partial", "kept", "synced", "paused")
+
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
@@ -15,7 +17,7 @@ def facts(tmp_path_factory):
     run_torchrun(2, "tests/distributed/selection_worker.py", out)
     return {
         layout: [json.loads((out / f"{layout}.{rank}.json").read_text()) for rank in range(2)]
-        for layout in ("one", "two", "server", "partial one", "partial two")
+        for layout in ("one", "two", "server", *(f"{how} {n}" for how in PARTIAL for n in ("one", "two")))
     }
 
 
@@ -43,10 +45,11 @@ def test_replicas_choose_within_their_shares(facts):
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("how", PARTIAL)
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_partial_rollouts_are_the_same_on_every_rank_and_lose_nothing(facts, replicas):
+def test_partial_rollouts_are_the_same_on_every_rank_and_lose_nothing(facts, replicas, how):
     """Every group is in one batch, with its own completions, rewards and versions, within the bound."""
-    first, second = facts["partial one" if replicas == 1 else "partial two"]
+    first, second = facts[f"{how} {'one' if replicas == 1 else 'two'}"]
     assert first == second
     trained: list[int] = []
     for rollout, batch in enumerate(first):
@@ -58,7 +61,8 @@ def test_partial_rollouts_are_the_same_on_every_rank_and_lose_nothing(facts, rep
         assert batch["lengths"] == [polls(int(number)) for number in numbers * GENERATIONS + place]
         assert batch["rewards"] == [[rewards(int(50 + n), int(p))] for n, p in zip(numbers, place, strict=True)]
         born = np.maximum(numbers // GROUPS - STALENESS, 0)
-        assert (rollout - born <= STALENESS).all() and min(batch["versions"]) >= rollout - STALENESS
+        oldest = 0 if how == "paused" else rollout - STALENESS  # a pause has a step, with the seed 0 for a version
+        assert (rollout - born <= STALENESS).all() and min(batch["versions"]) >= oldest
         assert max(batch["versions"]) <= rollout
         trained += sorted(set(numbers.tolist()))
     assert len(set(trained)) == len(trained) == GROUPS * ROLLOUTS

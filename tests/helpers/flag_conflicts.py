@@ -23,6 +23,8 @@ CONFLICTS = {
     f"{PARTIAL} --dynamic-sample": "--dynamic-sample and --partial-rollouts cannot both",
     f"{PARTIAL} --over-sampling-ratio 2": "it throws away what partial rollouts continue",
     f"{PARTIAL} --rollout-balancing dynamic": "each replica continues its own completions",
+    f"{PARTIAL} --weight-update drain": "--weight-update drain and --partial-rollouts cannot both",
+    f"{PARTIAL} --weight-update keep --rollout-engine megatron": "--weight-update keep with --partial-rollouts needs",
     f"{PARTIAL} --presence-penalty 1": "--presence-penalty and --partial-rollouts",
     f"{PARTIAL} --frequency-penalty 1": "--frequency-penalty and --partial-rollouts",
     f"{PARTIAL} --structured-outputs-regex a": "cannot be used with --rollout-importance-sampling-mode",

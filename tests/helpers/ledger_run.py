@@ -45,10 +45,10 @@ class Engine(InterruptibleEngine):
         super().__init__(length)
         self.rng = np.random.default_rng()
 
-    def completion(self, number, reason):
-        request, steps = self.running.pop(number)
+    def completion(self, request, versions, reason):
+        steps = len(versions)
         ids, log_probs = self.rng.integers(1, 2**30, steps).tolist(), (-self.rng.random(steps)).tolist()
-        return Completion(number, ids, log_probs, reason, [self.rollouts] * steps).after(request.begun)
+        return Completion(request.id, ids, log_probs, reason, list(versions)).after(request.begun)
 
     def poll(self):
         assert self.running

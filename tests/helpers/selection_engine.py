@@ -48,28 +48,43 @@ class CountingEngine:
 class InterruptibleEngine(CountingEngine):
     """A completion takes ``polls(id of the request)`` polls over all rollouts, one token each."""
 
+    def __init__(self, *place):
+        super().__init__(*place)
+        self.submitted = []  # ids of all requests
+        self.ended = []  # completions that ended with a sync of weights
+
+    def sync(self):
+        """Finish the step that is under way, as new weights do: what ends in it comes with the next step."""
+        self.ended = self.poll()
+
     def submit(self, requests):
         for request in requests:
-            self.running[request.id] = [request, 0]
+            self.running[request.id] = request, []  # the versions of its tokens
+            self.submitted.append(request.id)
 
     def poll(self):
         self.steps += 1
-        for entry in self.running.values():
-            entry[1] += 1
-        done = [number for number, (request, steps) in self.running.items() if self.whole(request, steps)]
-        return [self.completion(number, "stop") for number in done]
+        for _, versions in self.running.values():
+            versions.append(self.rollouts)
+        done = [number for number, (request, own) in self.running.items() if self.whole(request, len(own))]
+        before, self.ended = self.ended, []
+        return before + [self.completion(*self.running.pop(number), "stop") for number in done]
 
     def whole(self, request, steps):
         return len(request.begun_ids) + steps == self.polls(request.id)
 
-    def completion(self, number, reason):
-        request, steps = self.running.pop(number)
-        ids = [request.prompt_ids[0] + 7] * steps
-        completion = Completion(number, ids, [-1.0] * steps, reason, [self.rollouts] * steps)
+    def completion(self, request, versions, reason):
+        ids = [request.prompt_ids[0] + 7] * len(versions)
+        completion = Completion(request.id, ids, [-1.0] * len(versions), reason, list(versions))
         return completion.after(request.begun)
 
+    def unfinished(self):
+        return [self.completion(*self.running[number], "abort") for number in sorted(self.running)]
+
     def interrupt(self):
-        return [self.completion(number, "abort") for number in sorted(self.running)]
+        unfinished = self.unfinished()
+        self.running.clear()
+        return unfinished
 
     def rollout(self, seed):
         self.rollouts = seed

@@ -256,7 +256,8 @@ class VllmColocate:
             np.random.seed(seed + self.replica)
             if torch.cuda.is_available():
                 torch.cuda.manual_seed(seed + self.replica)
-            self._drop_prefix_cache()
+            if not self._under_way:  # blocks of earlier weights have another salt
+                self._drop_prefix_cache()
             if self.drafts is not None:
                 self.drafts[:] = 0
             if self._drafts_from_completions:  # earlier ones would change the samples of a seed

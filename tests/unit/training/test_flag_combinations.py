@@ -30,11 +30,12 @@ def alone(seed: int = 0) -> list[tuple[str, str]]:
 
 
 def pairs(count: int = 100, seed: int = 1) -> list[str]:
-    """Two rules broken at once, by flags of which none is in both."""
+    """Two rules broken at once, by flags of which none is in both, nor in the other message: it can be the cure."""
     rng, cases = random.Random(seed), []
     while len(cases) < count:
         first, second = rng.sample(list(REFUSED | CONFLICTS), 2)
-        if not names(first) & names(second):
+        named = [names(flags) | set(re.findall(r"--[a-z-]+", RULES[flags])) for flags in (first, second)]
+        if not named[0] & names(second) and not named[1] & names(first):
             cases.append(f"{first} {second}")
     return cases
 

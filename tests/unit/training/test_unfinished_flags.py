@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from megatron_grpo.rollout.arguments import check_partial_rollouts
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.setup import _check_unfinished
 from megatron_grpo.utils.errors import GrpoError
@@ -42,3 +43,14 @@ def test_other_flags_are_refused(flags, position, message):
 )
 def test_the_same_flags_are_not(flags, position):
     _check_unfinished(parse_args(["--load", "run", *flags.split()]), position)
+
+
+def test_a_sleeping_engine_keeps_no_requests():
+    flags = (
+        "--partial-rollouts --max-staleness 1 --rollout-importance-sampling-mode token_truncate --weight-update keep"
+    )
+    check_partial_rollouts(parse_args(flags.split()))
+    with pytest.raises(
+        GrpoError, match=r"^--weight-update keep and --sleep-level 2 cannot both.*: .*give --sleep-level 0$"
+    ):
+        check_partial_rollouts(parse_args([*flags.split(), "--sleep-level", "2"]))
