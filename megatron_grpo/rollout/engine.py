@@ -202,8 +202,9 @@ class Completion:
             # A run that was resumed at new weights: the engine has chosen experts for the earlier tokens by these.
             experts = experts.copy()
             experts[: len(experts) - len(self.token_ids)] = -1
-        if log_probs is not None and begun.log_probs is not None:
-            log_probs = [*begun.log_probs, *log_probs]
+        if log_probs is not None:  # of a rollout with --mismatch-sample-rate; that of ``begun`` may have had none
+            before = [math.nan] * len(begun.token_ids) if begun.log_probs is None else begun.log_probs
+            log_probs = [*before, *log_probs]
         if kept is not None and begun.kept_token_ids is not None:
             kept = np.concatenate([begun.kept_token_ids, kept])
         return replace(

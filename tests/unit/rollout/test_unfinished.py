@@ -64,6 +64,15 @@ def test_samples_are_joined_and_separated():
         assert all(np.array_equal(a.kept_token_ids, b.kept_token_ids) for a, b in zip(found, samples, strict=True))
 
 
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_token_without_a_log_probability_stays_unknown(number):
+    """With --mismatch-sample-rate below 1, a rollout that asks for none begins what another one goes on with."""
+    begun = Completion(0, [5, 6], None, "abort", [3, 3])
+    whole = Completion(0, [7] * number, [-0.5] * number, "stop", [4] * number).after(begun)
+    np.testing.assert_array_equal(whole.log_probs, [np.nan] * 2 + [-0.5] * number)
+    assert whole.token_ids == [5, 6] + [7] * number and whole.weight_versions == [3, 3] + [4] * number
+
+
 def test_a_failed_episode_without_a_token_is_finished():
     group = with_completion(Group(PROMPT, 0, (None,)), 0, Completion(0, [], None, "failed", []))
     assert group.complete
