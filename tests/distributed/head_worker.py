@@ -76,7 +76,7 @@ def _check(group, rank: int, world: int, temperature, chunk: int, cap, kept, wit
         got.append(shard.grad)
     want = *want[:3], want[3].chunk(world)[rank]
     for name, a, b in zip(("log-probability", "entropy", "d hidden", "d weight"), got, want, strict=False):
-        torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(a.double(), b, atol=4e-5, rtol=4e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def check_whole_rows(group, rank: int, world: int) -> None:

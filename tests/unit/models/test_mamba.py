@@ -76,7 +76,7 @@ def test_as_transformers_computes_it():
     of_heads = x.flatten(1, 2), steps.flatten(1), b, c
     x, steps, b, c = (tensor.unflatten(0, (2, 200)) for tensor in of_heads)
     out, last = mamba2_chunk_scan(x, steps, rate.flatten(), b, c, 64, return_final_states=True)
-    torch.testing.assert_close(got.flatten(1, 2), out.flatten(0, 1), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(got.flatten(1, 2), out.flatten(0, 1), atol=5e-5, rtol=3e-5)
     torch.testing.assert_close(state.flatten(1, 2).mT, last, atol=4e-6, rtol=2e-6)
 
 

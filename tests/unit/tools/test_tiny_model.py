@@ -158,7 +158,7 @@ def test_accuracy_is_that_of_sampling_token_by_token(tmp_path, rows):
         expected_sampled.append(probability)
         expected_greedy.append(right)
     sampled, greedy = accuracy(model, TextRows([rows], tokenizer))
-    assert sampled == pytest.approx(sum(expected_sampled) / 5, rel=2e-6)
+    assert sampled == pytest.approx(sum(expected_sampled) / 5, rel=6e-6)
     assert greedy == sum(expected_greedy) / 5
 
 

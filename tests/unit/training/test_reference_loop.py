@@ -273,12 +273,12 @@ def test_every_update_is_the_one_by_hand(trained, by_hand):
     rows, expected = trained[0], by_hand[0]
     assert [row["iteration"] for row in rows] == list(range(1, UPDATES + 1))
     for row, (loss, norm, lr, clipped, divergence, smallest, largest, size) in zip(rows, expected, strict=True):
-        assert row["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        assert row["loss"] == pytest.approx(loss, rel=2e-5, abs=2e-6)
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
         assert row["lr"] == pytest.approx(lr, rel=1e-9)
         assert row["clip/low"] + row["clip/high"] == pytest.approx(clipped, abs=1e-9)
         assert row["kl"] == pytest.approx(divergence, rel=1e-5, abs=1e-8)
-        assert (row["ratio/min"], row["ratio/max"]) == pytest.approx((smallest, largest), rel=1e-5)
+        assert (row["ratio/min"], row["ratio/max"]) == pytest.approx((smallest, largest), rel=2e-5)
         assert row["params_norm"] == pytest.approx(size, rel=1e-6)
         of_its_rollout = sum(map(len, COMPLETIONS)) if row["iteration"] == 1 else None
         assert row.get("tokens/rollout") == of_its_rollout

@@ -210,7 +210,7 @@ def test_the_language_model_alone(world, tmp_path, capsys, shape):
     with torch.no_grad():
         expected = theirs(input_ids=ids).logits[0]
         found = model(ids, torch.arange(40)[None], attention_mask=None, packed_seq_params=pack)[0]
-    assert (found - expected).abs().max() < bound(1e-5) * expected.abs().max()
+    assert (found - expected).abs().max() < bound(3e-5) * expected.abs().max()
 
 
 @pytest.mark.slow

@@ -519,7 +519,10 @@ def test_the_text_part_of_a_vision_language_model_is_read():
     assert {key: found[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("change", [{}, {"layer_types": ["full_attention"] + ["linear_attention"] * 4}])
+# vLLM ignores the window of a model with layers of two kinds.
+@pytest.mark.parametrize(
+    "change", [{}, {"layer_types": ["full_attention"] + ["linear_attention"] * 4}, {"sliding_window": 8}]
+)
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
 def test_layers_with_delta_nets_are_those_of_transformers(name, change):
     config = {key: value for key, value in CONFIGS[name].items() if key != "layer_types"}
@@ -699,7 +702,12 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("deepseek_v3", {"topk_group": 0}, "n_group 8 and topk_group 0: give 1 <= topk_group <= n_group"),
         *(
             (name, {"sliding_window": 8}, "sliding_window 8, which vLLM applies")
-            for name in ("llama", "glm", "glm4", "glm4_moe", "minimax_m2", "qwen3_next", "deepseek_v3")
+            for name in ("llama", "glm", "glm4", "glm4_moe", "minimax_m2", "deepseek_v3")
+        ),
+        (
+            "qwen3_next",
+            {"sliding_window": 8, "layer_types": ["full_attention"] * QWEN3_NEXT_80B["num_hidden_layers"]},
+            "sliding_window 8, which vLLM applies",
         ),
         # transformers applies it in every family.
         ("qwen3", {"is_causal": False}, "is_causal False, which"),
@@ -743,6 +751,11 @@ def test_unknown_architectures_are_refused_by_name(config, message):
             "llama",
             {"rope_scaling": {**YARN, "attention_factor": 1.0}},
             "'attention_factor', which is not supported: rem",
+        ),
+        (  # as published with DeepSeek-R1-0528-Qwen3-8B; vLLM 0.26 applies it, vLLM 0.32 and transformers do not
+            "qwen3",
+            {"rope_scaling": {**YARN, "attn_factor": 0.8782488562869419}},
+            "'attn_factor', which is not supported: remove it from",
         ),
         ("llama", {"rope_scaling": {**YARN, "mscale": 1.0}}, "has 'mscale', which is not supported: remove it from"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of the wrong type: '2'"),
