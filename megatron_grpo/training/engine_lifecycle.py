@@ -40,6 +40,7 @@ class EngineLifecycle:
     synced: Synced = field(default_factory=Synced)
     memory: dict[str, float] = field(default_factory=dict)  # metrics of the stages of the newest turn
     adapter_probed: bool = False
+    compared_beside_requests: bool = False
 
     @contextlib.contextmanager
     def awake(self, version: int, probe: Callable[[], Callable[[], RolloutBatch]]) -> Iterator[None]:
@@ -107,12 +108,14 @@ class EngineLifecycle:
         """Send the trainer's weights to the engine; completions carry this version from now on.
 
         An engine that holds the adapter beside the weights receives the weights only when it has none, and so with the
-        frozen parts of a vision tower.
+        frozen parts of a vision tower. All weights are compared with --check-weight-sync, and once beside requests that
+        go on (--partial-rollouts --weight-update keep): few completions are then of the newest weights alone (`check`).
         """
         stream = stream_merged if self.args.lora_weight_sync == "merged" else stream_hf
         metrics: dict[str, float] = {}
         engine = self.engine
         assert engine is not None
+        beside_requests = self.args.partial_rollouts and self.args.weight_update == "keep" and engine.has_weights
         with self.timers("sync"), forward.parameters_complete(self.model):
             if self.args.lora_weight_sync == "adapter":
                 metrics = sync_adapter(self.args, cast(AdapterEngine, engine), self.model, version)
@@ -120,9 +123,10 @@ class EngineLifecycle:
                 weights = stream(self.model, self.args, only_trained=engine.has_weights)
                 engine.update_weights(weights, version)
             self.synced = Synced(version, metrics)
-            if self.args.check_weight_sync:
+            if self.args.check_weight_sync or (beside_requests and not self.compared_beside_requests):
                 weights = stream(self.model, self.args)
                 weight_check.compare_tensors(cast(LocalEngine, engine), weights, version)
+                self.compared_beside_requests |= beside_requests
 
     def check(self, batch: RolloutBatch, row: dict[str, float], update: int) -> None:
         """Raise GrpoError if the engine did not sample the batch of an update with the trainer's weights.
