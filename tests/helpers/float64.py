@@ -1,4 +1,4 @@
-"""Models in float64, whose comparisons need no room for rounding: pytest --float64."""
+"""Models compute in float64, so that their comparisons need no room for rounding: pytest --float64."""
 
 import torch
 

@@ -124,7 +124,7 @@ class Life:
 
     @classmethod
     def with_several(cls, seed: int, is_async: bool) -> "Life":
-        """A life whose completions depend on its requests alone, and those of every second seed on plain ones."""
+        """Return a life whose completions depend on its requests alone; every second seed has plain requests only."""
         life = cls.of_seed(seed, is_async)
         kinds = {"constraint": "plain", "wrong constraint": "plain"}
         if seed % 2:
@@ -147,7 +147,7 @@ def random_of(*key) -> np.random.Generator:
 
 
 class Device:
-    """A made-up GPU: what the runner knows of requests by its steps alone, and a cache of blocks.
+    """A made-up GPU. It has a cache of blocks, and knows of a request what its steps have told.
 
     The cache has a number for each token, which depends on the token and on the number before it, and a sampled token
     depends on the last number. So a request has the same tokens in whatever steps they are computed, as long as its
@@ -282,7 +282,7 @@ class World:
         self._add(f"r{number}", kind, [3 + number % 3] * prompt, tokens)
 
     def _add(self, name: str, kind: str, prompt: list[int], tokens: int, begun: int = 0) -> None:
-        """Add a request for ``tokens`` tokens, ``begun`` of which are at the end of its prompt."""
+        """Add a request for ``tokens`` tokens; the prompt ends with ``begun`` of them."""
         life, rng = self.life, random_of("request", first_name(name))
         self.asked[name] = kind, tokens
         least = 3 if kind == "least" and tokens > 3 else 0

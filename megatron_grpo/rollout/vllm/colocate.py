@@ -646,7 +646,7 @@ def _with_given(options: dict, given: dict) -> dict:
 
 
 def _both(options: dict, others: dict) -> dict:
-    """Return ``options`` and ``others``, whose values replace those of ``options``, but for nested ones of both."""
+    """Return ``options`` with the values of ``others`` in their place; dictionaries that both have are joined alike."""
     nested = {
         name: _both(options[name], value)
         for name, value in others.items()

@@ -207,7 +207,7 @@ def test_layers_share_the_table_of_their_rotations():
 
 
 def test_another_attention_than_ours_is_refused():
-    """On Blackwell vLLM would choose FlashInfer if the options did not name the backend whose class ours replaces."""
+    """The options name the backend that ours replaces: without a name vLLM chooses FlashInfer on Blackwell."""
     from megatron_grpo.rollout.vllm import exact
 
     assert exact.options()["attention_config"] == {"backend": "FLASH_ATTN"}
