@@ -32,7 +32,6 @@ from megatron_grpo.rollout.unfinished import (
     Group,
     PartialRollouts,
     prompts_of,
-    with_completion,
 )
 
 
@@ -137,10 +136,9 @@ def collect_partial_rollout(
             newly = engine.poll()
             finished += newly
             under_way -= len(newly)
-            for completion in newly:
-                number, place = divmod(completion.id, num_generations)
-                groups[number] = with_completion(groups[number], place, completion)
-                if groups[number].complete:
+            for number, group in partial.with_completions(groups, newly).items():
+                groups[number] = group
+                if group.complete:
                     complete(number)
             if recording is not None:
                 recording.append_scored(scorer)

@@ -98,7 +98,7 @@ class PartialRollouts:
         """End the requests of a rollout, or leave them running; return those of ``groups`` that have new tokens."""
         under_way = engine.unfinished() if self.keeps else engine.interrupt()
         self.running = frozenset(completion.id for completion in under_way) if self.keeps else frozenset()
-        return self._with(groups, under_way)
+        return self.with_completions(groups, under_way)
 
     def pause(self, engine: InterruptibleEngine) -> None:
         """End the requests that were left running: the engine has other work. The next rollout continues them.
@@ -109,15 +109,17 @@ class PartialRollouts:
             return
         with engine.rollout(seed=0):
             ended = engine.poll() if self.running else []
-            groups = self._with(self.state.groups, [*ended, *engine.interrupt()])
-        self.state, self.running = replace(self.state, groups={**self.state.groups, **groups}), frozenset()
+            newer = self.with_completions(self.state.groups, [*ended, *engine.interrupt()])
+        self.state, self.running = replace(self.state, groups={**self.state.groups, **newer}), frozenset()
 
-    def _with(self, groups: Mapping[int, Group], completions: Sequence[Completion]) -> dict[int, Group]:
-        found: dict[int, Group] = {}
+    def with_completions(self, groups: Mapping[int, Group], completions: Sequence[Completion]) -> dict[int, Group]:
+        """Return those of ``groups`` that have newer states of ``completions``, in the order of the last of each."""
+        newer: dict[int, Group] = {}
         for completion in completions:
             number, place = divmod(completion.id, self.num_generations)
-            found[number] = with_completion(found.get(number, groups[number]), place, completion)
-        return found
+            group = newer.pop(number) if number in newer else groups[number]
+            newer[number] = with_completion(group, place, completion)
+        return newer
 
     # ---- checkpoints
 

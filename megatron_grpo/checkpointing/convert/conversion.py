@@ -245,14 +245,13 @@ def _transformers_model(source: Safetensors, with_tower: bool) -> nn.Module:
     if not source.quantization:
         model_class = AutoModelForImageTextToText if with_tower else AutoModelForCausalLM
         model = model_class.from_pretrained(source.dir, **options).eval()
-        set_latent_epsilon(model, model.config.get_text_config())
-        return model
-    config = AutoConfig.from_pretrained(source.dir)
-    del config.quantization_config  # transformers refuses FP8 with smaller blocks at the edges
-    tensors = {name: source.read(name) for name in source.names()}
-    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if with_tower else MODEL_FOR_CAUSAL_LM_MAPPING
-    model = classes[type(config)].from_pretrained(None, config=config, state_dict=tensors, **options)
-    set_latent_epsilon(model, config.get_text_config())
+    else:
+        config = AutoConfig.from_pretrained(source.dir)
+        del config.quantization_config  # transformers refuses FP8 with smaller blocks at the edges
+        tensors = {name: source.read(name) for name in source.names()}
+        classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if with_tower else MODEL_FOR_CAUSAL_LM_MAPPING
+        model = classes[type(config)].from_pretrained(None, config=config, state_dict=tensors, **options)
+    set_latent_epsilon(model, model.config.get_text_config())
     return model
 
 
