@@ -326,7 +326,7 @@ ENGINE = (
     Row("--vllm_max_model_len", "--vllm-max-model-len"),
     Row("--vllm_max_num_seqs", "--vllm-max-num-seqs"),
     Row("--vllm_enforce_eager", "--vllm-enforce-eager", SWITCH),
-    Row("--vllm_enable_prefix_caching", "--vllm-enable-prefix-caching", SWITCH),
+    Row("--vllm_enable_prefix_caching", "--no-vllm-enable-prefix-caching", SWITCH_IF_FALSE),
     Row("--vllm_enable_expert_parallel", "--vllm-enable-expert-parallel", SWITCH),
     Row("--vllm_quantization", "--vllm-quantization"),
     Row("--vllm_engine_kwargs", "--vllm-engine-kwargs"),

@@ -787,7 +787,7 @@ ENGINE = (
     ),
     Row(f"{ROLLOUT}quantization", "--vllm-quantization", choice({"fp8": "fp8", "null": None, "none": None})),
     Row(f"{ROLLOUT}enforce_eager", "--vllm-enforce-eager", SWITCH),
-    Row(f"{ROLLOUT}enable_prefix_caching", "--vllm-enable-prefix-caching", SWITCH, "on by default there"),
+    Row(f"{ROLLOUT}enable_prefix_caching", "--no-vllm-enable-prefix-caching", SWITCH_IF_FALSE),
     Row(
         f"{ROLLOUT}expert_parallel_size",
         "--vllm-enable-expert-parallel",

@@ -13,6 +13,7 @@ from megatron_grpo.data.arguments import check_budgets
 from megatron_grpo.data.constraints import compile_error
 from megatron_grpo.data.sampling_params import constraint_refused, uses_engine_log_probs
 from megatron_grpo.lora.targets import is_router, linear_layers, targets
+from megatron_grpo.models.config import has_recurrence
 from megatron_grpo.parallel.arguments import check_heads
 from megatron_grpo.rollout.exact_log_probs import EXACT_LOG_PROBS
 from megatron_grpo.rollout.speculation import check_draft, check_speculation, method_of
@@ -102,7 +103,13 @@ ROLLOUT: tuple[FlagRow, ...] = (
     ),
     ("--vllm-engine-kwargs", dict, None, "more arguments of vllm.LLM; they override the flags"),
     ("--vllm-enforce-eager", bool, False, "no CUDA graphs in the engine; always on a CPU"),
-    ("--vllm-enable-prefix-caching", bool, False, "compute the prefix that prompts share once"),
+    (
+        "--vllm-enable-prefix-caching",
+        bool,
+        True,
+        "the engine computes once what requests begin with alike, such as the prompt of a group and earlier turns; off "
+        "with recurrent layers and with --router-replay-mode R3",
+    ),
     ("--max-completion-length", COUNT, 512, "maximal tokens of a completion"),
     ("--temperature", Number(float, 0.01, 2), 1.0, "sampling temperature; the trainer's log-probabilities use it, too"),
     ("--top-p", POSITIVE_SHARE, 1.0, "sample from the likeliest tokens whose probabilities sum to this"),
@@ -265,6 +272,13 @@ def _on_one_host(args: Namespace, kind: str) -> bool:
     """Return whether all servers run on rank 0's host, as far as their addresses tell it."""
     urls = getattr(args, f"{kind}_server_base_url") or []
     return all(urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1") for url in urls)
+
+
+def resolve_prefix_caching(args: Namespace) -> dict[str, Any]:
+    """Return --vllm-enable-prefix-caching: unless it is given, it is off with states and experts of each token."""
+    if "vllm_enable_prefix_caching" in args.explicit or not (has_recurrence(args) or args.router_replay_mode == "R3"):
+        return {}
+    return {"vllm_enable_prefix_caching": False}
 
 
 def resolve_weight_sync(args: Namespace) -> dict[str, Any]:

@@ -68,6 +68,7 @@ from megatron_grpo.rollout.arguments import (
     resolve_max_num_seqs,
     resolve_mismatch_sample_rate,
     resolve_placed,
+    resolve_prefix_caching,
     resolve_weight_sync,
 )
 from megatron_grpo.rollout.exact_log_probs import check_exact_log_probs
@@ -192,6 +193,7 @@ MODEL: tuple[Step, ...] = (
     check_rope,
     resolve_tokenizer,
     check_tokenizer,
+    resolve_prefix_caching,
     check_model_of_engine,
     check_reference_of_model,
     check_lora,

@@ -376,7 +376,10 @@ def test_sums_of_copies(heads):
 @pytest.mark.parametrize(("groups", "heads", "d"), [(8, 2, 128), (2, 7, 64), (2, 8, 256)])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_attention_of_decode_steps(groups, heads, d, parts, quantized):
-    """Against float64 over each sequence alone, with no token, one, a whole block or part and the next token."""
+    """Against float64 over each sequence alone: no token, one, a whole block or part and the next token.
+
+    Three sequences share the blocks of a part, three others those of two parts.
+    """
     pytest.importorskip("vllm")
     from megatron_grpo.rollout.vllm.decode_attention import decode_attention
 
@@ -390,6 +393,7 @@ def test_attention_of_decode_steps(groups, heads, d, parts, quantized):
 
     cache, query = numbers(len(lengths) * most, groups, size, 2 * d), numbers(len(lengths), groups * heads, d)
     blocks = torch.randperm(len(cache), generator=generator, device="cuda").view(len(lengths), most).int()
+    blocks[5:8, :8], blocks[8:, :16] = blocks[5, :8], blocks[8, :16]
     scales = [torch.tensor(scale, device="cuda") for scale in (0.5, 0.75, 1.25)] if quantized else None
     output = torch.full_like(query, 7, dtype=torch.bfloat16)
     decode_attention(

@@ -4,7 +4,7 @@
 
 Prints a Markdown table: microseconds of a call in a CUDA graph and bytes of keys and values read in a second, with a
 cache in bf16 and in FP8 (scales of 1), and the largest difference of the two outputs. Blocks have 16 tokens and lie in
-any order. The lengths of the sequences are made up and stand in `CASES`.
+any order. The lengths of the sequences are made up and stand in `CASES`. What eight neighbors share is counted once.
 """
 
 import argparse
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 BLOCK = 16  # tokens
+GROUP = 8  # completions of a prompt
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Case:
     longest: int
     limit: int  # tokens of a sequence in the engine
     median: int | None = None
+    shared: int = 0  # tokens of a prompt, whose blocks `GROUP` neighbors share
 
     def lengths(self) -> torch.Tensor:
         """Return the lengths ``[sequences]``."""
@@ -41,6 +43,15 @@ class Case:
             return torch.randint(self.shortest, self.longest, (self.sequences,), generator=generator).int()
         drawn = self.median * torch.exp(1.1 * torch.randn(self.sequences, generator=generator))
         return drawn.clamp(self.shortest, self.longest).int()
+
+    def table(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of the sequences' blocks ``[sequences, most]``."""
+        needed, common = -(-lengths // BLOCK), self.shared // BLOCK
+        table = torch.zeros(self.sequences, -(-self.limit // BLOCK), dtype=torch.int32)
+        held = torch.arange(table.shape[1]) < needed[:, None]
+        table[held] = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(0)).int()
+        table[:, :common] = table[::GROUP, :common].repeat_interleave(GROUP, 0)[: self.sequences]
+        return table
 
 
 CASES = (
@@ -52,6 +63,10 @@ CASES = (
     Case("0.5B, 512 of 68 to 610", 2, 7, 64, 512, 68, 610, 1024),
     Case("0.5B, 128", 2, 7, 64, 128, 68, 544, 1024),
     Case("4B, 256 of 68 to 544", 8, 4, 128, 256, 68, 544, 608),
+    Case("4B, 256 of 4,112 to 4,608, prompts of 4,096 shared", 8, 4, 128, 256, 4112, 4608, 4640, shared=4096),
+    Case("4B, the same not shared", 8, 4, 128, 256, 4112, 4608, 4640),
+    Case("0.6B, 512 of 1,040 to 1,536, prompts of 1,024 shared", 8, 2, 128, 512, 1040, 1536, 1568, shared=1024),
+    Case("0.5B, 512 of 1,040 to 1,536, prompts of 1,024 shared", 2, 7, 64, 512, 1040, 1536, 1568, shared=1024),
     Case("8B, 64 of 512 to 4,096", 8, 4, 128, 64, 512, 4096, 8192),
     Case("8B, 32 of 1,024 to 16,384", 8, 4, 128, 32, 1024, 16384, 16384),
     Case("8B, 16 of 68 to 544 in an engine of 16,384", 8, 4, 128, 16, 68, 544, 16384),
@@ -65,13 +80,10 @@ def measure(case: Case) -> str:
 
     from megatron_grpo.rollout.vllm.decode_attention import decode_attention, parts_of
 
-    lengths = case.lengths().cuda()
-    needed = (lengths + BLOCK - 1) // BLOCK
-    order = torch.randperm(int(needed.sum()), device="cuda").int()
-    table = torch.zeros(case.sequences, -(-case.limit // BLOCK), dtype=torch.int32, device="cuda")
-    for row, own in zip(table, order.split(needed.tolist()), strict=True):
-        row[: len(own)] = own
-    cache = torch.randn(len(order), case.groups, BLOCK, 2 * case.channels, device="cuda", dtype=torch.bfloat16)
+    lengths, table = case.lengths().cuda(), case.table(case.lengths()).cuda()
+    cache = torch.randn(
+        int(table.max()) + 1, case.groups, BLOCK, 2 * case.channels, device="cuda", dtype=torch.bfloat16
+    )
     query = torch.randn(case.sequences, case.groups * case.heads, case.channels, device="cuda", dtype=torch.bfloat16)
     starts = torch.arange(case.sequences + 1, dtype=torch.int32, device="cuda")
     one = torch.ones((), device="cuda")
@@ -102,7 +114,8 @@ def measure(case: Case) -> str:
         def own(q=q, kv=kv, out=ours, scales=scales):
             decode_attention(q, kv, table, lengths, out, scale, scales, *parts_of(case.limit))
 
-        read = int(lengths.sum()) * kv.stride(2) * case.groups * kv.element_size()
+        tokens = int((lengths - case.shared).sum()) + case.shared * case.sequences // GROUP
+        read = tokens * kv.stride(2) * case.groups * kv.element_size()
         for attend in flash, own:
             us = microseconds(attend)
             cells.append(f"{us:.1f} ({read / us / 1e6:.2f})")

@@ -6,7 +6,8 @@ DIRECTORY holds a published config.json. The first half of the ranks hold the te
 random weights; the second half have vLLM's model of each rank of one engine, whose loaders are traced, and whose
 parameters receive the weights. Prints for each sync the seconds until the last rank's device has finished and the
 gigabytes that an engine rank receives a second, with their checksums; on GPUs the memory of a sync beside the weights;
-and the gigabytes a second of plain messages between the same ranks. With --profile the host's functions of one more
+and the gigabytes a second of plain messages between the same ranks. With --of N only the first ranks of N on each side
+run: what a rank of N sends and receives, on fewer GPUs. With --profile the host's functions of one more
 sync are listed, and the device's kernels of another, of the first trainer and of the first engine rank.
 """
 
@@ -99,6 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="DIRECTORY", help="holds config.json as published")
     parser.add_argument("--syncs", type=int, default=5, metavar="N", help="syncs; the first one has further work [5]")
+    parser.add_argument("--of", type=int, metavar="N", help="tensor-parallel ranks of each side [those that run]")
     parser.add_argument("--profile", action="store_true", help="list functions and kernels of a sync")
     options = parser.parse_args()
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -107,6 +109,9 @@ def main() -> None:
     config = hf.read_config(options.config)
     args = made_up.parse([*flags(families.for_hf_config(config).args_from_hf(config)), "--bf16"], 1)
     rank, half, on_gpu = int(os.environ["RANK"]), world // 2, torch.cuda.is_available()
+    width = options.of or half  # tensor-parallel ranks
+    if width < half:
+        parser.error(f"--of {width}: {half} ranks run on each side")
     if args.num_experts and not on_gpu:
         parser.error("vLLM's CPU build has no experts that are written in place: take a GPU")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -118,20 +123,20 @@ def main() -> None:
     links = Links(dist.group.WORLD, dist.new_group(timeout=timeout, **settings), device)
     weights = planned.table(args, "weights")
     tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
-    size = sum(tensor.nbytes for tensor in tensors) // half
+    size = sum(tensor.nbytes for tensor in tensors) // width
     begun = time.perf_counter()
     if rank < half:
         with torch.device(device):
-            shards = {w.name: torch.rand(w.shard_shape(half)).to(w.dtype or params_dtype(args)) for w in weights}
-        holder = Holder(np.ones(len(weights), np.bool_), 0, (rank, half), (rank, half))
+            shards = {w.name: torch.rand(w.shard_shape(width)).to(w.dtype or params_dtype(args)) for w in weights}
+        holder = Holder(np.ones(len(weights), np.bool_), 0, (rank, width), (rank, width))
         transfer = Transfer(args, links, weights, holder)
         if rank == 0:
-            print(f"{size * half / 1e9:.2f} GB, planned in {time.perf_counter() - begun:.1f} s", flush=True)
+            print(f"{size * width / 1e9:.2f} GB, planned in {time.perf_counter() - begun:.1f} s", flush=True)
         measure(transfer, lambda: transfer.send(shards), size, links, options)
     else:
         with contextlib.ExitStack() as stack:
             with torch.device(device):
-                model = stack.enter_context(model_of_rank(options.config, rank - half, half, dtype="bfloat16"))
+                model = stack.enter_context(model_of_rank(options.config, rank - half, width, dtype="bfloat16"))
             transfer = Transfer(args, links, weights, reads=lambda tensors: trace(model, tensors, in_place=True))
             if rank == half:
                 print(f"{len(transfer._direct)} of {len(tensors)} tensors go straight into parameters", flush=True)

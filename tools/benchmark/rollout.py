@@ -76,7 +76,8 @@ class Benchmark:
             self.scorer = RewardPool(["length"], [str(plugin)], args.reward_workers, args.reward_timeout)
 
     def ours(self, sampling: Sampling) -> int:
-        """Run a rollout as training does; return the completion tokens of all replicas."""
+        """Run a rollout as training does, after new weights; return the completion tokens of all replicas."""
+        self.engine._llm.reset_prefix_cache()
         generations = self.args.num_generations
         plan = RolloutPlan(self.prompts, generations, sampling, seed=1)
         batch, failures = collect_rollout(self.engine, plan, self.scorer, self.tokenizer, Timers())

@@ -173,21 +173,23 @@ def decode_attention(
     and values in 8 bits: float32, one number each. No sequence has more than ``parts`` times ``part`` tokens.
     """
     groups, size, width = cache.shape[1:]
-    heads, d, rows = query.shape[-2], width // 2, min(len(query), len(lengths))
+    heads, d, rows = query.shape[-2] // cache.shape[1], width // 2, min(len(query), len(lengths))
     if parts > 1:  # of each head and part: the sum of weighted values, the largest score, the sum of weights
-        found = torch.empty(rows, heads, parts, d, dtype=torch.float32, device=query.device)
-        sums = torch.empty(2, rows, heads, parts, dtype=torch.float32, device=query.device)
+        found = torch.empty(rows, groups * heads, parts, d, dtype=torch.float32, device=query.device)
+        sums = torch.empty(2, rows, groups * heads, parts, dtype=torch.float32, device=query.device)
     else:
         found = sums = lengths  # unused
     keys, ahead, warps = SIXTEEN_BITS if scales is None else EIGHT_BITS
+    members = max(1, ROWS // triton.next_power_of_2(heads)) if parts > 1 else 1
+    covered = part // size + (2 if part % size else 0)  # blocks with tokens of a part
     _attention[(groups, rows, parts)](
         query, cache, blocks, lengths, output, found, sums, scale * LOG2_E, *(scales or (lengths,) * 3),
         query.stride(0), output.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), blocks.stride(0),
-        HEADS=heads // groups, ROWS=ROWS, D=d, BLOCK=size, KEYS=keys, AHEAD=ahead, PART=part, PARTS=parts,
-        SCALED=scales is not None, num_warps=warps,
+        HEADS=heads, MEMBERS=members, ROWS=ROWS, D=d, BLOCK=size, COVERED=triton.next_power_of_2(covered), KEYS=keys,
+        AHEAD=ahead, PART=part, PARTS=parts, SCALED=scales is not None, num_warps=warps,
     )  # fmt: skip
     if parts > 1:
-        _combine[(heads, rows)](
+        _combine[(groups * heads, rows)](
             found, sums, lengths, output, output.stride(0), D=d, PART=part, PARTS=parts,
             WIDTH=triton.next_power_of_2(parts), num_warps=1,
         )  # fmt: skip
@@ -209,10 +211,11 @@ def _in_float16(numbers):
 @triton.jit
 def _attention(
     query, cache, blocks, lengths, output, found, sums, scale, query_scale, key_scale, value_scale, query_row,
-    output_row, cache_block, cache_group, cache_token, blocks_row, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, AHEAD: tl.constexpr, PART: tl.constexpr,
-    PARTS: tl.constexpr, SCALED: tl.constexpr,
+    output_row, cache_block, cache_group, cache_token, blocks_row, HEADS: tl.constexpr, MEMBERS: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COVERED: tl.constexpr, KEYS: tl.constexpr,
+    AHEAD: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
+    """Attend from a sequence to a part of its tokens, and from its neighbors that hold the same blocks there."""
     group, sequence, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + sequence)
     first, last = 0, length
@@ -221,10 +224,29 @@ def _attention(
         last = tl.minimum(length, first + PART)
         if (part > 0) & (first >= length):
             return
-    heads, d, ahead = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, KEYS)
-    own = (group * HEADS + heads)[:, None] * D + d[None, :]
-    here = (heads < HEADS)[:, None]
-    queries = tl.load(query + sequence * query_row + own, mask=here, other=0.0)
+    d, ahead = tl.arange(0, D), tl.arange(0, KEYS)
+    rows = tl.arange(0, ROWS)
+    member, head = rows // (ROWS // MEMBERS), rows % (ROWS // MEMBERS)
+    near = sequence // MEMBERS * MEMBERS
+    bit = 1 << (sequence - near).to(tl.int32)
+    alike = bit  # of the neighbors, those with the same blocks in a part that all of them have in full
+    if MEMBERS > 1:
+        if length >= first + PART:
+            covered, each = first // BLOCK + tl.arange(0, COVERED), tl.arange(0, MEMBERS)
+            inside = covered <= (first + PART - 1) // BLOCK
+            own_blocks = tl.load(blocks + sequence * blocks_row + covered, mask=inside, other=0)
+            others = near + each
+            whole = tl.load(lengths + others, mask=others < tl.num_programs(1), other=0) >= first + PART
+            compared = whole[:, None] & inside[None, :]
+            theirs = tl.load(blocks + others[:, None] * blocks_row + covered[None, :], mask=compared, other=-1)
+            same = tl.min(((theirs == own_blocks[None, :]) | ~inside[None, :]).to(tl.int32), 1)
+            alike = tl.sum(same << each)
+            if alike & (bit - 1):
+                return  # the first of them attends for all
+    reads, readers = (head < HEADS) & ((alike >> member) & 1 > 0), near + member
+    here = reads[:, None]
+    own = (group * HEADS + head)[:, None] * D + d[None, :]
+    queries = tl.load(query + readers[:, None] * query_row + own, mask=here, other=0.0)
     if SCALED:
         scale *= tl.load(query_scale) * tl.load(key_scale)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -247,17 +269,19 @@ def _attention(
         peak = higher
     if SCALED:
         weighted *= tl.load(value_scale)
-    whole = here
+    undivided = reads
     if PARTS > 1:
-        at = (sequence * tl.num_programs(0) * HEADS + group * HEADS + heads) * PARTS + part
+        at = (readers * tl.num_programs(0) * HEADS + group * HEADS + head) * PARTS + part
         number = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * HEADS * PARTS
-        divided = (heads < HEADS) & (length > PART)
+        longer = tl.load(lengths + readers, mask=reads, other=0) > PART
+        divided = reads & longer
         tl.store(found + at[:, None] * D + d[None, :], weighted, mask=divided[:, None])
         tl.store(sums + at, peak, mask=divided)
         tl.store(sums + number + at, total, mask=divided)
-        whole = here & (length <= PART)
+        undivided = reads & ~longer
     weighted = weighted / tl.where(length > 0, total, 1.0)[:, None]
-    tl.store(output + sequence * output_row + own, weighted.to(output.dtype.element_ty), mask=whole)
+    place = output + readers[:, None] * output_row + own
+    tl.store(place, weighted.to(output.dtype.element_ty), mask=undivided[:, None])
 
 
 @triton.jit
