@@ -59,7 +59,7 @@ JOBS = {
         --frequency-penalty 0.1""",
     "four updates": """--max-tokens-per-microbatch 80 --steps-per-generation 2 --num-iterations 2 --save-interval 4
         --eval-interval 8 --eval-num-generations 2 --log-interval 3 --mismatch-sample-rate 0.5
-        --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --vllm-enable-prefix-caching""",
+        --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather""",
     "partial rollouts": """--micro-batch-size 16 --loss-type dapo --save-interval 2 --eval-interval 4
         --max-completion-length 16 --partial-rollouts --max-staleness 2 --mismatch-limit 1
         --rollout-importance-sampling-mode token_truncate""",

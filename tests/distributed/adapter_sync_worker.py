@@ -40,7 +40,7 @@ TOKENS = 12
 # The longest is longer than a block of vLLM's cache on a CPU, so that a prefix can be found in it.
 LENGTHS = (5, 40, 290)
 FLAGS = f"""--max-prompt-length {max(LENGTHS)} --max-completion-length {TOKENS} --temperature 1 --lora-rank 6
-    --lora-alpha 15 --vllm-max-num-seqs 8 --vllm-enable-prefix-caching""".split()
+    --lora-alpha 15 --vllm-max-num-seqs 8""".split()
 
 
 def prompts(vocabulary: int) -> list[list[int]]:

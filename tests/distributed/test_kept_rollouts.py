@@ -11,7 +11,7 @@ from test_decode_steps_run import MODEL
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
 
-@pytest.mark.parametrize("flags", [[], ["--vllm-enable-prefix-caching"]], ids=["", "prefix cache"])
+@pytest.mark.parametrize("flags", [[], ["--no-vllm-enable-prefix-caching"]], ids=["", "no prefix cache"])
 def test_completions_are_those_of_whole_rollouts(torchrun, tmp_path, flags):
     """Weights are called new between the rollouts and stay the same. No request is submitted twice unless the engine
     has other work.

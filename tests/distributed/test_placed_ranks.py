@@ -28,7 +28,7 @@ COMMON = f"""--transformer-impl local --num-generations {SIZE} --global-batch-si
     --num-completions-to-log 16 --eval-num-generations 2 --eval-max-prompts 4"""
 # Prompts fill a block of the cache. The probe after each publication has the same prompts: the limit of the mismatch
 # ends the run if one of them is served from keys and values of older weights.
-CACHED = """--vllm-enable-prefix-caching --vllm-engine-kwargs {"kv_cache_memory_bytes":33554432,"block_size":32}"""
+CACHED = """--vllm-engine-kwargs {"kv_cache_memory_bytes":33554432,"block_size":32}"""
 ADAPTER = "--lora-rank 4 --lora-weight-sync adapter"  # every sync is compared with the engines' slots, bit by bit
 STALE = "--max-staleness 2 --rollout-importance-sampling-mode token_truncate --mismatch-limit 0.01"
 

@@ -25,7 +25,7 @@ from tools.make_tiny_model import build_parser, make
 pytestmark = [pytest.mark.vllm, pytest.mark.distributed]
 
 STOP_WORDS = ["5", "9"]
-COLOCATED = ["--vllm-enforce-eager", "--vllm-enable-prefix-caching"]
+COLOCATED = ["--vllm-enforce-eager"]
 TWO = [*COLOCATED, "--vllm-tensor-parallel-size", "2", "--tensor-model-parallel-size", "2"]
 COOL = 0.7
 SMALL_BATCHES = ["--vllm-engine-kwargs", '{"max_num_batched_tokens": 512}']  # less than the prompts of a replica

@@ -19,7 +19,7 @@ from planted import FIRST
 from megatron_grpo.models.exact import head, kernels
 
 FLAGS = """--bf16 --transformer-impl local --exact-log-probs --temperature 1 --beta 0 --max-prompt-length 200
-    --max-completion-length 64 --vllm-max-num-seqs 128 --vllm-enable-prefix-caching""".split()
+    --max-completion-length 64 --vllm-max-num-seqs 128""".split()
 UPDATES = """--global-batch-size 64 --num-generations 8 --lr 1e-3 --no-save-hf
     --use-distributed-optimizer""".split()
 OTHER = "--temperature 0.7 --max-tokens-per-microbatch 4096"

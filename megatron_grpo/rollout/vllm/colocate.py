@@ -491,7 +491,7 @@ def _build(args, directory: str):
 
         exact.register(args)
     else:
-        scheduler.use_decode_attention()
+        scheduler.use_decode_attention(args.max_prompt_length)
     on_a_cpu = _cpu_options(args) if not torch.cuda.is_available() else {}
     if args.model_family == "llava_onevision" and args.engine_sees_videos:
         _flatten_videos()

@@ -2,8 +2,10 @@
 
 A sequence of a decode step has one query, so that attention reads keys and values once and is limited by memory.
 FlashAttention 3 reaches 1.8 to 3.3 TB/s of an H200's 4.8 with sequences of some hundred tokens, this kernel 2.9 to 4.2
-(docs/performance/rollouts.md). FlashAttention keeps batches of few sequences, by their times on the engine's GPU
-(`decode_choice`), and all that is not a plain decode step.
+(docs/performance/rollouts.md). A product has 16 rows, of which the queries of one head of keys fill 1 to 16: neighbors
+that have a part in the same blocks, as the completions of a group their prompt, fill others and read the part once.
+FlashAttention keeps batches of few sequences, by their times on the engine's GPU (`decode_choice`), and all that is not
+a plain decode step.
 """
 
 import torch
@@ -21,21 +23,27 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from megatron_grpo.rollout.vllm.decode_choice import Choice, Measurement, fixed_rule, sizes_of
 
-PART, MOST_PARTS = 1024, 16  # tokens of a sequence that a program reads, so that none works much longer than others
+UNDIVIDED = 1024  # tokens of the longest sequence of an engine whose sequences are not divided
+PART, MOST_PARTS = 512, 32  # tokens of a sequence that a program reads, so that none works much longer than others
 ROWS = 16  # least queries of a product
 SIXTEEN_BITS, EIGHT_BITS = (64, 3, 2), (32, 4, 1)  # keys of a product, products loaded ahead, warps: by H200s
 LOG2_E = 1.4426950408889634
 QUANTIZED = ("fp8", "fp8_e4m3")  # dtypes of a cache; queries are quantized, too
 
 
-def register() -> None:
-    """Let vLLM's backend FLASH_ATTN use this kernel, by vLLM's own way to replace a backend's class."""
+def register(longest_prompt: int = 0) -> None:
+    """Let vLLM's backend FLASH_ATTN use this kernel, by vLLM's own way to replace a backend's class.
+
+    ``longest_prompt``: tokens of a prompt that completions can share.
+    """
+    DecodeMetadataBuilder.longest_prompt = longest_prompt
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{DecodeAttentionBackend.__name__}")
 
 
 class DecodeMetadataBuilder(FlashAttentionMetadataBuilder):
     """What FlashAttention plans; a CUDA graph of this kernel serves no batch with a prompt, as one of theirs may."""
 
+    longest_prompt = 0
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     _has_chosen = False
 
@@ -58,6 +66,8 @@ class DecodeMetadataBuilder(FlashAttentionMetadataBuilder):
         dtype, impl = self.vllm_config.model_config.dtype, layers[0].impl
         of_queries = current_platform.fp8_dtype() if impl.kv_cache_dtype in QUANTIZED else dtype
         sizes = self.compilation_config.cudagraph_capture_sizes or []
+        usual = self.longest_prompt // 2  # tokens of a prompt
+        shared = usual if self.vllm_config.cache_config.enable_prefix_caching and usual >= PART else 0
 
         def rows(number: int) -> torch.Tensor:
             return torch.zeros(number, impl.num_heads, impl.head_size, dtype=dtype, device=self.device)
@@ -71,6 +81,7 @@ class DecodeMetadataBuilder(FlashAttentionMetadataBuilder):
             common=common,
             sizes=sizes_of(sizes, self.vllm_config.scheduler_config.max_num_seqs),
             group=get_tp_group().cpu_group,
+            shared=shared,
         ).choose()
         for layer in layers:
             layer.impl.choice = choice
@@ -152,7 +163,7 @@ def _by_ours(layer, query, meta, output) -> None:
 def parts_of(longest: int) -> tuple[int, int]:
     """Return into how many parts a sequence of ``longest`` tokens is divided, and the tokens of a part."""
     part = max(PART, triton.next_power_of_2(longest) // MOST_PARTS)
-    return triton.cdiv(longest, part), part
+    return (1, UNDIVIDED) if longest <= UNDIVIDED else (triton.cdiv(longest, part), part)
 
 
 def decode_attention(
@@ -215,7 +226,7 @@ def _attention(
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, COVERED: tl.constexpr, KEYS: tl.constexpr,
     AHEAD: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Attend from a sequence to a part of its tokens, and from its neighbors that hold the same blocks there."""
+    """Attend from a sequence to a part of its tokens, and from the neighbors that have the same blocks there."""
     group, sequence, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + sequence)
     first, last = 0, length
@@ -231,12 +242,13 @@ def _attention(
     bit = 1 << (sequence - near).to(tl.int32)
     alike = bit  # of the neighbors, those with the same blocks in a part that all of them have in full
     if MEMBERS > 1:
-        if length >= first + PART:
+        full = tl.maximum(first, 1) + PART  # one that ends with the first part has nothing to combine
+        if length >= full:
             covered, each = first // BLOCK + tl.arange(0, COVERED), tl.arange(0, MEMBERS)
             inside = covered <= (first + PART - 1) // BLOCK
             own_blocks = tl.load(blocks + sequence * blocks_row + covered, mask=inside, other=0)
             others = near + each
-            whole = tl.load(lengths + others, mask=others < tl.num_programs(1), other=0) >= first + PART
+            whole = tl.load(lengths + others, mask=others < tl.num_programs(1), other=0) >= full
             compared = whole[:, None] & inside[None, :]
             theirs = tl.load(blocks + others[:, None] * blocks_row + covered[None, :], mask=compared, other=-1)
             same = tl.min(((theirs == own_blocks[None, :]) | ~inside[None, :]).to(tl.int32), 1)
@@ -257,7 +269,10 @@ def _attention(
         held = at < last
         block = tl.load(blocks + sequence * blocks_row + at // BLOCK, mask=held, other=0).to(tl.int64)
         place = cache + block * cache_block + group * cache_group + (at % BLOCK) * cache_token
-        keys = tl.load(place[:, None] + d[None, :], mask=held[:, None], other=0.0)
+        if (PARTS > 1) & (not SCALED):  # a mask takes registers; what lies behind the end gets no score
+            keys = tl.load(place[:, None] + d[None, :])
+        else:
+            keys = tl.load(place[:, None] + d[None, :], mask=held[:, None], other=0.0)
         values = tl.load(place[:, None] + D + d[None, :], mask=held[:, None], other=0.0)
         if SCALED:
             values = _in_float16(values)
@@ -273,12 +288,11 @@ def _attention(
     if PARTS > 1:
         at = (readers * tl.num_programs(0) * HEADS + group * HEADS + head) * PARTS + part
         number = tl.num_programs(1).to(tl.int64) * tl.num_programs(0) * HEADS * PARTS
-        longer = tl.load(lengths + readers, mask=reads, other=0) > PART
-        divided = reads & longer
+        divided = reads & (length > PART)
         tl.store(found + at[:, None] * D + d[None, :], weighted, mask=divided[:, None])
         tl.store(sums + at, peak, mask=divided)
         tl.store(sums + number + at, total, mask=divided)
-        undivided = reads & ~longer
+        undivided = reads & (length <= PART)
     weighted = weighted / tl.where(length > 0, total, 1.0)[:, None]
     place = output + readers[:, None] * output_row + own
     tl.store(place, weighted.to(output.dtype.element_ty), mask=undivided[:, None])

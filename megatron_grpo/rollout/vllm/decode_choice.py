@@ -1,7 +1,8 @@
 """Choice of the attention kernel of an engine's decode steps: ours from some number of sequences on, by its times.
 
 Before an engine records its CUDA graphs, both kernels attend over the layers' own caches, with made-up lengths and
-blocks in any order. Each runs as in a decode step: the same metadata, in a CUDA graph.
+blocks in any order. Each runs as in a decode step: the same metadata, in a CUDA graph. If an engine keeps prefixes,
+neighbors also share the blocks of a long prompt, as the completions of a group do.
 """
 
 import math
@@ -19,6 +20,7 @@ LEAST_PROGRAMS = 256  # of the fixed rule: fewer do not fill a GPU
 GAIN = 0.03  # least share of FlashAttention's time that our kernel saves: less may be noise
 MEAN = 512  # tokens
 SPREADS = 1.0, 0.25  # of lengths over their mean: requests follow one another, or began together
+GROUP = 8  # neighbors that share a prompt
 BESIDE = 32  # sequences; from here on the next larger graph is measured, too
 ROUNDS = 3
 READ, LEAST_LAYERS = 256 << 20, 2  # bytes that a graph reads, more than a GPU caches; layers in it
@@ -92,17 +94,20 @@ def lengths_of(number: int, mean: int, spread: float) -> torch.Tensor:
     return lengths[torch.randperm(number, generator=torch.Generator().manual_seed(0))]
 
 
-def made_up_batch(common: Any, lengths: torch.Tensor, size: int) -> Any:
+def made_up_batch(common: Any, lengths: torch.Tensor, size: int, shared: int = 0) -> Any:
     """Return vLLM's description of a decode step of sequences of these lengths ``[n]``, on the device of ``common``.
 
-    Their blocks of ``size`` tokens are the first of the cache, in any order. The table of blocks has the strides of the
-    one in ``common``, an engine's own description, so that kernels are compiled once.
+    Their blocks of ``size`` tokens are the first of the cache, in any order; those of the first ``shared`` tokens are
+    the same in `GROUP` neighbors. The table of blocks has the strides of the one in ``common``, an engine's own
+    description, so that kernels are compiled once.
     """
     table, number = common.block_table_tensor, len(lengths)
     needed = (lengths + size - 1) // size
     filled = torch.arange(table.shape[1]) < needed[:, None]
+    filled[torch.arange(number) % GROUP > 0, : shared // size] = False
     own = torch.zeros(number, table.stride(0), dtype=table.dtype)[:, : table.shape[1]]
-    own[filled] = torch.randperm(int(needed.sum()), generator=torch.Generator().manual_seed(0)).to(own.dtype)
+    own[filled] = torch.randperm(int(filled.sum()), generator=torch.Generator().manual_seed(0)).to(own.dtype)
+    own[:, : shared // size] = own[::GROUP, : shared // size].repeat_interleave(GROUP, 0)[:number]
     held = table.new_zeros(number, table.stride(0))
     held[:, : table.shape[1]] = own.to(table.device)
     starts = torch.arange(number + 1, dtype=torch.int32)
@@ -151,6 +156,7 @@ class Measurement:
     common: Any  # the engine's own description of a batch
     sizes: Sequence[int]
     group: Any
+    shared: int = 0  # tokens of a prompt that a group shares; 0: none
     seconds: Callable[[Sequence[Callable[[], None]]], list[float]] = seconds_of
 
     def choose(self) -> Choice:
@@ -174,18 +180,29 @@ class Measurement:
             return fixed_rule(key_heads, "there was no memory to measure")
         return by_times(self.sizes, *times.tolist())
 
-    def _seconds(self, number: int) -> torch.Tensor:
-        """Return the seconds of FlashAttention and of ours with ``number`` sequences ``[2]``, summed over lengths."""
-        cache, found = self.layers[0].kv_cache, torch.zeros(2, dtype=torch.float64)
-        blocks, heads, size, width = cache.shape
-        query, output = self.query(number), self.output(number)
+    def _batches(self, number: int) -> list[tuple[torch.Tensor, int]]:
+        """Return lengths ``[number]`` and shared tokens of the batches to measure; the cache holds each of them."""
+        blocks, _, size, _ = self.layers[0].kv_cache.shape
+        longest = self.common.max_seq_len
         held = (blocks // number - 2) * size  # tokens of a sequence on average, so that all fit
-        means = sorted({min(mean, held) for mean in mean_lengths(self.common.max_seq_len)})
-        for mean, spread in product(means, SPREADS):
-            lengths = lengths_of(number, mean, spread)
-            read = int(lengths.sum()) * heads * width * cache.element_size()
-            layers = self.layers[: max(LEAST_LAYERS, -(-READ // read))]
-            meta = self.build(made_up_batch(self.common, lengths, size))
+        means = sorted({min(mean, held) for mean in mean_lengths(longest)})
+        batches = [(lengths_of(number, mean, spread), 0) for mean, spread in product(means, SPREADS)]
+        mean = max(1, min(MEAN, held // 2, (longest - self.shared) // 2))  # of completions after a shared prompt
+        left = blocks - number * (mean // size + 2)
+        shared = min(self.shared // size, left // -(-number // GROUP)) * size
+        if shared:
+            batches += [(shared + lengths_of(number, mean, spread), shared) for spread in SPREADS]
+        return batches
+
+    def _seconds(self, number: int) -> torch.Tensor:
+        """Return the seconds of FlashAttention and of ours with ``number`` sequences ``[2]``, summed over batches."""
+        cache, found = self.layers[0].kv_cache, torch.zeros(2, dtype=torch.float64)
+        _, heads, size, width = cache.shape
+        query, output = self.query(number), self.output(number)
+        for lengths, shared in self._batches(number):
+            tokens = int(lengths.sum()) - shared * (number - -(-number // GROUP))
+            layers = self.layers[: max(LEAST_LAYERS, -(-READ // (tokens * heads * width * cache.element_size())))]
+            meta = self.build(made_up_batch(self.common, lengths, size, shared))
 
             def attend(kernel: Attend, layers=layers, meta=meta) -> None:
                 for layer in layers:

@@ -73,14 +73,17 @@ def shorten_decode_steps(engine):
     return made
 
 
-def use_decode_attention() -> None:
-    """Let engines of this process attend as `decode_attention` does where its kernel has been measured: on Hopper."""
+def use_decode_attention(longest_prompt: int) -> None:
+    """Let engines of this process attend as `decode_attention` does where its kernel has been measured: on Hopper.
+
+    ``longest_prompt``: tokens of a prompt that completions can share.
+    """
     if not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
         return
     if patches.DECODE_ATTENTION.known():
         from megatron_grpo.rollout.vllm import decode_attention
 
-        decode_attention.register()
+        decode_attention.register(longest_prompt)
 
 
 def attention_choices(engine) -> list:

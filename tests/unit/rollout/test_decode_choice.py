@@ -98,18 +98,24 @@ def own_batch(longest: int, size: int) -> Batch:
     return Batch(empty, empty, empty, 4, 4, 1, longest, table, empty, empty)
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=12), st.sampled_from([16, 32]))
-def test_sequences_of_a_made_up_batch_share_no_block(lengths, size):
-    common = own_batch(100, size)
-    batch = made_up_batch(common, torch.tensor(lengths, dtype=torch.int32), size)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.sampled_from([16, 32]), st.integers(0, 3))
+def test_sequences_of_a_made_up_batch_share_the_blocks_of_a_prompt(lengths, size, common_blocks):
+    shared = common_blocks * size
+    common = own_batch(200, size)
+    lengths = [shared + length for length in lengths]
+    batch = made_up_batch(common, torch.tensor(lengths, dtype=torch.int32), size, shared)
     needed = [-(-length // size) for length in lengths]
     own = [row[:held].tolist() for row, held in zip(batch.block_table_tensor, needed, strict=True)]
-    assert sorted(block for blocks in own for block in blocks) == list(range(sum(needed)))
+    groups = [own[first : first + 8] for first in range(0, len(own), 8)]
+    assert all(row[:common_blocks] == group[0][:common_blocks] for group in groups for row in group)
+    once = [row[common_blocks * (place > 0) :] for group in groups for place, row in enumerate(group)]
+    blocks = [block for row in once for block in row]
+    assert sorted(blocks) == list(range(len(blocks)))
     assert batch.block_table_tensor.stride() == common.block_table_tensor.stride()
     assert batch.query_start_loc.tolist() == list(range(len(lengths) + 1))
 
 
-def choose(times, *, blocks=4096, layers=12, group=None, longest=4096, sizes=SIZES):
+def choose(times, *, blocks=4096, layers=12, group=None, longest=4096, sizes=SIZES, shared=0):
     """A measurement in which ``times(sequences, kernel)`` takes the place of a clock: choice, and what was run."""
     runs: list[tuple] = []
     names = ["flash", "ours"]
@@ -136,6 +142,7 @@ def choose(times, *, blocks=4096, layers=12, group=None, longest=4096, sizes=SIZ
         common=own_batch(longest, 16),
         sizes=sizes,
         group=group,
+        shared=shared,
         seconds=seconds,
     )
     return measurement.choose(), runs
@@ -167,6 +174,21 @@ def test_both_kernels_see_the_same_batches(alone):
     # 512 tokens and a quarter of the longest; the cache of 4,096 blocks of 16 tokens holds less of many sequences.
     means = {(len(meta.seq_lens), int(meta.seq_lens.double().mean())) for meta in metas}
     assert means == {(8, 512), (8, 1024), (64, 512), (64, 992), (512, 96)}
+
+
+@pytest.mark.parametrize("shared", [700, 3000])
+def test_groups_share_long_prompts_in_some_batches(alone, shared):
+    """As far as the cache of 4,096 blocks has room: beside 512 completions of 48 tokens, 24 blocks for each group."""
+    _, runs = choose(crossing, group=alone, shared=shared)
+    wanted = {8: (shared // 16 * 16, 512), 64: (shared // 16 * 16, 496), 512: (24 * 16, 48)}
+    for number, (prompt, completion) in wanted.items():
+        metas = [meta for _, _, rows, meta in runs if rows == number]
+        assert all(int(meta.block_table_tensor.max()) < 4096 and int(meta.seq_lens.max()) <= 4096 for meta in metas)
+        groups = [meta.block_table_tensor[:8, : prompt // 16] for meta in metas]
+        of_group = [meta for meta, blocks in zip(metas, groups, strict=True) if (blocks == blocks[0]).all()]
+        assert {int(meta.seq_lens.double().mean()) for meta in of_group} == {prompt + completion}
+        means = {int(meta.seq_lens.double().mean()) for meta in metas} - {prompt + completion}
+        assert means == ({96} if number == 512 else {512, 992 if number == 64 else 1024})
 
 
 def test_graphs_read_more_than_a_gpus_cache(alone):
@@ -258,27 +280,35 @@ def test_an_engine_measures_before_its_first_graph(of_vllm, monkeypatch):
     layers = {"a": layer_of(module, first), "windows": layer_of(module, None), "b": layer_of(module, first)}
     layers["exact"] = SimpleNamespace(impl=object())
 
-    def builder(*names):
+    def builder(*names, keeps=True):
         made_up = object.__new__(module.DecodeMetadataBuilder)
         made_up.layer_names, made_up.dcp_world_size, made_up.device = names, 1, torch.device("cpu")
         made_up.compilation_config = SimpleNamespace(static_forward_context=layers, cudagraph_capture_sizes=[1, 2, 4])
-        config = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(max_num_seqs=3)
-        made_up.vllm_config = SimpleNamespace(model_config=config[0], scheduler_config=config[1])
+        made_up.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            scheduler_config=SimpleNamespace(max_num_seqs=3),
+            cache_config=SimpleNamespace(enable_prefix_caching=keeps),
+        )
         return made_up
 
     def batch(queries):
         return SimpleNamespace(max_query_len=queries)
 
+    monkeypatch.setattr(module.DecodeMetadataBuilder, "longest_prompt", 2048)
     own = builder("a", "windows", "b")
     for queries in 2, 1, 1:  # drafts, decode steps
         own.build_for_cudagraph_capture(batch(queries))
     assert calls == ["graph", "choice", "graph", "graph"]
     (parts,) = made
-    assert parts["layers"] == [layers["a"], layers["b"]] and parts["sizes"] == [1, 2]
+    assert parts["layers"] == [layers["a"], layers["b"]] and parts["sizes"] == [1, 2] and parts["shared"] == 1024
     assert parts["query"](3).shape == (3, 4, 64) and parts["query"](3).dtype == torch.bfloat16
     assert [getattr(layer.impl, "choice", None) for layer in layers.values()] == [chosen, None, chosen, None]
     builder("exact", "windows").build_for_cudagraph_capture(batch(1))
     assert len(made) == 1
+    builder("a", keeps=False).build_for_cudagraph_capture(batch(1))
+    monkeypatch.setattr(module.DecodeMetadataBuilder, "longest_prompt", 1000)
+    builder("a").build_for_cudagraph_capture(batch(1))
+    assert [parts["shared"] for parts in made[1:]] == [0, 0]  # no prefixes are kept; prompts are shorter than a part
     engine = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=own.compilation_config))
     assert scheduler.attention_choices(engine) == [chosen]
 

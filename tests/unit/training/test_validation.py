@@ -598,6 +598,16 @@ def test_prompts_are_shared_where_nothing_excludes_it(flags, note):
     assert of_models.share_note(replaced(args, eval_only=True)) is None  # it computes no micro-batches
 
 
+@pytest.mark.parametrize(
+    ("flags", "keeps"), [("", True), (DELTA, False), (MAMBA, False), (f"{MOE} --router-replay-mode R3", False)]
+)
+def test_engines_keep_prefixes_except_of_states_and_experts(flags, keeps):
+    args = validated(flags)
+    assert args.vllm_enable_prefix_caching == keeps
+    assert validated(f"{flags} --vllm-enable-prefix-caching").vllm_enable_prefix_caching
+    assert not validated(f"{flags} --no-vllm-enable-prefix-caching").vllm_enable_prefix_caching
+
+
 def test_a_default_is_no_contradiction():
     args = parse_args([])
     args = replaced(
