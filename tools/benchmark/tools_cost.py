@@ -28,6 +28,7 @@ from megatron_grpo.models.gpt import model_provider
 from megatron_grpo.rollout.engine import Request
 from megatron_grpo.rollout.episodes import Episodes
 from megatron_grpo.rollout.source import WholeRollouts
+from megatron_grpo.rollout.vllm.colocate import VllmColocate
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.training.entry_point import run
 from megatron_grpo.training.setup import setup
@@ -78,6 +79,8 @@ def main() -> None:
             plan = source.plan()
             for kind, environment in KINDS.items():
                 prompts = [of_kind(prompt, environment) for prompt in plan.prompts]
+                if isinstance(engine, VllmColocate):  # the kinds have the same prompts, and two the same turns
+                    engine._llm.reset_prefix_cache()
                 start = time.perf_counter()
                 batch = source.evaluate(replace(plan, prompts=prompts))
                 seconds[kind].append(time.perf_counter() - start)
