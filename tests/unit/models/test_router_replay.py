@@ -251,5 +251,6 @@ def test_a_layer_that_does_not_tell_beside_one_that_does():
 @pytest.mark.vllm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM on a CPU")
 def test_vllm_on_a_cpu_is_refused():
+    args = SimpleNamespace(kv_channels=32, router_replay_mode="R3", exact_log_probs=False, max_prompt_length=8)
     with pytest.raises(GrpoError, match=r"--router-replay-mode R3: vLLM on a CPU .* give R2, or use a GPU"):
-        vllm_colocate._build(SimpleNamespace(kv_channels=32, router_replay_mode="R3", exact_log_probs=False), "")
+        vllm_colocate._build(args, "")
