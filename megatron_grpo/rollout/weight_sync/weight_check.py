@@ -59,7 +59,7 @@ def compare_tensors(engine: LocalEngine, weights: Iterator[tuple[str, torch.Tens
         more = f" and {len(lines) - 3} more tensors" if len(lines) > 3 else ""
         others = f"; also on ranks {', '.join(map(str, list(wrong)[1:]))}" if len(wrong) > 1 else ""
         raise GrpoError(
-            f"--check-weight-sync: the engine does not hold the trainer's weights of update {version}: on rank {rank} "
+            f"the engine does not hold the trainer's weights of update {version}: on rank {rank} "
             f"{'; '.join(lines[:3])}{more}{others}. {ENDING}"
         )
 

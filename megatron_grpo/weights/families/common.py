@@ -305,11 +305,11 @@ class Family:
 
 
 def refuse_window(config: Config) -> None:
-    """Raise GrpoError for a window, which vLLM gives all attention layers if they are of one kind, in every family."""
+    """Raise GrpoError for a window: vLLM gives it to all attention layers of one kind, except latent ones."""
     if config.get("sliding_window"):
         raise GrpoError(
-            f"config.json has sliding_window {config['sliding_window']}, which vLLM applies and transformers ignores "
-            "in this family: remove the key"
+            f"config.json has sliding_window {config['sliding_window']}, which transformers ignores in this family, "
+            "but vLLM's usual attention applies: remove the key"
         )
 
 

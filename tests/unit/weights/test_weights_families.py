@@ -701,13 +701,13 @@ def test_unknown_architectures_are_refused_by_name(config, message):
         ("deepseek_v3", {"rope_scaling": {**YARN, "attn_factor": 0.5}}, "'yarn' has 'attn_factor'"),
         ("deepseek_v3", {"topk_group": 0}, "n_group 8 and topk_group 0: give 1 <= topk_group <= n_group"),
         *(
-            (name, {"sliding_window": 8}, "sliding_window 8, which vLLM applies")
+            (name, {"sliding_window": 8}, "sliding_window 8, which transformers ignores")
             for name in ("llama", "glm", "glm4", "glm4_moe", "minimax_m2", "deepseek_v3")
         ),
         (
             "qwen3_next",
             {"sliding_window": 8, "layer_types": ["full_attention"] * QWEN3_NEXT_80B["num_hidden_layers"]},
-            "sliding_window 8, which vLLM applies",
+            "sliding_window 8, which transformers ignores",
         ),
         # transformers applies it in every family.
         ("qwen3", {"is_causal": False}, "is_causal False, which"),
