@@ -184,7 +184,7 @@ def decode_attention(
     and values in 8 bits: float32, one number each. No sequence has more than ``parts`` times ``part`` tokens.
     """
     groups, size, width = cache.shape[1:]
-    heads, d, rows = query.shape[-2] // cache.shape[1], width // 2, min(len(query), len(lengths))
+    heads, d, rows = query.shape[-2] // groups, width // 2, min(len(query), len(lengths))
     if parts > 1:  # of each head and part: the sum of weighted values, the largest score, the sum of weights
         found = torch.empty(rows, groups * heads, parts, d, dtype=torch.float32, device=query.device)
         sums = torch.empty(2, rows, groups * heads, parts, dtype=torch.float32, device=query.device)
