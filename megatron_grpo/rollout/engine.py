@@ -55,6 +55,7 @@ class Request:
     row: Mapping[str, Any] = field(default_factory=dict)  # of the data: what an environment is reset with
     sampled_before: int = 0  # tokens of the draw in earlier samples (`Completion.sample_starts`): another seed
     images: RowImages | None = None  # of the prompt, and of the environment's messages in ``begun``
+    session: int | None = None  # requests with one of them continue each other [id]
 
     @property
     def begun_ids(self) -> Sequence[int]:

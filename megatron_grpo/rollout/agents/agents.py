@@ -168,7 +168,8 @@ class Agents(Conversing):
             request = self._requests[run]
             sampling = replace(request.sampling, max_tokens=max_tokens, stop=(*request.sampling.stop, *stop))
             seed = None if request.seed is None else request_seed(request.seed, call)
-            new.append(Request(number, prompt_ids, sampling, seed=seed, images=self._read(request, added, shown)))
+            images = self._read(request, added, shown)
+            new.append(Request(number, prompt_ids, sampling, seed=seed, images=images, session=run * _CALLS))
         self._ask(new)
         done = []
         if self._asked:

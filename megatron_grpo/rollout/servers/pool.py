@@ -1,6 +1,7 @@
 """Pool of inference servers: dispatch of requests to servers with free capacity, and fault handling."""
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -22,6 +23,10 @@ WATCH_INTERVAL = 2.0  # seconds between two probes of a server; shorter than any
 JOIN_INTERVAL = 5.0  # seconds between two attempts of an excluded server to join
 Load = Callable[[Server], Awaitable[None]]
 RETRIES = 4  # of a request or a server, after 0.5, 1, 2, 4 seconds
+
+
+NEAR = 8  # completions that a server may have more than twice those of another, for the sake of its prefixes
+HOMES = 2**16  # sessions and prompts whose server is remembered
 
 
 def _pause(retry: int) -> float:
@@ -46,8 +51,10 @@ class ServerPool:
     """Servers of a run, driven by one process; the event loop runs only within the method calls.
 
     A server receives at most ``max_in_flight`` completions at a time, or a single job of at most ``job_size`` requests
-    of one prompt (``max_in_flight`` if None). Of equally loaded servers a job goes to the first from number ``first``
-    on: pools of several processes know only their own requests, and start at different servers. A failed server is
+    of one prompt (``max_in_flight`` if None). Further turns and completions of a prompt go to the server that has
+    computed what they begin with, unless it has far more work than another. Of equally loaded servers a job goes to the
+    first from number ``first`` on: pools of several processes know only their own requests, and start at different
+    servers. A failed server is
     probed a few times. A server is excluded if it makes no progress for ``timeout`` seconds while it has work, or if it
     has restarted and so lost its weights. Requests of an excluded server go to the others. `refresh` readmits servers
     that answer; with ``joins`` they receive the newest weights in the background, while the others generate. After a
@@ -73,6 +80,7 @@ class ServerPool:
         self._running: dict[asyncio.Task, tuple[Job, Server]] = {}
         self._probes: dict[asyncio.Task, Server] = {}
         self._joining: dict[asyncio.Task, Server] = {}
+        self._homes: dict[tuple[str, int], Server] = {}  # by `_begins`: where a job was sent last
         self._newest: tuple[int, Load] | None = None  # version of the newest weights, and how a server loads them
         self._last_poll_end = time.monotonic()  # when the last poll ended
         self._watched_since = 0.0  # older probes say nothing of a server: it may have restarted since
@@ -179,6 +187,7 @@ class ServerPool:
         """
 
         self._newest = None
+        self._homes.clear()  # what a server has computed with other weights is of no use
         self.each(partial(self._update, version=version, load=load))
         if self.joins and load:
             self._newest = version, load
@@ -336,7 +345,8 @@ class ServerPool:
             ready = [server for server in ready if server.in_flight <= room]
             if not ready:
                 break
-            server, job = min(ready, key=lambda server: server.in_flight), self._queue.popleft()
+            job = self._queue.popleft()
+            server = self._home(job, ready)
             if not server.in_flight:
                 server.last_progress = time.monotonic()  # it was idle
             server.in_flight += size
@@ -345,6 +355,22 @@ class ServerPool:
         lost = self._newest is None and not any(server.version is not None for server in self.serving())
         if self._queue and lost:
             raise EngineLost("no server holds the weights: sync the weights first")
+
+    def _home(self, job: Job, ready: Sequence[Server]) -> Server:
+        """Return the server for a job of those that are ready, and remember it."""
+        least = min(ready, key=lambda server: server.in_flight)
+        if len(self.servers) == 1:
+            return least
+        keys = _begins(job)
+        home = next((self._homes[key] for key in keys if key in self._homes), least)
+        if home not in ready or home.in_flight > 2 * least.in_flight + NEAR:
+            home = least
+        for key in keys:
+            self._homes.pop(key, None)  # the newest is the last
+            self._homes[key] = home
+        for key in list(itertools.islice(self._homes, max(0, len(self._homes) - HOMES))):
+            del self._homes[key]
+        return home
 
     async def _answers(self, job: Job, server: Server) -> list[Completion]:
         """Return the completions of a job by a server."""
@@ -481,6 +507,7 @@ class ServerPool:
         self._queue.clear()
         self._probes.clear()
         self._joining.clear()
+        self._homes.clear()
         for task, (_, server) in list(self._running.items()):
             self._cancel(task, server)
         if tasks := asyncio.all_tasks(self._loop):
@@ -502,6 +529,12 @@ class ServerPool:
 
 def _ids(job: Job) -> list[int]:
     return [request.id for request in job.requests]
+
+
+def _begins(job: Job) -> list[tuple[str, int]]:
+    """Return keys of the job's sessions and of its prompt: jobs that share one begin with many of the same tokens."""
+    sessions = [request.id if request.session is None else request.session for request in job.requests]
+    return [*(("session", session) for session in sessions), ("prompt", hash(tuple(job.requests[0].prompt_ids)))]
 
 
 def _same_job(first: Request, second: Request) -> bool:

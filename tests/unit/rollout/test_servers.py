@@ -192,6 +192,64 @@ def test_a_server_returns_the_kept_tokens(start, weights, tmp_path):
     pool.close()
 
 
+@pytest.mark.parametrize("kind", ["environment", "agent"])
+def test_further_turns_go_where_the_earlier_ones_were(start, weights, tmp_path, kind):
+    """An environment's request has all turns in ``begun``, an agent's in its prompt; then only the session is alike."""
+    doubles = start(), start()
+    pool = synced_pool(doubles, weights, tmp_path)
+    first = finish(pool, [Request(i, PROMPTS[i], SAMPLING) for i in range(6)])
+    for done in sorted(first, key=lambda done: -done.id):
+        if kind == "environment":
+            request = Request(done.id, PROMPTS[done.id], replace(SAMPLING, max_tokens=8), begun=done)
+        else:
+            request = Request(100 + done.id, [*PROMPTS[done.id], *done.token_ids, 4], SAMPLING, session=done.id)
+        finish(pool, [request])  # one after the other: both servers are idle
+    pool.close()
+
+    def prompts(double):
+        return [tuple(body["prompt"]) for path, body in double.calls if path == "/v1/completions"]
+
+    for double in doubles:
+        begun = [prompt[:3] for prompt in prompts(double) if len(prompt) == 3]
+        assert {prompt[:3] for prompt in prompts(double)} == set(begun) and 0 < len(begun) < 6
+    assert sum(len(prompts(double)) for double in doubles) == 12
+
+
+def job_of(*requests: Request) -> servers.Job:
+    return servers.Job(list(requests), seed=0)
+
+
+def test_a_server_with_far_more_work_is_no_home(start, monkeypatch):
+    pool = make_pool([start(), start(), start()])
+    one, two, three = pool.servers
+
+    def home(request, *ready):
+        return pool._home(job_of(request), ready or pool.servers)
+
+    turn = Request(0, [5, 6], SAMPLING)
+    one.in_flight, two.in_flight, three.in_flight = 0, 1, 1
+    assert home(turn) is one
+    one.in_flight = 2 + servers.NEAR
+    assert home(turn) is one  # at most twice the least of 1, and NEAR
+    assert home(Request(1, [5, 6], SAMPLING)) is one  # the prompt is the same
+    assert home(Request(2, [5, 7], SAMPLING)) is two
+    one.in_flight += 1
+    assert home(turn) is two
+    one.in_flight = 0
+    assert home(turn) is two  # that has computed the newest turn
+    assert home(turn, one, three) is one  # as the other has no room, or is excluded
+    monkeypatch.setattr(servers, "HOMES", 3)
+    one.in_flight = two.in_flight = three.in_flight = 0
+    two.in_flight = 1
+    assert home(Request(9, [1], SAMPLING, session=2)) is two  # session 2 went there
+    for i in range(10, 20):
+        home(Request(i, [i], SAMPLING))
+    assert len(pool._homes) == 3
+    pool.end_rollout()
+    assert not pool._homes
+    pool.close()
+
+
 def test_requests_are_spread_and_bounded(start, weights, tmp_path):
     doubles = [start(), start()]
     pool = synced_pool(doubles, weights, tmp_path, max_in_flight=6)
