@@ -4,13 +4,13 @@ A token's log-probability comes from a decode step, or from the last position of
 it. The prompt may be computed at once, in parts, or partly found in the prefix cache, next to any number of others.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_grpo.data.sampling_params import Sampling
-from megatron_grpo.rollout.engine import Request, generate
+from megatron_grpo.rollout.engine import Request
 from tools.tensor_differences import steps_of
 
 PROMPTS, TOKENS = 12, 40
@@ -54,24 +54,34 @@ def answers(args: Any, engine: Any) -> Iterator[Answer]:
         with steps_of(engine, PART):
             yield compare(f"prompts in parts of {PART} tokens", decoded, prefilled(EVERY))
     if args.vllm_enable_prefix_caching:
-        prefilled()
+        prefilled(cached=True)
         yield compare("prompts with hits of the prefix cache", decoded, prefilled(cached=True))
 
 
 def decode(engine: Any, prompts: Sequence[list[int]], tokens: int, cached: bool = False) -> Scores:
     """Return the greedy completions of ``prompts`` with their log-probabilities.
 
-    ``cached``: leave the prefix cache of earlier calls.
+    ``cached``: a prompt finds what it begins with in the prefix cache, of this call and of earlier such calls.
     """
-    sampling = Sampling(tokens, 0.0, log_probs=True)
-    if not cached:
-        engine._drop_prefix_cache()
+    sampling, left = Sampling(tokens, 0.0, log_probs=True), len(prompts)
+    requests = (Request(i, prompt, sampling) for i, prompt in enumerate(prompts))
+    engine.submit(requests if cached else apart(engine, requests))
     found: Scores = {}
-    for completion in generate(engine, [Request(i, prompt, sampling) for i, prompt in enumerate(prompts)]):
-        assert completion.log_probs is not None
-        pairs = zip(completion.token_ids, completion.log_probs, strict=True)
-        found |= {(completion.id, k): pair for k, pair in enumerate(pairs)}
+    while left:
+        for completion in engine.poll():
+            assert completion.log_probs is not None
+            pairs = zip(completion.token_ids, completion.log_probs, strict=True)
+            found |= {(completion.id, k): pair for k, pair in enumerate(pairs)}
+            left -= 1
     return found
+
+
+def apart(engine: Any, requests: Iterable[Request]) -> Iterator[Request]:
+    """Yield ``requests``, each as after another load of weights: it finds nothing in the prefix cache."""
+    for request in requests:
+        engine._loads += 1
+        yield request
+    engine._loads += 1
 
 
 def compare(question: str, decoded: Scores, other: Scores) -> Answer:
