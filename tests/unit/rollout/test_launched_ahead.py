@@ -136,3 +136,24 @@ def test_a_completion_that_ends_before_new_weights_survives_an_interrupt(engine)
     (completion,) = engine.poll()
     assert completion.id == 0 and len(completion.token_ids) == 4
     assert [FIRST + version for version in completion.weight_versions] == completion.token_ids
+
+
+def test_requests_of_new_weights_find_no_prefix_of_earlier_ones(engine):
+    """A request that goes on keeps its keys and values in the prefix cache, for requests of its own weights."""
+    manager, found = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager, []
+    find = manager.get_computed_blocks
+
+    def noted(request):
+        blocks = find(request)
+        found.append(blocks[1])
+        return blocks
+
+    manager.get_computed_blocks = noted
+    for number in range(4):
+        if number == 2:
+            engine.update_weights(iter(()), 1)
+        engine.submit([Request(number, [3] * 30, Sampling(60, log_probs=True))])
+        while not engine.unfinished()[-1].token_ids:
+            assert not engine.poll()
+    assert found == [0, 24, 0, 24]  # whole blocks of 8 tokens
+    assert len(engine.interrupt()) == 4
