@@ -160,12 +160,12 @@ class DecodeSteps(_Scheduler):
             return None
         needs_block = self._new_blocks(computed, number) > 0
         block_ids: list[Any] = [None] * len(ids)
-        at_block = needs_block | (tokens % size == 0) if self._caches else needs_block
-        grown = np.flatnonzero(at_block).tolist()
-        if self._caches:
-            table.settle(rows[at_block].tolist())
+        grown = np.flatnonzero(needs_block).tolist()
         for place in grown:
-            block_ids[place] = self._block_ids(requests[place], int(computed[place]), number)
+            block_ids[place] = self._block_ids(ids[place], int(computed[place]) + number)
+        if self._caches:
+            at_block = needs_block | (tokens % size == 0)
+            self._cache_blocks(rows[at_block], np.minimum(computed + number, tokens)[at_block])
         table.computed[rows] += number
         table.in_flight[rows] += number
         if self._is_async:
@@ -219,15 +219,9 @@ class DecodeSteps(_Scheduler):
         """Return how many blocks each request needs for ``number`` tokens after those that are ``computed``."""
         return (computed + (number - 1)) // self._block_size - (computed - 1) // self._block_size
 
-    def _block_ids(self: Any, request, computed: int, number: int) -> tuple[list[int], ...] | None:
-        """Return the new blocks of a request for ``number`` tokens after those ``computed``; None if it needs none.
-
-        With a prefix cache the request must be settled.
-        """
-        if self._caches:
-            return self.kv_cache_manager.allocate_slots(request, number).get_block_ids(allow_none=True)
-        tokens = computed + number
-        blocks = self.kv_cache_manager.coordinator.allocate_new_blocks(request.request_id, tokens, tokens)
+    def _block_ids(self: Any, name: str, tokens: int) -> tuple[list[int], ...] | None:
+        """Return the blocks that a request needs in addition for ``tokens`` tokens; None if it needs none."""
+        blocks = self.kv_cache_manager.coordinator.allocate_new_blocks(name, tokens, tokens)
         return tuple([block.block_id for block in of_group] for of_group in blocks) if any(blocks) else None
 
     def _none_admitted(self: Any, decodes: int) -> SchedulerOutput:
@@ -298,8 +292,10 @@ class DecodeSteps(_Scheduler):
         table.in_flight[rows] -= each
         if self._is_async:
             table.ahead[rows] -= each
-            if self._caches:
-                self._cache_blocks(rows, each)
+            if self._caches:  # vLLM's allocation adds those of the next step's requests
+                known = table.computed[rows] - table.ahead[rows]
+                full = known % self._block_size < each
+                self._cache_blocks(rows[full], known[full])
         if len(step.num_scheduled_tokens) > len(step.requests):
             left.update(itertools.islice(step.num_scheduled_tokens.items(), len(step.requests), None))
         if not left:
@@ -308,17 +304,19 @@ class DecodeSteps(_Scheduler):
         rest.num_scheduled_tokens = left
         return rest
 
-    def _cache_blocks(self: Any, rows: Rows, each: int) -> None:
-        """Add blocks that the last ``each`` tokens have filled to the prefix cache; vLLM's allocation has done so for
-        the requests of the next step.
+    def _cache_blocks(self: Any, rows: Rows, tokens: Rows) -> None:
+        """Add the full blocks of the first ``tokens`` tokens of each request to the prefix cache.
+
+        Requests with a block that is not in it yet are settled together.
         """
-        known, size = self._table.computed[rows] - self._table.ahead[rows], self._block_size
-        full = known % size < each
-        for row, tokens in zip(rows[full].tolist(), known[full].tolist(), strict=True):
-            request = self._table.requests[row]
-            if any(cached.get(request.request_id, 0) < tokens // size for cached in self._cached_blocks):
-                self._table.settle([row])
-                self.kv_cache_manager.cache_blocks(request, tokens)
+        requests, size, filled = self._table.requests, self._block_size, []
+        for row, number in zip(rows.tolist(), tokens.tolist(), strict=True):
+            name, blocks = requests[row].request_id, number // size
+            if any(cached.get(name, 0) < blocks for cached in self._cached_blocks):
+                filled.append((row, number))
+        self._table.settle([row for row, _ in filled])
+        for row, number in filled:
+            self.kv_cache_manager.cache_blocks(requests[row], number)
 
     def _records_of(self: Any, request, state) -> Records | None:
         """Return where the tokens of a request go; None if vLLM does more with a token than appending it."""

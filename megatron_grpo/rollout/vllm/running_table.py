@@ -2,7 +2,8 @@
 
 In a decode step each request gets a token or several, and vLLM changes three numbers and four lists of each. Here
 requests are rows of arrays. A request itself is settled, that is brought up to date, only before vLLM's code reads it:
-when it ends, before all that is no decode step, with a prefix cache at each block, and after `KEPT` tokens.
+when it ends, before all that is no decode step, with a prefix cache where it has filled a block, and after `KEPT`
+tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -131,6 +131,20 @@ def test_hundreds_of_requests_with_tokens_in_their_rings(lives, caching):
     assert counts["finished"] == 200 and counts["decode steps"] > 90
 
 
+def test_requests_whose_blocks_fill_are_settled_together(lives, monkeypatch):
+    """A step has four tokens of each of 40 requests, and fills a block of 8 for half of them.
+
+    To settle one after the other would take the host longer than the rest of the step.
+    """
+    table, calls = lives.running_table.RunningTable, []
+    settle = table.settle
+    monkeypatch.setattr(table, "settle", lambda self, rows: (calls.append(0), settle(self, rows))[1])
+    arrivals = [(0, "plain", 1 + number % 8, 90) for number in range(40)]
+    counts = lives.compare_several(life(lives, arrivals, True, True, sequences=64, blocks=1000, several=True))
+    assert counts["with several"] > 15 and counts["finished"] == 40
+    assert len(calls) <= 3 * counts["steps"]
+
+
 def test_nothing_is_kept_of_finished_requests(lives):
     world = lives.World(life(lives, []), True)
     for number in range(3):
