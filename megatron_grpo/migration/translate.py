@@ -55,6 +55,12 @@ OF_RATIO = (
     "--epsilon --epsilon-high --dual-clip --importance-sampling-level --advantage-estimator --scale-rewards "
     "--clip-cov-ratio --kl-cov-ratio --kl-cov-coef --off-policy-sequence-mask-delta"
 ).split()
+# Of an engine in the training processes: a server is started with flags of its own.
+OF_ENGINE = (
+    "--vllm-tensor-parallel-size --vllm-gpu-memory-utilization --vllm-max-model-len --vllm-enforce-eager "
+    "--no-vllm-enable-prefix-caching --vllm-dtype --vllm-quantization --vllm-enable-expert-parallel "
+    "--vllm-engine-kwargs --vllm-speculative-config --sleep-level"
+).split()
 _UNKNOWN = Row("", "--unknown")
 KNOWN_VARIABLES = {"HOME", "USER", "PWD", "SAVE"}
 NOT_IN_CONFIG = ("--attention-backend", "--attention-dropout", "--hidden-dropout", "--seq-length")
@@ -96,9 +102,10 @@ def translate(
         for flag in [flag for flag in OF_RATIO if flag in result.given]:
             del result.given[flag]
             result.without.append((flag, "there is neither ratio nor advantage with --loss-type gkd"))
-    held = [result.given.pop(flag) for flag in extra_libraries if flag in result.given]
-    if held:
-        words = " ".join(" ".join([given.flag, *given.values]) for given in held)
+    mode = result.given.get("--vllm-mode")
+    if mode and mode.values == ["server"] and (words := _taken(result, OF_ENGINE)):
+        result.decide.append(f"start the servers with their own flags for {words}")
+    if words := _taken(result, extra_libraries):
         result.decide.append(
             f"add where Transformer Engine and apex are installed: --transformer-impl transformer_engine {words}"
         )
@@ -125,6 +132,12 @@ def translate(
     if missing:
         result.decide.append(f"{', '.join(missing)}: variables of the environment, or computed by the script: set them")
     return result
+
+
+def _taken(result: Translation, flags: Collection[str]) -> str:
+    """Take these flags out of the translation; return them with their values."""
+    held = [result.given.pop(flag) for flag in flags if flag in result.given]
+    return " ".join(" ".join([given.flag, *given.values]) for given in held)
 
 
 def _shown(values: list[Any]) -> str:

@@ -4,7 +4,9 @@ import subprocess
 
 import pytest
 
+from megatron_grpo.migration import translate
 from megatron_grpo.migration.source import read_source
+from megatron_grpo.rollout.arguments import ENGINES_OWN
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.errors import GrpoError
 from tools import generate_migration_doc, translate_flags
@@ -131,6 +133,18 @@ CASES = {
         "--lora-rank 8 --vllm-tensor-parallel-size 2 --train-iters 100",
         "--gpus",
         ["NNODES=${NNODES:-2} GPUS_PER_NODE=${GPUS_PER_NODE:-8}", "--rollout-ranks N, with --max-staleness"],
+    ),
+    "megatron rlhf with servers": (  # the program refuses what a server is started with, also ms-swift's defaults
+        "run.sh",
+        MEGATRON_SWIFT.rstrip() + " --vllm_mode server --vllm_server_base_url http://h:8000 "
+        "--vllm_tensor_parallel_size 2 --vllm_enable_prefix_caching false\n",
+        "ms-swift",
+        "--vllm-mode server --vllm-server-base-url http://h:8000",
+        "--vllm-gpu-memory-utilization",
+        [
+            "start the servers with their own flags for --vllm-tensor-parallel-size 2 "
+            "--vllm-gpu-memory-utilization 0.9 --no-vllm-enable-prefix-caching"
+        ],
     ),
     "swift rlhf": (
         "run.sh",
@@ -303,6 +317,11 @@ def test_what_changes_behaviour_comes_first_and_nothing_to_do_last(tmp_path, mon
     ]
     places = [script.find(text) for text in in_order]
     assert -1 not in places and places == sorted(places), dict(zip(in_order, places, strict=True))
+
+
+def test_flags_of_an_engine_are_those_that_servers_refuse():
+    flags = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in translate.OF_ENGINE}
+    assert flags == set(ENGINES_OWN)
 
 
 @pytest.fixture(scope="module")
