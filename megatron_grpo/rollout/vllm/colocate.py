@@ -664,12 +664,12 @@ def _cpu_options(args) -> dict:
             "--router-replay-mode R3: vLLM on a CPU does not report its choice of experts (this needs its model "
             "runner V2 and so Triton): give R2, or use a GPU"
         )
-    if has_recurrence(args) and (args.vllm_engine_kwargs or {}).get(
-        "enable_prefix_caching", args.vllm_enable_prefix_caching
-    ):
+    given = args.vllm_engine_kwargs or {}
+    if has_recurrence(args) and given.get("enable_prefix_caching", args.vllm_enable_prefix_caching):
+        where = "--vllm-engine-kwargs: 'enable_prefix_caching'"
         raise GrpoError(
-            "--vllm-enable-prefix-caching: vLLM on a CPU does not keep the states of delta nets and of Mamba-2 at the "
-            "ends of prefixes: leave the flag out, or use a GPU"
+            f"{where if 'enable_prefix_caching' in given else '--vllm-enable-prefix-caching'}: vLLM on a CPU does not "
+            "keep the states of delta nets and of Mamba-2 at the ends of prefixes: leave it out, or use a GPU"
         )
     nets = args.linear_key_head_dim, args.linear_value_head_dim
     dtype = args.vllm_dtype or str(params_dtype(args)).removeprefix("torch.")

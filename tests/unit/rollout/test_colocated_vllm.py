@@ -219,11 +219,17 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("layers", [("M*-", None), (None, "gated_delta_net")])
-@pytest.mark.parametrize("flags", [(True, None), (False, {"enable_prefix_caching": True})])
-def test_states_of_prefixes_are_refused_on_a_cpu(layers, flags):
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ((True, None), "--vllm-enable-prefix-caching"),
+        ((False, {"enable_prefix_caching": True}), "--vllm-engine-kwargs: 'enable_prefix_caching'"),
+    ],
+)
+def test_states_of_prefixes_are_refused_on_a_cpu(layers, flags, named):
     names = "hybrid_layer_pattern experimental_attention_variant vllm_enable_prefix_caching vllm_engine_kwargs".split()
     args = SimpleNamespace(**dict(zip(names, [*layers, *flags], strict=True)), router_replay_mode=None)
-    with pytest.raises(GrpoError, match=r"^--vllm-enable-prefix-caching: vLLM on a CPU .* or use a GPU$"):
+    with pytest.raises(GrpoError, match=f"^{named}: vLLM on a CPU .* or use a GPU$"):
         colocate._cpu_options(args)
 
 
