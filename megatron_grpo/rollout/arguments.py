@@ -281,6 +281,12 @@ def resolve_prefix_caching(args: Namespace) -> dict[str, Any]:
     return {"vllm_enable_prefix_caching": False}
 
 
+def keeps_prefixes(args: Namespace) -> bool:
+    """Return whether engines compute the prompt of a group once; servers are taken to do so, as by their default."""
+    given = args.vllm_engine_kwargs or {}
+    return has_servers(args) or bool(given.get("enable_prefix_caching", args.vllm_enable_prefix_caching))
+
+
 def resolve_weight_sync(args: Namespace) -> dict[str, Any]:
     """Return the defaults of --weight-sync-method with servers, and of --weight-sync-dir with servers on one host."""
     kind = _kind_of_servers(args)

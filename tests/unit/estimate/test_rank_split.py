@@ -156,6 +156,20 @@ def test_sides_by_hand():
     assert estimated(few)(3, 1)[0] == pytest.approx(prompts / 3 + 2 * 300 * decode_seconds(Plan(few), 16))
 
 
+@pytest.mark.parametrize(
+    ("flags", "times"),
+    [
+        ("--no-vllm-enable-prefix-caching", 8),
+        ('--vllm-engine-kwargs {"enable_prefix_caching":false}', 8),
+        ("--vllm-mode server --vllm-server-base-url http://localhost:1 --no-vllm-enable-prefix-caching", 1),
+    ],
+)
+def test_engines_without_prefixes_compute_a_prompt_for_each_completion(flags, times):
+    args, prompt = args_of(""), 2 * 4 * (64 * 384 + 3 * 64 * 192) * 100 + 4 * 4 * 8 * 16 * 5050
+    more = estimated(args_of(flags))(1, 2)[0] - estimated(args)(1, 2)[0]
+    assert more == pytest.approx((times - 1) * 8 * prompt / FLOPS)
+
+
 def test_the_dry_run_prints_the_estimate_and_its_numbers():
     """Three splits of four ranks; the marks are at the shortest step and at the flags' split."""
     args = good_args.validated(f"{LENGTHS} {STALE} --max-tokens-per-microbatch 4096 --share-prompts", world_size=3)
