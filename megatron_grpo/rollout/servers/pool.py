@@ -25,7 +25,9 @@ Load = Callable[[Server], Awaitable[None]]
 RETRIES = 4  # of a request or a server, after 0.5, 1, 2, 4 seconds
 
 
-NEAR = 8  # completions that a server may have more than twice those of another, for the sake of its prefixes
+# A server keeps what it has computed: completions that it may have more than another one, before others get its work;
+# for further turns, whose past is long, more than twice those of the other.
+NEAR = 8
 HOMES = 2**16  # sessions and prompts whose server is remembered
 
 
@@ -361,11 +363,14 @@ class ServerPool:
         least = min(ready, key=lambda server: server.in_flight)
         if len(self.servers) == 1:
             return least
-        keys = _begins(job)
-        home = next((self._homes[key] for key in keys if key in self._homes), least)
-        if home not in ready or home.in_flight > 2 * least.in_flight + NEAR:
+        sessions, prompt = _begins(job)
+        home, times = self._homes.get(prompt, least), 1
+        for session in sessions:
+            if session in self._homes:
+                home, times = self._homes[session], 2
+        if home not in ready or home.in_flight > times * least.in_flight + NEAR:
             home = least
-        for key in keys:
+        for key in (*sessions, prompt):
             self._homes.pop(key, None)  # the newest is the last
             self._homes[key] = home
         for key in list(itertools.islice(self._homes, max(0, len(self._homes) - HOMES))):
@@ -531,10 +536,10 @@ def _ids(job: Job) -> list[int]:
     return [request.id for request in job.requests]
 
 
-def _begins(job: Job) -> list[tuple[str, int]]:
-    """Return keys of the job's sessions and of its prompt: jobs that share one begin with many of the same tokens."""
+def _begins(job: Job) -> tuple[list[tuple[str, int]], tuple[str, int]]:
+    """Return keys of the job's sessions, and one of its prompt: jobs that share one begin with the same tokens."""
     sessions = [request.id if request.session is None else request.session for request in job.requests]
-    return [*(("session", session) for session in sessions), ("prompt", hash(tuple(job.requests[0].prompt_ids)))]
+    return [("session", session) for session in sessions], ("prompt", hash(tuple(job.requests[0].prompt_ids)))
 
 
 def _same_job(first: Request, second: Request) -> bool:

@@ -229,10 +229,12 @@ def test_a_server_with_far_more_work_is_no_home(start, monkeypatch):
     turn = Request(0, [5, 6], SAMPLING)
     one.in_flight, two.in_flight, three.in_flight = 0, 1, 1
     assert home(turn) is one
-    one.in_flight = 2 + servers.NEAR
-    assert home(turn) is one  # at most twice the least of 1, and NEAR
-    assert home(Request(1, [5, 6], SAMPLING)) is one  # the prompt is the same
+    one.in_flight = 1 + servers.NEAR
+    assert home(Request(1, [5, 6], SAMPLING)) is one  # the prompt is the same; at most NEAR more than the least
     assert home(Request(2, [5, 7], SAMPLING)) is two
+    one.in_flight += 1
+    assert home(turn) is one  # at most NEAR more than twice the least
+    assert home(Request(3, [5, 6], SAMPLING)) is two
     one.in_flight += 1
     assert home(turn) is two
     one.in_flight = 0
