@@ -1,12 +1,12 @@
 """Pool of inference servers: dispatch of requests to servers with free capacity, and fault handling."""
 
 import asyncio
+import functools
 import itertools
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,10 @@ RETRIES = 4  # of a request or a server, after 0.5, 1, 2, 4 seconds
 
 
 # A server keeps what it has computed: completions that it may have more than another one, before others get its work;
-# for further turns, whose past is long, more than twice those of the other.
+# for further turns, whose past is long, more than 5/4 of those of the other.
 NEAR = 8
 HOMES = 2**16  # sessions and prompts whose server is remembered
+PASSES = 64  # jobs that may pass one whose server is full; as many are looked at
 
 
 def _pause(retry: int) -> float:
@@ -44,6 +45,18 @@ class Job:
     failures: int = 0
     aborted: set[int] = field(default_factory=set)  # ids of aborted requests
     dispatched: float = 0.0  # time of the newest dispatch
+    passed: int = 0  # by later jobs in the queue
+
+    @functools.cached_property
+    def sessions(self) -> list[int]:
+        """The sessions of the requests: jobs of one session begin with the same tokens."""
+        return [request.id if request.session is None else request.session for request in self.requests]
+
+    @functools.cached_property
+    def prompt(self) -> int:
+        """A hash of the prompt, with its images: jobs of one prompt begin with the same tokens."""
+        first = self.requests[0]
+        return hash((tuple(first.prompt_ids), tuple(first.images.names) if first.images is not None else ()))
 
     def restart(self) -> None:
         """Drop what has arrived since the newest dispatch."""
@@ -54,14 +67,14 @@ class ServerPool:
 
     A server receives at most ``max_in_flight`` completions at a time, or a single job of at most ``job_size`` requests
     of one prompt (``max_in_flight`` if None). Further turns and completions of a prompt go to the server that has
-    computed what they begin with, unless it has far more work than another. Of equally loaded servers a job goes to the
-    first from number ``first`` on: pools of several processes know only their own requests, and start at different
-    servers. A failed server is
-    probed a few times. A server is excluded if it makes no progress for ``timeout`` seconds while it has work, or if it
-    has restarted and so lost its weights. Requests of an excluded server go to the others. `refresh` readmits servers
-    that answer; with ``joins`` they receive the newest weights in the background, while the others generate. After a
-    time without polls, and so without probes, requests wait for the next probes. The methods raise EngineLost if no
-    server is left; with ``joins`` if none has joined ``timeout`` seconds later.
+    computed what they begin with, unless it has far more work than another. A further turn whose server is full lets at
+    most ``PASSES`` later jobs pass. Of equally loaded servers a job goes to the first from number ``first`` on: pools
+    of several processes know only their own requests, and start at different servers. A failed server is probed a few
+    times. A server is excluded if it makes no progress for ``timeout`` seconds while it has work, or if it has
+    restarted and so lost its weights. Requests of an excluded server go to the others. `refresh` readmits servers that
+    answer; with ``joins`` they receive the newest weights in the background, while the others generate. After a time
+    without polls, and so without probes, requests wait for the next probes. The methods raise EngineLost if no server
+    is left; with ``joins`` if none has joined ``timeout`` seconds later.
     """
 
     joins = False  # the newest weights can be loaded again at any time
@@ -82,7 +95,8 @@ class ServerPool:
         self._running: dict[asyncio.Task, tuple[Job, Server]] = {}
         self._probes: dict[asyncio.Task, Server] = {}
         self._joining: dict[asyncio.Task, Server] = {}
-        self._homes: dict[tuple[str, int], Server] = {}  # by `_begins`: where a job was sent last
+        # By session and by prompt: where a job was sent last. The newest is the last.
+        self._homes: OrderedDict[tuple[str, int], Server] = OrderedDict()
         self._newest: tuple[int, Load] | None = None  # version of the newest weights, and how a server loads them
         self._last_poll_end = time.monotonic()  # when the last poll ended
         self._watched_since = 0.0  # older probes say nothing of a server: it may have restarted since
@@ -190,7 +204,7 @@ class ServerPool:
 
         self._newest = None
         self._homes.clear()  # what a server has computed with other weights is of no use
-        self.each(partial(self._update, version=version, load=load))
+        self.each(functools.partial(self._update, version=version, load=load))
         if self.joins and load:
             self._newest = version, load
 
@@ -344,11 +358,12 @@ class ServerPool:
             ready = [server for server in ready if server.version is not None and not server.failures]
             if any(server.confirmed < self._watched_since for server in ready):  # all wait, else one would get all
                 break
+            full = [server for server in ready if server.in_flight > room]
             ready = [server for server in ready if server.in_flight <= room]
             if not ready:
                 break
-            job = self._queue.popleft()
-            server = self._home(job, ready)
+            job = self._next(size, full)
+            size, server = len(job.requests), self._home(job, ready)
             if not server.in_flight:
                 server.last_progress = time.monotonic()  # it was idle
             server.in_flight += size
@@ -363,19 +378,41 @@ class ServerPool:
         least = min(ready, key=lambda server: server.in_flight)
         if len(self.servers) == 1:
             return least
-        sessions, prompt = _begins(job)
-        home, times = self._homes.get(prompt, least), 1
-        for session in sessions:
-            if session in self._homes:
-                home, times = self._homes[session], 2
-        if home not in ready or home.in_flight > times * least.in_flight + NEAR:
+        home, most = self._homes.get(("prompt", job.prompt), least), least.in_flight + NEAR
+        if not least.in_flight:  # nothing is gained: an idle server computes the prompt as soon as another one
             home = least
-        for key in (*sessions, prompt):
-            self._homes.pop(key, None)  # the newest is the last
+        if known := self._session_homes(job):
+            home, most = known[-1], least.in_flight + least.in_flight // 4 + NEAR
+        if home not in ready or home.in_flight > most:
+            home = least
+        for key in (*(("session", session) for session in job.sessions), ("prompt", job.prompt)):
             self._homes[key] = home
-        for key in list(itertools.islice(self._homes, max(0, len(self._homes) - HOMES))):
-            del self._homes[key]
+            self._homes.move_to_end(key)
+        while len(self._homes) > HOMES:
+            self._homes.popitem(last=False)
         return home
+
+    def _session_homes(self, job: Job) -> list[Server]:
+        """Return the servers that have the past of a job."""
+        keys = [("session", session) for session in job.sessions]
+        return [self._homes[key] for key in keys if key in self._homes]
+
+    def _next(self, size: int, full: Sequence[Server]) -> Job:
+        """Take the first job of at most ``size`` requests that does not wait for one of the full servers.
+
+        That is the first of all if every job waits, or if enough have passed it.
+        """
+        place = 0
+        if full and self._queue[0].passed < PASSES:
+            for i, job in enumerate(itertools.islice(self._queue, PASSES)):
+                if len(job.requests) <= size and not any(home in full for home in self._session_homes(job)):
+                    place = i
+                    break
+        for job in itertools.islice(self._queue, place):
+            job.passed += 1
+        job = self._queue[place]
+        del self._queue[place]
+        return job
 
     async def _answers(self, job: Job, server: Server) -> list[Completion]:
         """Return the completions of a job by a server."""
@@ -488,6 +525,8 @@ class ServerPool:
         server.exclusion_reason, server.version, server.failures = reason, None, 0
         server.last_progress = time.monotonic()
         server.next_probe = server.last_progress + WATCH_INTERVAL
+        for key in [key for key, home in self._homes.items() if home is server]:  # it loads weights before it serves
+            del self._homes[key]
         for task, (job, owner) in list(self._running.items()):
             if owner is server:
                 self._cancel(task, server)
@@ -534,12 +573,6 @@ class ServerPool:
 
 def _ids(job: Job) -> list[int]:
     return [request.id for request in job.requests]
-
-
-def _begins(job: Job) -> tuple[list[tuple[str, int]], tuple[str, int]]:
-    """Return keys of the job's sessions, and one of its prompt: jobs that share one begin with the same tokens."""
-    sessions = [request.id if request.session is None else request.session for request in job.requests]
-    return [("session", session) for session in sessions], ("prompt", hash(tuple(job.requests[0].prompt_ids)))
 
 
 def _same_job(first: Request, second: Request) -> bool:

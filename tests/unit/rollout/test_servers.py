@@ -227,13 +227,13 @@ def test_a_server_with_far_more_work_is_no_home(start, monkeypatch):
         return pool._home(job_of(request), ready or pool.servers)
 
     turn = Request(0, [5, 6], SAMPLING)
-    one.in_flight, two.in_flight, three.in_flight = 0, 1, 1
+    one.in_flight, two.in_flight, three.in_flight = 0, 4, 4
     assert home(turn) is one
-    one.in_flight = 1 + servers.NEAR
+    one.in_flight = 4 + servers.NEAR
     assert home(Request(1, [5, 6], SAMPLING)) is one  # the prompt is the same; at most NEAR more than the least
     assert home(Request(2, [5, 7], SAMPLING)) is two
     one.in_flight += 1
-    assert home(turn) is one  # at most NEAR more than twice the least
+    assert home(turn) is one  # at most NEAR more than 5/4 of the least
     assert home(Request(3, [5, 6], SAMPLING)) is two
     one.in_flight += 1
     assert home(turn) is two
@@ -249,6 +249,93 @@ def test_a_server_with_far_more_work_is_no_home(start, monkeypatch):
     assert len(pool._homes) == 3
     pool.end_rollout()
     assert not pool._homes
+    pool.close()
+
+
+def dispatched(pool) -> dict[int, servers.Server]:
+    """Dispatch what is queued, without sending it; return the server of each running request."""
+    pool._dispatch()
+    return {request.id: server for job, server in pool._running.values() for request in job.requests}
+
+
+def idle_pool(doubles, **kwargs) -> ServerPool:
+    """A pool whose servers have weights and are not probed."""
+    pool = make_pool(doubles, **kwargs)
+    for server in pool.servers:
+        server.version = 0
+    return pool
+
+
+def test_no_server_is_idle_for_the_sake_of_a_prompt(start):
+    """Completions that come one by one, as those of a stream do."""
+    pool = idle_pool([start() for _ in range(4)])
+    for i in range(4):
+        pool.submit([Request(i, PROMPTS[0], SAMPLING)], seed=3)
+    assert len({id(server) for server in dispatched(pool).values()}) == 4
+    pool.close()
+
+
+def test_prompts_with_other_images_are_others():
+    def prompt(*pictures):
+        images = RowImages(pictures, ((1, 2, 2),), ((6,),), 6, 2, 7)
+        return job_of(Request(0, [2, 6, 3], SAMPLING, images=images)).prompt
+
+    one, other = picture(28, 28), picture(28, 28, seed=1)
+    assert prompt(one) == prompt(one)
+    assert prompt(one) != prompt(other)
+
+
+def finished(pool, number: int) -> None:
+    """Let a running request be at its end."""
+    (task,) = (task for task, (job, _) in pool._running.items() if job.requests[0].id == number)
+    pool._cancel(task, pool._running[task][1])
+
+
+def test_an_excluded_server_is_no_home_when_it_is_back(start):
+    pool = idle_pool([start(), start()])
+    one, two = pool.servers
+    turn = Request(0, PROMPTS[0], SAMPLING)
+    assert pool._home(job_of(turn), pool.servers) is one
+    pool._exclude(one, "it has restarted")
+    one.exclusion_reason, one.in_flight = None, 1
+    assert pool._home(job_of(turn), pool.servers) is two
+    pool.close()
+
+
+def test_a_turn_whose_server_is_full_lets_others_pass(start, monkeypatch):
+    monkeypatch.setattr(servers, "PASSES", 2)
+    pool = idle_pool([start(), start()], max_in_flight=2)
+    pool.submit([Request(i, PROMPTS[i], SAMPLING) for i in range(4)], seed=3)
+    running = dispatched(pool)
+    home, other = running[0], running[1]
+    assert (running[2], running[3]) == (home, other)
+    finished(pool, 0)
+    pool.submit([Request(4, PROMPTS[4], SAMPLING)], seed=3)
+    assert dispatched(pool)[4] is home  # full again
+    for i, passing in enumerate((10, 20)):  # new sessions, to the other server, before the turn
+        pool.submit([Request(0, [*PROMPTS[0], 4], SAMPLING)] if not i else [], seed=3)
+        pool.submit([Request(passing, [passing], SAMPLING)], seed=3)
+        finished(pool, (1, 3)[i])
+        assert dispatched(pool)[passing] is other
+        assert 0 not in dispatched(pool)
+    pool.submit([Request(30, [30], SAMPLING)], seed=3)
+    finished(pool, 10)
+    assert dispatched(pool)[0] is other  # enough have passed it
+    assert 30 not in dispatched(pool)
+    pool.close()
+
+
+def test_a_turn_whose_server_is_full_waits_for_no_other_work(start):
+    """With nothing else to do, the other server computes the turn anew."""
+    pool = idle_pool([start(), start()], max_in_flight=1)
+    pool.submit([Request(0, PROMPTS[0], SAMPLING), Request(1, PROMPTS[1], SAMPLING)], seed=3)
+    running = dispatched(pool)
+    finished(pool, 0)
+    pool.submit([Request(2, PROMPTS[2], SAMPLING)], seed=3)
+    assert dispatched(pool)[2] is running[0]
+    pool.submit([Request(0, [*PROMPTS[0], 4], SAMPLING)], seed=3)
+    finished(pool, 1)
+    assert dispatched(pool)[0] is running[1]
     pool.close()
 
 
