@@ -21,7 +21,7 @@ from megatron_grpo.estimate.memory import Plan
 from megatron_grpo.estimate.split import Sides
 from megatron_grpo.estimate.throughput import ModelFlops
 from megatron_grpo.models.config import params_dtype
-from megatron_grpo.rollout.arguments import keeps_prefixes, max_num_seqs_of
+from megatron_grpo.rollout.arguments import has_servers, keeps_prefixes, max_num_seqs_of
 
 # Of an H200 (989 dense 16-bit TFLOP/s, 4.8 TB/s); the ratio of other GPUs is similar.
 FLOPS = 0.4 * 989e12  # a second, of an update
@@ -60,7 +60,7 @@ def estimated(args: Namespace) -> Sides:
     """Return the estimated seconds of a batch on engines and on trainers, for resolved arguments."""
     plan, train = Plan(args), train_flops(args) / FLOPS
     computed, prompt = args.generation_batch_size, np.array([args.max_prompt_length])
-    if keeps_prefixes(args):
+    if has_servers(args) or keeps_prefixes(args):  # servers do by default
         computed //= args.num_generations
     prompts = computed * ModelFlops(args).forward(prompt, 0 * prompt) / FLOPS
 

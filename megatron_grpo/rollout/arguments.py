@@ -275,16 +275,16 @@ def _on_one_host(args: Namespace, kind: str) -> bool:
 
 
 def resolve_prefix_caching(args: Namespace) -> dict[str, Any]:
-    """Return --vllm-enable-prefix-caching: unless it is given, it is off with states and experts of each token."""
+    """Return --vllm-enable-prefix-caching: unless it is given, it is off for recurrent layers and replayed experts."""
     if "vllm_enable_prefix_caching" in args.explicit or not (has_recurrence(args) or args.router_replay_mode == "R3"):
         return {}
     return {"vllm_enable_prefix_caching": False}
 
 
 def keeps_prefixes(args: Namespace) -> bool:
-    """Return whether engines compute the prompt of a group once; servers are taken to do so, as by their default."""
+    """Return whether vLLM's engines of the launch keep what requests begin with alike."""
     given = args.vllm_engine_kwargs or {}
-    return has_servers(args) or bool(given.get("enable_prefix_caching", args.vllm_enable_prefix_caching))
+    return bool(given.get("enable_prefix_caching", args.vllm_enable_prefix_caching))
 
 
 def resolve_weight_sync(args: Namespace) -> dict[str, Any]:

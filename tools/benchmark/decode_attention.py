@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from megatron_grpo.rollout.vllm.decode_choice import GROUP, made_up_blocks
+
 BLOCK = 16  # tokens
-GROUP = 8  # completions of a prompt
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,6 @@ class Case:
             return torch.randint(self.shortest, self.longest, (self.sequences,), generator=generator).int()
         drawn = self.median * torch.exp(1.1 * torch.randn(self.sequences, generator=generator))
         return drawn.clamp(self.shortest, self.longest).int()
-
-    def table(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of the sequences' blocks ``[sequences, most]``."""
-        needed, common = -(-lengths // BLOCK), self.shared // BLOCK
-        table = torch.zeros(self.sequences, -(-self.limit // BLOCK), dtype=torch.int32)
-        held = torch.arange(table.shape[1]) < needed[:, None]
-        table[held] = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(0)).int()
-        table[:, :common] = table[::GROUP, :common].repeat_interleave(GROUP, 0)[: self.sequences]
-        return table
 
 
 CASES = (
@@ -80,7 +72,9 @@ def measure(case: Case) -> str:
 
     from megatron_grpo.rollout.vllm.decode_attention import decode_attention, parts_of
 
-    lengths, table = case.lengths().cuda(), case.table(case.lengths()).cuda()
+    lengths = case.lengths()
+    table = made_up_blocks(lengths, BLOCK, -(-case.limit // BLOCK), case.shared).cuda()
+    lengths = lengths.cuda()
     cache = torch.randn(
         int(table.max()) + 1, case.groups, BLOCK, 2 * case.channels, device="cuda", dtype=torch.bfloat16
     )

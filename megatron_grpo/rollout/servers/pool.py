@@ -1,12 +1,12 @@
 """Pool of inference servers: dispatch of requests to servers with free capacity, and fault handling."""
 
 import asyncio
-import functools
 import itertools
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,11 @@ JOIN_INTERVAL = 5.0  # seconds between two attempts of an excluded server to joi
 Load = Callable[[Server], Awaitable[None]]
 RETRIES = 4  # of a request or a server, after 0.5, 1, 2, 4 seconds
 
-
-# A server keeps what it has computed: completions that it may have more than another one, before others get its work;
-# for further turns, whose past is long, more than 5/4 of those of the other.
+# A job goes to the server that has computed what it begins with, if this one has at most so many completions more than
+# the least busy one. For a further turn, whose past is long, it may have a quarter more besides.
 NEAR = 8
-HOMES = 2**16  # sessions and prompts whose server is remembered
-PASSES = 64  # jobs that may pass one whose server is full; as many are looked at
+HOMES = 2**16  # sessions and prompts for which a server is remembered
+PASSES = 64  # later jobs that may go before one whose server is full
 
 
 def _pause(retry: int) -> float:
@@ -47,12 +46,12 @@ class Job:
     dispatched: float = 0.0  # time of the newest dispatch
     passed: int = 0  # by later jobs in the queue
 
-    @functools.cached_property
+    @cached_property
     def sessions(self) -> list[int]:
         """The sessions of the requests: jobs of one session begin with the same tokens."""
         return [request.id if request.session is None else request.session for request in self.requests]
 
-    @functools.cached_property
+    @cached_property
     def prompt(self) -> int:
         """A hash of the prompt, with its images: jobs of one prompt begin with the same tokens."""
         first = self.requests[0]
@@ -204,7 +203,7 @@ class ServerPool:
 
         self._newest = None
         self._homes.clear()  # what a server has computed with other weights is of no use
-        self.each(functools.partial(self._update, version=version, load=load))
+        self.each(partial(self._update, version=version, load=load))
         if self.joins and load:
             self._newest = version, load
 

@@ -40,7 +40,7 @@ from megatron_grpo.models.gemma4 import layer_kinds
 from megatron_grpo.parallel.agreement import device_answers, raised_on_every_rank
 from megatron_grpo.parallel.initialize import await_ranks, host_group
 from megatron_grpo.patches import vllm as patches
-from megatron_grpo.rollout.arguments import replays_top_k
+from megatron_grpo.rollout.arguments import keeps_prefixes, replays_top_k
 from megatron_grpo.rollout.draft_counts import DraftCounts, no_drafts
 from megatron_grpo.rollout.engine import Completion, Request, generate, lost_on_failure, request_seed
 from megatron_grpo.rollout.routed_experts import of_moe_layers
@@ -664,12 +664,12 @@ def _cpu_options(args) -> dict:
             "--router-replay-mode R3: vLLM on a CPU does not report its choice of experts (this needs its model "
             "runner V2 and so Triton): give R2, or use a GPU"
         )
-    given = args.vllm_engine_kwargs or {}
-    if has_recurrence(args) and given.get("enable_prefix_caching", args.vllm_enable_prefix_caching):
+    if has_recurrence(args) and keeps_prefixes(args):
         where = "--vllm-engine-kwargs: 'enable_prefix_caching'"
+        given = "enable_prefix_caching" in (args.vllm_engine_kwargs or {})
         raise GrpoError(
-            f"{where if 'enable_prefix_caching' in given else '--vllm-enable-prefix-caching'}: vLLM on a CPU does not "
-            "keep the states of delta nets and of Mamba-2 at the ends of prefixes: leave it out, or use a GPU"
+            f"{where if given else '--vllm-enable-prefix-caching'}: vLLM on a CPU does not keep the states of delta "
+            "nets and of Mamba-2 at the ends of prefixes: leave it out, or use a GPU"
         )
     nets = args.linear_key_head_dim, args.linear_value_head_dim
     dtype = args.vllm_dtype or str(params_dtype(args)).removeprefix("torch.")

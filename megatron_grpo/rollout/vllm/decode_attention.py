@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from megatron_grpo.rollout.vllm.decode_choice import Choice, Measurement, fixed_rule, sizes_of
 
-UNDIVIDED = 1024  # tokens of the longest sequence of an engine whose sequences are not divided
+UNDIVIDED = 1024  # an engine divides its sequences if they can have more tokens
 PART, MOST_PARTS = 512, 32  # tokens of a sequence that a program reads, so that none works much longer than others
 ROWS = 16  # least queries of a product
 SIXTEEN_BITS, EIGHT_BITS = (64, 3, 2), (32, 4, 1)  # keys of a product, products loaded ahead, warps: by H200s
@@ -31,7 +31,7 @@ LOG2_E = 1.4426950408889634
 QUANTIZED = ("fp8", "fp8_e4m3")  # dtypes of a cache; queries are quantized, too
 
 
-def register(longest_prompt: int = 0) -> None:
+def register(longest_prompt: int) -> None:
     """Let vLLM's backend FLASH_ATTN use this kernel, by vLLM's own way to replace a backend's class.
 
     ``longest_prompt``: tokens of a prompt that completions can share.
@@ -184,23 +184,23 @@ def decode_attention(
     and values in 8 bits: float32, one number each. No sequence has more than ``parts`` times ``part`` tokens.
     """
     groups, size, width = cache.shape[1:]
-    heads, d, rows = query.shape[-2] // groups, width // 2, min(len(query), len(lengths))
+    heads, d, rows = query.shape[-2], width // 2, min(len(query), len(lengths))
     if parts > 1:  # of each head and part: the sum of weighted values, the largest score, the sum of weights
-        found = torch.empty(rows, groups * heads, parts, d, dtype=torch.float32, device=query.device)
-        sums = torch.empty(2, rows, groups * heads, parts, dtype=torch.float32, device=query.device)
+        found = torch.empty(rows, heads, parts, d, dtype=torch.float32, device=query.device)
+        sums = torch.empty(2, rows, heads, parts, dtype=torch.float32, device=query.device)
     else:
         found = sums = lengths  # unused
     keys, ahead, warps = SIXTEEN_BITS if scales is None else EIGHT_BITS
-    members = max(1, ROWS // triton.next_power_of_2(heads)) if parts > 1 else 1
+    members = max(1, ROWS // triton.next_power_of_2(heads // groups)) if parts > 1 else 1
     covered = part // size + (2 if part % size else 0)  # blocks with tokens of a part
     _attention[(groups, rows, parts)](
         query, cache, blocks, lengths, output, found, sums, scale * LOG2_E, *(scales or (lengths,) * 3),
         query.stride(0), output.stride(0), cache.stride(0), cache.stride(1), cache.stride(2), blocks.stride(0),
-        HEADS=heads, MEMBERS=members, ROWS=ROWS, D=d, BLOCK=size, COVERED=triton.next_power_of_2(covered), KEYS=keys,
-        AHEAD=ahead, PART=part, PARTS=parts, SCALED=scales is not None, num_warps=warps,
+        HEADS=heads // groups, MEMBERS=members, ROWS=ROWS, D=d, BLOCK=size, COVERED=triton.next_power_of_2(covered),
+        KEYS=keys, AHEAD=ahead, PART=part, PARTS=parts, SCALED=scales is not None, num_warps=warps,
     )  # fmt: skip
     if parts > 1:
-        _combine[(groups * heads, rows)](
+        _combine[(heads, rows)](
             found, sums, lengths, output, output.stride(0), D=d, PART=part, PARTS=parts,
             WIDTH=triton.next_power_of_2(parts), num_warps=1,
         )  # fmt: skip

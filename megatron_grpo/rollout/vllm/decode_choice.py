@@ -94,22 +94,29 @@ def lengths_of(number: int, mean: int, spread: float) -> torch.Tensor:
     return lengths[torch.randperm(number, generator=torch.Generator().manual_seed(0))]
 
 
+def made_up_blocks(lengths: torch.Tensor, size: int, most: int, shared: int = 0) -> torch.Tensor:
+    """Return the numbers of the blocks of ``size`` tokens of sequences of these lengths ``[n]``, ``[n, most]``.
+
+    They are the first of a cache, in any order; those of the first ``shared`` tokens are the same in `GROUP` neighbors.
+    """
+    number, common = len(lengths), shared // size
+    filled = torch.arange(most) < ((lengths + size - 1) // size)[:, None]
+    filled[torch.arange(number) % GROUP > 0, :common] = False
+    blocks = torch.zeros(number, most, dtype=torch.int32)
+    blocks[filled] = torch.randperm(int(filled.sum()), generator=torch.Generator().manual_seed(0)).int()
+    blocks[:, :common] = blocks[::GROUP, :common].repeat_interleave(GROUP, 0)[:number]
+    return blocks
+
+
 def made_up_batch(common: Any, lengths: torch.Tensor, size: int, shared: int = 0) -> Any:
     """Return vLLM's description of a decode step of sequences of these lengths ``[n]``, on the device of ``common``.
 
-    Their blocks of ``size`` tokens are the first of the cache, in any order; those of the first ``shared`` tokens are
-    the same in `GROUP` neighbors. The table of blocks has the strides of the one in ``common``, an engine's own
-    description, so that kernels are compiled once.
+    Their blocks are those of `made_up_blocks`. The table of blocks has the strides of the one in ``common``, an
+    engine's own description, so that kernels are compiled once.
     """
     table, number = common.block_table_tensor, len(lengths)
-    needed = (lengths + size - 1) // size
-    filled = torch.arange(table.shape[1]) < needed[:, None]
-    filled[torch.arange(number) % GROUP > 0, : shared // size] = False
-    own = torch.zeros(number, table.stride(0), dtype=table.dtype)[:, : table.shape[1]]
-    own[filled] = torch.randperm(int(filled.sum()), generator=torch.Generator().manual_seed(0)).to(own.dtype)
-    own[:, : shared // size] = own[::GROUP, : shared // size].repeat_interleave(GROUP, 0)[:number]
     held = table.new_zeros(number, table.stride(0))
-    held[:, : table.shape[1]] = own.to(table.device)
+    held[:, : table.shape[1]] = made_up_blocks(lengths, size, table.shape[1], shared)
     starts = torch.arange(number + 1, dtype=torch.int32)
     return type(common)(
         query_start_loc=starts.to(table.device),
