@@ -124,7 +124,7 @@ class Life:
 
     @classmethod
     def with_several(cls, seed: int, is_async: bool) -> "Life":
-        """Return a life whose completions depend on its requests alone; every second seed has plain requests only."""
+        """Return a life whose completions depend on its requests alone; these are plain with every second seed."""
         life = cls.of_seed(seed, is_async)
         kinds = {"constraint": "plain", "wrong constraint": "plain"}
         if seed % 2:
@@ -147,7 +147,7 @@ def random_of(*key) -> np.random.Generator:
 
 
 class Device:
-    """A made-up GPU. It has a cache of blocks, and knows of a request what its steps have told.
+    """A made-up GPU with a cache of blocks. Of a request it knows what the steps have said.
 
     The cache has a number for each token, which depends on the token and on the number before it, and a sampled token
     depends on the last number. So a request has the same tokens in whatever steps they are computed, as long as its
