@@ -277,7 +277,7 @@ def run(args, holders, weights, whole, reads, colocated=False, width=1):
             )
             for _ in range(2):  # the plan is used again
                 local = shards_of(weights, holder, whole) if holder is not None else None
-                given = {name: tensor.clone() for name, tensor in transfer.run(local)}
+                given = dict(transfer.run(local))  # as vLLM keeps a layer's tensors until all are there
                 differences.update(transfer.differences)
                 if rank < trainers:
                     sent[rank] = any(traffic.sent for traffic in transfer._traffic)

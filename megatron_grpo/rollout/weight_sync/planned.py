@@ -13,13 +13,14 @@ engine's parameter, or from the bytes that the loaders are given. What a rank co
 """
 
 import hashlib
+import math
 import os
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, compress
+from itertools import chain, compress, cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ from megatron_grpo.weights.transfer_plan import Box, HfTensor, Holder, Needs, Pi
 Weights = Iterator[tuple[str, torch.Tensor]]
 ROW_BYTES = 4096  # a piece begins with a row of its buffer; checksums add up the words of 8 bytes of a row
 CHECKSUM_BYTES = 16
+SPACE_BYTES = 32 * 2**20  # memory for buffers is a multiple: the rounds of a model differ by a piece
 ROWS = 2**14  # of a buffer that are added up at a time: 64 MiB
 
 
@@ -107,15 +109,19 @@ class _Traffic:
     busy: bool = True
 
 
+_Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]  # dtype, shape, strides and offset of a view
+
+
 class _Layout(NamedTuple):
     """Where pieces lie in a buffer: of each other rank, in their order, its pieces and then their checksums."""
 
     pieces: list[Piece]
-    places: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]]  # dtype, shape, strides, offset of each
+    places: list[_Place]  # of each piece
     rows: torch.Tensor  # [2, pieces]: the first row of each, and the one after its last
-    sums: list[tuple[int, int]]  # of each rank's checksums: the first word, and how many pieces
+    sums: list[_Place]  # of each rank's checksums [pieces, 2]
     nbytes: dict[int, int]  # of each rank
     placed: list[tuple[list[int], list[torch.Tensor]]]  # which pieces go into parameters, and where; again if to two
+    passing: bool  # whether no piece is read after its round
 
 
 class _Layouts(NamedTuple):
@@ -136,6 +142,35 @@ class _Packed(NamedTuple):
     @property
     def pieces(self) -> list[Piece]:
         return self.layout.pieces
+
+
+class _Space(dict[_Place, torch.Tensor]):
+    """Memory for a buffer after the other, and its views: one takes the host 1 us, and most layers have equal ones."""
+
+    def __init__(self, where: torch.device | str):
+        super().__init__()
+        self._memory = torch.empty(0, dtype=torch.uint8, device=where)
+
+    def __missing__(self, place: _Place) -> torch.Tensor:
+        dtype, shape, strides, first = place
+        view = self[place] = self._memory.view(dtype).as_strided(shape, strides, first)
+        return view
+
+    def packed(self, layout: _Layout) -> _Packed:
+        """Return a buffer with a layout. What a row has after its piece is the same at sender and receiver."""
+        nbytes = sum(layout.nbytes.values())
+        if not nbytes <= self._memory.nbytes <= 2 * max(nbytes, SPACE_BYTES):
+            self._take(0)  # first: both would be too much
+            self._take(-(-nbytes // SPACE_BYTES) * SPACE_BYTES)
+        parts, sums = ([self[place] for place in places] for places in (layout.places, layout.sums))
+        packed = _Packed(layout, self._memory[:nbytes], parts, sums)
+        if not layout.passing:
+            self._take(0)
+        return packed
+
+    def _take(self, nbytes: int) -> None:
+        self.clear()
+        self._memory = self._memory.new_empty(nbytes)
 
 
 class _Exchange(NamedTuple):
@@ -231,7 +266,9 @@ class Transfer:
                 self._targets[id(piece)] = _places(piece, targets)
 
     def _layouts_of(self, traffic: _Traffic) -> _Layouts:
-        return _Layouts(self._layout(traffic.sent), self._layout(traffic.received))
+        received = self._layout(traffic.received)
+        direct = all(piece.tensor in self._direct for piece in received.pieces)
+        return _Layouts(_joined(self._layout(traffic.sent)), received._replace(passing=direct))
 
     def send(self, local: Mapping[str, torch.Tensor]) -> None:
         """Send the pieces of this trainer rank's shards ``local``.
@@ -251,8 +288,9 @@ class Transfer:
         """
         self._checks, self.differences = [], []
         ahead: _Exchange | None = None
-        for traffic, layouts in zip(self._traffic, self._layouts, strict=True):
-            exchange = self._begin(traffic, layouts, local)
+        spaces = cycle([[_Space(self._links.device) for _ in layouts] for layouts in self._layouts[:2]])
+        for traffic, layouts, own in zip(self._traffic, self._layouts, spaces, strict=False):
+            exchange = self._begin(traffic, layouts, local, own)
             if ahead is not None:  # a round is under way while the one before it is taken
                 yield from self._take(ahead)
             ahead = exchange
@@ -264,12 +302,14 @@ class Transfer:
             spoilt = list(compress(chain(*checked), torch.cat(found).tolist()))  # waits for the GPU once
         self.differences = list(dict.fromkeys(self._plan.tensors[piece.tensor].name for piece in spoilt))
 
-    def _begin(self, traffic: _Traffic, layouts: _Layouts, local: Mapping[str, torch.Tensor] | None) -> _Exchange:
+    def _begin(
+        self, traffic: _Traffic, layouts: _Layouts, local: Mapping[str, torch.Tensor] | None, spaces: list[_Space]
+    ) -> _Exchange:
         """Begin to send the pieces of a round."""
         progress.advance()
         sources = self._sources(traffic, local) if local is not None else {}
         own = [(piece, self._in_dtype(piece, _part(piece, sources[piece.weight]))) for piece in traffic.own]
-        sent, received = self._packed(layouts.sent), self._packed(layouts.received)
+        sent, received = (space.packed(layout) for space, layout in zip(spaces, layouts, strict=True))
         if sent.pieces:
             torch._foreach_copy_(sent.parts, [_part(piece, sources[piece.weight]) for piece in sent.pieces])
             sums = checksums(sent.whole, sent.layout.rows)
@@ -318,7 +358,9 @@ class Transfer:
 
     def _layout(self, by_rank: Mapping[int, list[Piece]]) -> _Layout:
         """Return the layout of pieces, by the rank that sends or receives them."""
-        pieces, places, rows, sums, nbytes = [], [], [], [], {}
+        pieces, rows, nbytes = [], [], {}
+        places: list[_Place] = []
+        sums: list[_Place] = []
         begin = 0
         for rank, of_rank in sorted(by_rank.items()):
             first = begin
@@ -330,7 +372,7 @@ class Transfer:
                 rows.append((begin // ROW_BYTES, end // ROW_BYTES))
                 begin = end
             pieces += of_rank
-            sums.append((begin // 8, len(of_rank)))
+            sums.append((torch.int64, (len(of_rank), 2), (2, 1), begin // 8))
             begin += -(-CHECKSUM_BYTES * len(of_rank) // ROW_BYTES) * ROW_BYTES
             nbytes[rank] = begin - first
         ends = torch.tensor(rows, dtype=torch.int64).view(-1, 2).T.contiguous()
@@ -339,15 +381,7 @@ class Transfer:
         for place in range(max(map(len, targets), default=0)):
             which = [number for number, of_piece in enumerate(targets) if len(of_piece) > place]
             placed.append((which, [targets[number][place] for number in which]))
-        return _Layout(pieces, places, ends.to(self._links.device), sums, nbytes, placed)
-
-    def _packed(self, layout: _Layout) -> _Packed:
-        """Return a new buffer with a layout. What a row has after its piece is the same at sender and receiver."""
-        whole = torch.empty(sum(layout.nbytes.values()), dtype=torch.uint8, device=self._links.device)
-        typed = {dtype: whole.view(dtype) for dtype in {torch.int64, *(dtype for dtype, *_ in layout.places)}}
-        parts = [typed[dtype].as_strided(shape, strides, first) for dtype, shape, strides, first in layout.places]
-        sums = [typed[torch.int64][first : first + 2 * count].view(-1, 2) for first, count in layout.sums]
-        return _Packed(layout, whole, parts, sums)
+        return _Layout(pieces, places, ends.to(self._links.device), sums, nbytes, placed, passing=True)
 
     def _compare(self, pieces: list[Piece], targets: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
         """Note which of this rank's own pieces have other bits in the engine's parameters ``targets``."""
@@ -363,6 +397,30 @@ class Transfer:
                 torch._foreach_copy_([packed.parts[number] for number in which], targets)
             found = checksums(packed.whole, packed.layout.rows)
             self._checks.append((packed.pieces, (found != expected).any(1)))
+
+
+def _joined(sent: _Layout) -> _Layout:
+    """Return the layout with pieces as one that follow each other in a shard and in the buffer, as gate and up do."""
+    pieces: list[Piece] = []
+    places: list[_Place] = []
+    for piece, place in zip(sent.pieces, sent.places, strict=True):
+        if pieces and (whole := _both(pieces[-1], piece)):
+            dtype, shape, strides, first = places[-1]
+            if place == (dtype, piece.shape, strides, first + math.prod(shape)):
+                pieces[-1], places[-1] = whole, (dtype, whole.shape, strides, first)
+                continue
+        pieces.append(piece)
+        places.append(place)
+    return sent._replace(pieces=pieces, places=places)
+
+
+def _both(one: Piece, other: Piece) -> Piece | None:
+    """Return a piece of both if ``other`` has the rows of the shard after those of ``one``."""
+    rows, more = one.spot[0], other.spot[0]
+    if one.weight != other.weight or one.spot[1:] != other.spot[1:] or rows.stop != more.start:
+        return None
+    shape = (one.shape[0] + other.shape[0], *one.shape[1:])
+    return one._replace(spot=(slice(rows.start, more.stop), *one.spot[1:]), shape=shape)
 
 
 def checksums(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -387,3 +387,25 @@ def test_checksums_are_the_sums_of_the_definition(sizes, seed, data):
         for place in {column, (column + 1) % width}:
             words[row, place] ^= np.array(sum(1 << bit for bit in bits), np.uint64).view(np.int64)
         assert (found() != before).any(1).tolist() == [number == piece for number in range(len(sizes))]
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(1, 3)), min_size=1, max_size=12))
+def test_pieces_that_are_one_copy_fill_the_same_bytes(given):
+    """Rows of two shards; those that follow each other in the shard and in the buffer are copied together."""
+    shards = [torch.arange(number, number + 8 * 512.0).view(8, 512) for number in (0, 5000)]
+    pieces, places, begin = [], [], 0
+    for tensor, (weight, first, rows) in enumerate(given):
+        spot, shape = (slice(first, first + rows), slice(0, 512)), (rows, 512)
+        pieces.append(transfer_plan.Piece(weight, tensor, spot, spot, shape, rows * 2048))
+        places.append((torch.float32, shape, (512, 1), begin))
+        begin += rows * 512
+    layout = planned._Layout(pieces, places, torch.empty(2, 0), [], {0: begin * 4}, [], passing=True)
+    buffers = []
+    for of in (layout, planned._joined(layout)):
+        packed = planned._Space("cpu").packed(of)
+        for piece, part in zip(packed.pieces, packed.parts, strict=True):
+            part.copy_(shards[piece.weight][piece.spot])
+        buffers.append(packed.whole)
+    assert torch.equal(*buffers)
+    follow = [a[0] == b[0] and a[1] + a[2] == b[1] for a, b in pairwise(given)]
+    assert len(packed.pieces) == len(given) - sum(follow)
