@@ -12,6 +12,7 @@ The update has the FLOPs of `ModelFlops`, those of the passes for log-probabilit
 """
 
 from argparse import Namespace
+from functools import cached_property
 from math import ceil
 
 import numpy as np
@@ -43,11 +44,37 @@ def train_flops(args: Namespace) -> float:
     return args.generation_batch_size * passes(prompt + completion, completion) - shared * passes(prompt, 0)
 
 
-def decode_seconds(plan: Plan, sequences: int) -> float:
-    """Return the seconds of a decode step of an engine replica with this number of sequences."""
+def decode_seconds(plan: Plan, sequences: float, length: float | None = None) -> float:
+    """Return the seconds of a decode step of an engine replica with this number of sequences, and their mean length."""
     args, size = plan.args, params_dtype(plan.args).itemsize
-    cache = sequences * (args.max_prompt_length + args.max_completion_length / 2) * plan.cache_of_token()
+    if length is None:
+        length = args.max_prompt_length + args.max_completion_length / 2
+    cache = sequences * length * plan.cache_of_token()
     return STEP_SECONDS + sequences * SEQUENCE_SECONDS + size * (plan.engine() + cache) / BYTES
+
+
+class TurnSeconds:
+    """The costs of turns for a `WorkingSet`, of an engine replica of resolved arguments."""
+
+    def __init__(self, args: Namespace):
+        self._args = args
+
+    def turn(self, tokens: float, history: float, running: float) -> float:
+        """See `Costs.turn`."""
+        return tokens * decode_seconds(self._plan, running, history + tokens / 2) / running
+
+    def history(self, tokens: float) -> float:
+        """See `Costs.history`."""
+        length = np.array([round(tokens)])
+        return self._flops.forward(length, 0 * length) / FLOPS / self._args.vllm_tensor_parallel_size
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return Plan(self._args)
+
+    @cached_property
+    def _flops(self) -> ModelFlops:
+        return ModelFlops(self._args)
 
 
 def concurrent(args: Namespace, engines: int) -> int:

@@ -58,6 +58,11 @@ class Request:
     session: int | None = None  # requests with one of them continue each other [id]
 
     @property
+    def conversation(self) -> int:
+        """The session, or the id of a request without one."""
+        return self.id if self.session is None else self.session
+
+    @property
     def begun_ids(self) -> Sequence[int]:
         """The tokens that the completion has already."""
         return self.begun.token_ids if self.begun is not None else ()

@@ -38,6 +38,7 @@ from megatron_grpo.environments.rendering import Mark, TurnRenderer
 from megatron_grpo.environments.tool_calls import ParsedTurn, ToolCallParser
 from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.engine import Completion, Engine, GeneratingEngine, Request, request_seed
+from megatron_grpo.rollout.working_set import Costs, WorkingSet
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.log import log
 from megatron_grpo.vision.encoded import as_one, as_source
@@ -137,6 +138,7 @@ class Conversing:
 
     ``pool``, ``renderer`` and ``parser`` are those of the lead rank, None on the others. ``group`` is the gloo process
     group of the replica's ranks, None for a single rank. ``images`` reads the images of a vision-language model.
+    ``costs``: those of turns; without them all turns pass to the engine at once.
     """
 
     program: str  # the noun of the messages
@@ -151,8 +153,9 @@ class Conversing:
         args: Any,
         group: dist.ProcessGroup | None = None,
         images: ImageReader | None = None,
+        costs: Costs | None = None,
     ):
-        self._engine, self._pool, self._renderer, self._parser = engine, pool, renderer, parser
+        self._engine, self._pool, self._renderer, self._parser = WorkingSet(engine, costs), pool, renderer, parser
         self._tokenizer, self._args, self._group = tokenizer, args, group
         self._images = images  # reader of a vision-language model
         self._failures = FailureCounts()
@@ -315,6 +318,7 @@ class Episodes(Conversing):
                 if completion.id in self._episodes:
                     self._finish_turn(completion)
                 else:
+                    self._engine.end(completion.id)
                     ended.append(completion)
         return ended
 
@@ -582,6 +586,7 @@ class Episodes(Conversing):
         return None if self._images is None else [list(episode.shown_images)]
 
     def _forget(self, episode: _Episode) -> None:
+        self._engine.end(episode.request.id)
         self._arrived.pop(episode.key, None)
         self._by_key.pop(episode.key, None)
         if self._pool is not None:
@@ -589,7 +594,7 @@ class Episodes(Conversing):
 
     def unfinished(self) -> list[Completion]:
         """See `InterruptibleEngine.unfinished`."""
-        turns = {completion.id: completion for completion in self._engine.unfinished()}  # type: ignore[attr-defined]
+        turns = {completion.id: completion for completion in self._engine.unfinished()}
         return self._with_episodes(turns)
 
     def _with_episodes(self, turns: dict[int, Completion]) -> list[Completion]:
@@ -621,7 +626,7 @@ class Episodes(Conversing):
 
     def interrupt(self) -> list[Completion]:
         """See `InterruptibleEngine.interrupt`."""
-        turns = {completion.id: completion for completion in self._engine.interrupt()}  # type: ignore[attr-defined]
+        turns = {completion.id: completion for completion in self._engine.interrupt()}
         for number, episode in self._episodes.items():
             episode.interrupted = turns.get(number) or episode.interrupted
         stopped = self._with_episodes(turns)

@@ -35,6 +35,7 @@ from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.environments.tool_probe import probe
 from megatron_grpo.estimate.dry_run import dry_run_report, fit_line, gpu_memory
 from megatron_grpo.estimate.host_memory import check_host_memory
+from megatron_grpo.estimate.sides import TurnSeconds
 from megatron_grpo.lora import base
 from megatron_grpo.lora.attach import attach, trained
 from megatron_grpo.lora.files import check_same_shape, load_adapter
@@ -835,14 +836,14 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
 def build_episodes(args, engine: GeneratingEngine, inputs: Inputs) -> Conversing:
     """Return ``engine`` with the environments or agents of a run; the lead rank of each replica runs them."""
     tokenizer, images = inputs.tokenizer, inputs.images
-    kind = Agents if args.agent else Episodes
+    kind, costs = Agents if args.agent else Episodes, TurnSeconds(args)
     # One rank sends the requests of a replica of servers; the others have none.
     group = None
     if not has_servers(args):
         assert engine.replica is not None
         group = replica_group(engine.replica, engine.num_replicas, backend="gloo")
     if not engine.is_lead:
-        return kind(engine, None, None, None, tokenizer, args, group, images)
+        return kind(engine, None, None, None, tokenizer, args, group, images, costs)
     pool = EnvironmentPool(
         [args.environment],
         args.external_plugins or [],
@@ -859,7 +860,7 @@ def build_episodes(args, engine: GeneratingEngine, inputs: Inputs) -> Conversing
         parser = ToolCallParser(args.tool_call_parser, backend, args.reasoning_parser)
         if args.tool_role == "tool":  # otherwise the template shows no calls
             probe(parser, renderer, backend, args.chat_template_kwargs)
-    return kind(engine, pool, renderer, parser, tokenizer, args, group, images)
+    return kind(engine, pool, renderer, parser, tokenizer, args, group, images, costs)
 
 
 def build_engine(args, model: forward.Model, tokenizer) -> LocalEngine:

@@ -49,7 +49,7 @@ class Job:
     @cached_property
     def sessions(self) -> list[int]:
         """The sessions of the requests: jobs of one session begin with the same tokens."""
-        return [request.id if request.session is None else request.session for request in self.requests]
+        return [request.conversation for request in self.requests]
 
     @cached_property
     def prompt(self) -> int:

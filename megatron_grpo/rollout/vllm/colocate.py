@@ -98,7 +98,10 @@ class VllmColocate:
             self._llm = _build(args, directory)
         self._allocated = torch.cuda.memory_allocated() - before if torch.cuda.is_available() else 0
         self._engine = self._llm.llm_engine
-        self._keeps_prefixes = self._engine.vllm_config.cache_config.enable_prefix_caching
+        cache = self._engine.vllm_config.cache_config
+        self._keeps_prefixes = cache.enable_prefix_caching
+        self.cache_tokens: int | None = cache.kv_cache_size_tokens if self._keeps_prefixes else None
+        self.places: int = args.vllm_max_num_seqs
         if args.exact_log_probs:
             from megatron_grpo.rollout.vllm import exact
 

@@ -1,0 +1,236 @@
+"""Which conversations generate: as many as have room in the engine's cache together.
+
+An engine keeps the keys and values of a conversation while a tool works, until another request needs the memory. If all
+conversations together are larger than the cache, each turn finds its history gone, the engine computes it again, and
+that takes the memory of the next one. `WorkingSet` therefore lets turns wait before the engine. A conversation that has
+entered the set stays in it until it ends, or until the set has grown larger than the cache: then the newest ones leave
+whose tools work. Of the turns that wait, the oldest conversation's passes first.
+
+Where tools take long, few members generate, and steps of few requests take longer than histories that are computed
+again. Then all turns pass for a while (`_choose`).
+"""
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_grpo.rollout.engine import Completion, GeneratingEngine, Request
+
+CHUNK = 256  # tokens of a first prompt that are counted once for all conversations that begin with them
+FULL = 0.9  # of the cache that the set may have: what engines forget is not always the oldest
+WHILE = 8  # turns of each conversation for which all pass, before the set is tried again
+
+
+class Costs(Protocol):
+    """Estimated seconds of an engine."""
+
+    def turn(self, tokens: float, history: float, running: float) -> float:
+        """Return those that a turn takes of the engine, of so many that run, after a history in the cache."""
+
+    def history(self, tokens: float) -> float:
+        """Return those of the computation of a history."""
+
+
+@dataclass(eq=False)
+class _Conversation:
+    """The requests of one `Request.conversation`. ``chunks`` has a number for each chunk of the first prompt."""
+
+    age: int
+    chunks: Sequence[int]
+    own: int = 0  # tokens in the engine's cache beyond the chunks
+    before: int = 0  # the same at the end of the turn before
+    generating: int = 0  # requests that the engine has
+    is_member: bool = False
+
+
+class WorkingSet:
+    """``engine`` for conversations; `end` ends one.
+
+    ``engine.cache_tokens`` are the tokens that its cache holds, None if all requests shall pass, and ``engine.places``
+    the requests that it runs at a time. All ranks of a replica decide alike, without a clock.
+    """
+
+    def __init__(self, engine: GeneratingEngine, costs: Costs | None = None):
+        self._engine, self._costs = engine, costs
+        tokens, self._places = getattr(engine, "cache_tokens", None), getattr(engine, "places", 0)
+        self._capacity = math.inf if tokens is None or costs is None else FULL * tokens
+        self._ages = itertools.count()
+        self._conversations: dict[int, _Conversation] = {}  # from the oldest to the newest
+        self._passed: dict[int, Request] = {}  # those that the engine has, by id
+        self._waiting: dict[int, Request] = {}
+        self._queue: list[tuple[int, int]] = []  # a heap of (age of the conversation, id); some no longer wait
+        # Of the members: their number, their tokens beyond the chunks, and how many begin with each chunk.
+        self._members, self._own, self._chunks = 0, 0, Counter[int]()
+        self._turns = self._turn_tokens = self._grown = 0  # that have ended
+        self._all_pass = False
+        # Since the last choice: the turns that ended, the steps, and the requests that ran in all of them.
+        self._ended = self._steps = self._ran = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the engine."""
+        return getattr(self._engine, name)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """See `Submits.submit`."""
+        if self._capacity == math.inf:
+            self._engine.submit(requests)
+            return
+        for request in requests:
+            conversation = self._conversations.get(request.conversation)
+            if conversation is None:
+                conversation = _Conversation(next(self._ages), _chunks(request.prompt_ids))
+                self._conversations[request.conversation] = conversation
+            self._waiting[request.id] = request
+            # Those of members are first: no other one passes before them.
+            heapq.heappush(self._queue, (-1 if conversation.is_member else conversation.age, request.id))
+        self._let_pass()
+
+    def poll(self) -> list[Completion]:
+        """See `Submits.poll`."""
+        if self._capacity == math.inf:
+            return self._engine.poll()
+        self._let_pass()
+        self._steps += 1
+        self._ran += min(len(self._passed), self._places)
+        completions = self._engine.poll()
+        for completion in completions:
+            request = self._passed.pop(completion.id)
+            conversation = self._conversations[request.conversation]
+            conversation.generating -= 1
+            self._has(conversation, len(request.prompt_ids) + len(completion.token_ids))
+            self._grown += conversation.own - conversation.before
+            conversation.before = conversation.own
+            self._ended += 1
+            self._turns += 1
+            self._turn_tokens += len(completion.token_ids) - len(request.begun_ids)
+        if completions:
+            self._choose()
+            self._shrink()
+        return completions
+
+    def end(self, conversation: int) -> None:
+        """Forget a conversation, whose requests have ended or are aborted."""
+        found = self._conversations.pop(conversation, None)
+        if found is not None and found.is_member:
+            self._leave(found)
+
+    def abort(self, ids: Iterable[int]) -> None:
+        """See `Submits.abort`."""
+        ids = [number for number in ids if self._waiting.pop(number, None) is None]
+        for number in ids:
+            if request := self._passed.pop(number, None):
+                self._conversations[request.conversation].generating -= 1
+        self._engine.abort(ids)
+
+    def unfinished(self) -> list[Completion]:
+        """See `InterruptibleEngine.unfinished`."""
+        return self._with_waiting(self._engine.unfinished())  # type: ignore[attr-defined]
+
+    def interrupt(self) -> list[Completion]:
+        """See `InterruptibleEngine.interrupt`; what follows are new conversations."""
+        stopped = self._with_waiting(self._engine.interrupt())  # type: ignore[attr-defined]
+        self._members = self._own = 0
+        for kept in (self._conversations, self._passed, self._waiting, self._queue, self._chunks):
+            kept.clear()
+        return stopped
+
+    def _with_waiting(self, completions: list[Completion]) -> list[Completion]:
+        """Return the completions, and those of the requests that wait, in order of their ids."""
+        never_ran = [
+            Completion(request.id, [], None, "abort", []).after(request.begun) for request in self._waiting.values()
+        ]
+        return sorted([*completions, *never_ran], key=lambda completion: completion.id)
+
+    # ---- the set
+
+    def _let_pass(self) -> None:
+        """Submit the requests that have room, the oldest conversations' first."""
+        passing = []
+        while self._queue:
+            request = self._waiting.get(self._queue[0][1])
+            if request is not None:
+                conversation = self._conversations[request.conversation]
+                tokens = len(request.prompt_ids) + len(request.begun_ids)
+                passes = self._all_pass or conversation.is_member or not self._passed
+                if not (passes or self._has_room(conversation, tokens)):
+                    break
+                if not conversation.is_member:
+                    self._enter(conversation)
+                conversation.generating += 1
+                self._has(conversation, tokens)
+                self._passed[request.id] = self._waiting.pop(request.id)
+                passing.append(request)
+            heapq.heappop(self._queue)
+        if passing:
+            self._engine.submit(passing)
+
+    def _has_room(self, conversation: _Conversation, tokens: int) -> bool:
+        """Return whether the set with a conversation of so many tokens is no larger than the cache."""
+        own = tokens - CHUNK * sum(chunk in self._chunks for chunk in conversation.chunks)
+        return self._tokens() + own + self._growth <= self._capacity
+
+    def _choose(self) -> None:
+        """Choose whether all requests pass, when each member has had a turn since the last choice.
+
+        More turns then run at a time, but most begin with the computation of their history.
+        """
+        assert self._costs is not None
+        if self._ended < self._members * (WHILE if self._all_pass else 1):
+            return
+        if self._all_pass or not self._waiting:
+            self._all_pass = False
+        else:
+            turn, history = self._turn_tokens / self._turns, self._tokens() / self._members
+            # vLLM needs the memory of those that run.
+            most = min(self._places, len(self._conversations), max(1.0, self._capacity / history))
+            in_set = self._costs.turn(turn, history, self._ran / self._steps)
+            self._all_pass = self._costs.turn(turn, history, most) + self._costs.history(history) < in_set
+        self._ended = self._steps = self._ran = 0
+
+    @property
+    def _growth(self) -> int:
+        """Mean tokens by which a turn and the answer before it have made a conversation longer."""
+        return self._grown // max(1, self._turns)
+
+    def _tokens(self) -> int:
+        """Return the tokens of the set, each member with a further turn."""
+        return self._own + CHUNK * len(self._chunks) + self._growth * self._members
+
+    def _shrink(self) -> None:
+        """Let the newest conversations without a request leave until the others have room."""
+        for conversation in reversed(self._conversations.values()):
+            if self._all_pass or self._tokens() <= self._capacity:
+                return
+            if conversation.is_member and not conversation.generating:
+                self._leave(conversation)
+
+    def _has(self, conversation: _Conversation, tokens: int) -> None:
+        """Note how many tokens of a member the engine has."""
+        own = max(0, tokens - CHUNK * len(conversation.chunks))
+        self._own += own - conversation.own
+        conversation.own = own
+
+    def _enter(self, conversation: _Conversation) -> None:
+        conversation.is_member = True
+        self._members, self._own = self._members + 1, self._own + conversation.own
+        self._chunks.update(conversation.chunks)
+
+    def _leave(self, conversation: _Conversation) -> None:
+        conversation.is_member = False
+        self._members, self._own = self._members - 1, self._own - conversation.own
+        self._chunks.subtract(conversation.chunks)
+        for chunk in conversation.chunks:
+            if not self._chunks[chunk]:
+                del self._chunks[chunk]
+
+
+def _chunks(tokens: Sequence[int]) -> list[int]:
+    """Return a number for each full chunk of a prompt, which depends on it and all tokens before it."""
+    found = [0]
+    for begin in range(0, len(tokens) - CHUNK + 1, CHUNK):
+        found.append(hash((found[-1], tuple(tokens[begin : begin + CHUNK]))))
+    return found[1:]

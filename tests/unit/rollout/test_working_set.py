@@ -1,0 +1,218 @@
+"""The turns that pass to an engine, against an engine that forgets the least recently used tokens, as vLLM does."""
+
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.working_set import CHUNK, WorkingSet
+
+SAMPLING = Sampling(temperature=1.0, max_tokens=10**6)
+DEAR = SimpleNamespace(turn=lambda tokens, history, running: 1 / running, history=lambda tokens: 10**9)
+FREE = SimpleNamespace(turn=lambda tokens, history, running: 1 / running, history=lambda tokens: 0.0)
+
+
+class Cached:
+    """An engine of ``places`` requests whose turns have ``turn`` tokens, and its cache by conversation.
+
+    ``computed`` counts the tokens of prompts that were not in the cache. A step takes a second.
+    """
+
+    is_lead = True
+
+    def __init__(self, cache_tokens, places=1000, turn=20):
+        self.cache_tokens, self.places, self.turn = cache_tokens, places, turn
+        self.queue, self.running, self.idle = deque(), {}, OrderedDict()
+        self.free, self.computed, self.submitted = cache_tokens, 0, []
+
+    def submit(self, requests):
+        requests = list(requests)
+        self.submitted += [request.id for request in requests]
+        self.queue += requests
+
+    def abort(self, ids):
+        for number in ids:
+            self.queue = deque(request for request in self.queue if request.id != number)
+            if found := self.running.pop(number, None):
+                self.free += found[1]
+
+    def unfinished(self):
+        waiting = [Completion(r.id, [], None, "abort", []).after(r.begun) for r in self.queue]
+        ran = [Completion(r.id, [7] * t, None, "abort", [0] * t).after(r.begun) for r, _, t in self.running.values()]
+        return [*waiting, *ran]
+
+    def interrupt(self):
+        stopped = self.unfinished()
+        self.abort([completion.id for completion in stopped])
+        return stopped
+
+    def poll(self):
+        while self.queue and len(self.running) < self.places:
+            request = self.queue[0]
+            tokens = len(request.prompt_ids) + len(request.begun_ids)
+            kept = self.idle.pop(request.conversation, 0)
+            if not self.take(tokens - kept):
+                self.idle[request.conversation] = kept
+                break
+            self.queue.popleft()
+            self.computed += tokens - kept
+            self.running[request.id] = [request, tokens, 0]
+        ended = []
+        for number, state in list(self.running.items()):
+            request, held, tokens = state
+            if not self.take(1):  # as vLLM, which lets one of them wait again
+                request, held, _ = self.running.pop(number)
+                self.free += held
+                self.queue.appendleft(request)
+                continue
+            state[1:] = held + 1, tokens + 1
+            if tokens + 1 == self.turn:
+                del self.running[number]
+                self.idle[request.conversation] = held + 1
+                ended.append(Completion(number, [7] * self.turn, None, "stop", [0] * self.turn).after(request.begun))
+        return ended
+
+    def take(self, tokens):
+        while self.free < tokens and self.idle:
+            oldest = next(iter(self.idle))
+            forgotten = min(self.idle[oldest], tokens - self.free)
+            self.free, self.idle[oldest] = self.free + forgotten, self.idle[oldest] - forgotten
+            if not self.idle[oldest]:
+                del self.idle[oldest]
+        if self.free < tokens:
+            return False
+        self.free -= tokens
+        return True
+
+
+def request(number, prompt, begun=0):
+    so_far = Completion(number, [7] * begun, None, "stop", [0] * begun) if begun else None
+    return Request(number, prompt, SAMPLING, begun=so_far)
+
+
+def conversations(engine, costs, number=40, turns=8, answer=30, tool=3, prompt=100):
+    """Run conversations to their end, and return the steps that it took. A tool takes ``tool`` steps."""
+    made, now, tools, left = WorkingSet(engine, costs), 0, [], dict.fromkeys(range(number), turns)
+    prompts = [[name] * prompt for name in range(number)]
+    made.submit([request(name, prompts[name]) for name in range(number)])
+    while left:
+        now += 1
+        assert now < 10**5
+        back = []
+        while tools and tools[0][0] <= now:
+            _, name, tokens = heapq.heappop(tools)
+            back.append(request(name, prompts[name], tokens))
+        made.submit(back)
+        for completion in made.poll():
+            left[completion.id] -= 1
+            if left[completion.id]:
+                heapq.heappush(tools, (now + tool, completion.id, len(completion.token_ids) + answer))
+            else:
+                del left[completion.id]
+                made.end(completion.id)
+    return now
+
+
+def test_histories_larger_than_the_cache_are_computed_once():
+    """40 conversations of up to 500 tokens, 20,000 in all, in a cache of 5,000: without the set each turn computes its
+    history, with it only what is new.
+    """
+    new = 40 * (100 + 7 * 30)
+    every, bounded = Cached(5000), Cached(5000)
+    conversations(every, None)
+    conversations(bounded, DEAR)
+    assert every.computed > 4 * new
+    assert new <= bounded.computed < 2 * new  # those that leave the set have it computed once more
+    assert sorted(every.submitted) == sorted(bounded.submitted)
+
+
+def test_conversations_that_fit_do_not_wait():
+    every, bounded = Cached(40_000), Cached(40_000)
+    assert conversations(every, None) == conversations(bounded, DEAR)
+    assert every.submitted == bounded.submitted and every.computed == bounded.computed == 40 * (100 + 7 * 30)
+
+
+def test_all_pass_where_histories_cost_less_than_empty_places():
+    """A tool takes 200 steps, and a history nothing: those that fit leave the engine idle for most of the time."""
+    every, bounded, free = (Cached(5000) for _ in range(3))
+    shortest = conversations(every, None, tool=200)
+    assert conversations(bounded, DEAR, tool=200) > 1.8 * shortest
+    assert conversations(free, FREE, tool=200) < 1.6 * shortest
+
+
+def test_prompts_that_begin_alike_count_once():
+    common, engine = list(range(10 * CHUNK)), Cached(20 * CHUNK)
+    WorkingSet(engine, DEAR).submit(request(name, [*common, name, name]) for name in range(30))
+    assert engine.submitted == [*range(30)]
+    engine = Cached(20 * CHUNK)
+    WorkingSet(engine, DEAR).submit(request(name, [name, *common]) for name in range(30))
+    assert engine.submitted == [0]
+
+
+@pytest.mark.parametrize("costs", [DEAR, None])
+def test_the_oldest_conversation_goes_on_first(costs):
+    engine = Cached(1000, turn=5)
+    made = WorkingSet(engine, costs)
+    made.submit(request(name, [name] * 600) for name in range(3))
+    assert engine.submitted == ([0] if costs else [0, 1, 2])
+    if costs is None:
+        return
+    while not (ended := made.poll()):
+        pass
+    made.submit([request(0, [0] * 600, len(ended[0].token_ids) + 300)])  # still a member
+    assert engine.submitted == [0, 0]
+    while not made.poll():
+        pass
+    made.end(0)
+    made.poll()
+    assert engine.submitted == [0, 0, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_request_is_lost(data):
+    """In any order of turns, ends, aborts and interruptions each request reaches the engine once, or comes back."""
+    engine = Cached(data.draw(st.integers(700, 3000)), places=data.draw(st.integers(1, 8)), turn=4)
+    made = WorkingSet(engine, data.draw(st.sampled_from([DEAR, FREE])))
+    under_way, idle, names = {}, {}, itertools.count()
+    for _ in range(data.draw(st.integers(1, 40))):
+        what = data.draw(st.sampled_from(["new", "new", "turn", "end", "abort", "poll", "poll", "interrupt"]))
+        if what == "new":
+            name = next(names)
+            under_way[name] = request(name, [name] * data.draw(st.integers(1, 40)))
+            made.submit([under_way[name]])
+        elif what == "turn" and idle:
+            name = data.draw(st.sampled_from(sorted(idle)))
+            before, tokens = idle.pop(name)
+            under_way[name] = request(name, before.prompt_ids, tokens + data.draw(st.integers(0, 9)))
+            made.submit([under_way[name]])
+        elif what == "end" and idle:
+            name = data.draw(st.sampled_from(sorted(idle)))
+            del idle[name]
+            made.end(name)
+        elif what == "abort" and under_way:
+            name = data.draw(st.sampled_from(sorted(under_way)))
+            del under_way[name]
+            made.abort([name])
+            made.end(name)
+        elif what == "interrupt":
+            stopped = made.interrupt()
+            assert [completion.id for completion in stopped] == sorted(under_way)
+            for completion in stopped:
+                begun = len(under_way[completion.id].begun_ids)
+                assert completion.finish_reason == "abort" and begun <= len(completion.token_ids) < begun + 4
+            under_way, idle = {}, {}
+        elif what == "poll" and under_way:
+            for completion in made.poll():
+                idle[completion.id] = under_way.pop(completion.id), len(completion.token_ids)
+        assert [completion.id for completion in made.unfinished()] == sorted(under_way)
+    while under_way:
+        for completion in made.poll():
+            del under_way[completion.id]
+            made.end(completion.id)
