@@ -256,6 +256,14 @@ class GeneratingEngine(Engine, Submits, Protocol):
     """An engine that completes requests of this rank."""
 
     @property
+    def cache_tokens(self) -> int | None:
+        """Tokens whose keys and values the engine keeps after their requests; None if it keeps none."""
+
+    @property
+    def places(self) -> int:
+        """Requests that the engine runs at a time."""
+
+    @property
     def drafts(self) -> DraftCounts | None:
         """Counts of this replica since the start of the newest rollout; None without drafts."""
 

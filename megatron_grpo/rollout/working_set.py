@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_grpo.rollout.engine import Completion, GeneratingEngine, Request
+from megatron_grpo.utils.log import log
 
 CHUNK = 256  # tokens of a first prompt that are counted once for all conversations that begin with them
 FULL = 0.9  # of the cache that the set may have: what engines forget is not always the oldest
@@ -50,14 +51,12 @@ class _Conversation:
 class WorkingSet:
     """``engine`` for conversations; `end` ends one.
 
-    ``engine.cache_tokens`` are the tokens that its cache holds, None if all requests shall pass, and ``engine.places``
-    the requests that it runs at a time. All ranks of a replica decide alike, without a clock.
+    All requests pass without ``costs``, and where the engine keeps no tokens (`GeneratingEngine.cache_tokens`). Of a
+    client of servers ``engine.engines`` share the requests. All ranks of a replica decide alike.
     """
 
     def __init__(self, engine: GeneratingEngine, costs: Costs | None = None):
         self._engine, self._costs = engine, costs
-        tokens, self._places = getattr(engine, "cache_tokens", None), getattr(engine, "places", 0)
-        self._capacity = math.inf if tokens is None or costs is None else FULL * tokens
         self._ages = itertools.count()
         self._conversations: dict[int, _Conversation] = {}  # from the oldest to the newest
         self._passed: dict[int, Request] = {}  # those that the engine has, by id
@@ -66,7 +65,7 @@ class WorkingSet:
         # Of the members: their number, their tokens beyond the chunks, and how many begin with each chunk.
         self._members, self._own, self._chunks = 0, 0, Counter[int]()
         self._turns = self._turn_tokens = self._grown = 0  # that have ended
-        self._all_pass = False
+        self._all_pass = self._told = False
         # Since the last choice: the turns that ended, the steps, and the requests that ran in all of them.
         self._ended = self._steps = self._ran = 0
 
@@ -76,7 +75,7 @@ class WorkingSet:
 
     def submit(self, requests: Iterable[Request]) -> None:
         """See `Submits.submit`."""
-        if self._capacity == math.inf:
+        if self._costs is None:
             self._engine.submit(requests)
             return
         for request in requests:
@@ -91,11 +90,11 @@ class WorkingSet:
 
     def poll(self) -> list[Completion]:
         """See `Submits.poll`."""
-        if self._capacity == math.inf:
+        if self._costs is None:
             return self._engine.poll()
         self._let_pass()
         self._steps += 1
-        self._ran += min(len(self._passed), self._places)
+        self._ran += min(len(self._passed), self._engine.places)
         completions = self._engine.poll()
         for completion in completions:
             request = self._passed.pop(completion.id)
@@ -147,6 +146,11 @@ class WorkingSet:
 
     # ---- the set
 
+    @property
+    def _capacity(self) -> float:
+        tokens = self._engine.cache_tokens
+        return math.inf if tokens is None else FULL * tokens
+
     def _let_pass(self) -> None:
         """Submit the requests that have room, the oldest conversations' first."""
         passing = []
@@ -157,6 +161,7 @@ class WorkingSet:
                 tokens = len(request.prompt_ids) + len(request.begun_ids)
                 passes = self._all_pass or conversation.is_member or not self._passed
                 if not (passes or self._has_room(conversation, tokens)):
+                    self._tell()
                     break
                 if not conversation.is_member:
                     self._enter(conversation)
@@ -167,6 +172,15 @@ class WorkingSet:
             heapq.heappop(self._queue)
         if passing:
             self._engine.submit(passing)
+
+    def _tell(self) -> None:
+        if not self._told and self._engine.is_lead:
+            log(
+                f"turns wait: {self._members + 1} of {len(self._conversations)} conversations are longer than the "
+                f"{self._engine.cache_tokens:,} tokens of the engine's cache; more room: "
+                '--vllm-gpu-memory-utilization, or {"kv_cache_dtype": "fp8"} in --vllm-engine-kwargs'
+            )
+        self._told = True
 
     def _has_room(self, conversation: _Conversation, tokens: int) -> bool:
         """Return whether the set with a conversation of so many tokens is no larger than the cache."""
@@ -186,9 +200,10 @@ class WorkingSet:
         else:
             turn, history = self._turn_tokens / self._turns, self._tokens() / self._members
             # vLLM needs the memory of those that run.
-            most = min(self._places, len(self._conversations), max(1.0, self._capacity / history))
-            in_set = self._costs.turn(turn, history, self._ran / self._steps)
-            self._all_pass = self._costs.turn(turn, history, most) + self._costs.history(history) < in_set
+            most = min(self._engine.places, len(self._conversations), max(1.0, self._capacity / history))
+            engines = getattr(self._engine, "engines", 1)
+            in_set = self._costs.turn(turn, history, self._ran / self._steps / engines)
+            self._all_pass = self._costs.turn(turn, history, most / engines) + self._costs.history(history) < in_set
         self._ended = self._steps = self._ran = 0
 
     @property

@@ -107,6 +107,9 @@ class Double(ThreadingHTTPServer):
         self.started = 1000.0
         self.tokens = self.running = self.most_running = 0
         self.drafts: list[int] | None = None  # counts of speculative decoding, if it is on
+        self.caches: list[
+            tuple[bool, int]
+        ] = []  # of each engine of a vLLM server: whether it keeps prefixes, and tokens
         self.make_model = make_model
         self.model, self.weight_version = make_model(), "default"
         self.reloads: list[str] = []
@@ -387,6 +390,11 @@ class VllmHandler(Handler):
                 return 200, f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
             case "/metrics":
                 lines = [f'vllm:generation_tokens_total{{engine="0",model_name="toy"}} {float(double.tokens)}']
+                for engine, (keeps, tokens) in enumerate(double.caches):  # of vLLM's engines: prefixes, tokens
+                    lines.append(
+                        f'vllm:cache_config_info{{block_size="16",enable_prefix_caching="{keeps}",engine="{engine}",'
+                        f'kv_cache_max_concurrency="2.5",kv_cache_size_tokens="{tokens}",num_gpu_blocks="64"}} 1.0'
+                    )
                 names = ("drafts", "draft_tokens", "accepted_tokens") if double.drafts is not None else ()
                 for name, count in zip(names, double.drafts or ()):
                     lines += [

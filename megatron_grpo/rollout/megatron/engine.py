@@ -40,6 +40,7 @@ class MegatronEngine:
 
     has_weights = True
     drafts: None = None
+    cache_tokens: None = None  # the cache of a request ends with it
 
     def __init__(self, args, model: forward.Model, tokenizer):
         tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -59,6 +60,7 @@ class MegatronEngine:
         length = longest_sequence(args)
         self._cache = KVCache(model, args.inference_max_requests, length)
         self._scheduler = Scheduler(self._members, args.inference_max_requests, length, tokenizer.decode)
+        self.places = args.inference_max_requests
         self._generator = torch.Generator(device())
 
     # ---- requests

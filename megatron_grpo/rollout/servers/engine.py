@@ -83,11 +83,19 @@ class ServerEngine:
         if self.replica is not None:
             of_each, first = -(-max_in_flight // receivers), first_server(self.replica, receivers, len(servers))
             self._pool = ServerPool(servers, timeout, of_each, max_in_flight, first=first)
+        # Servers that serve this rank alone would be so many.
+        self.engines = len(servers) / receivers
+        self.places = max(1, round(max_in_flight * self.engines))
         self._leader = self._pool if dist.get_rank() == 0 else None
         with led_by_rank_0():
             if self._leader:
                 self._leader.check()
         self.sleep()
+
+    @property
+    def cache_tokens(self) -> int | None:
+        tokens = self._pool.cache_tokens if self._pool else None
+        return None if tokens is None else tokens // self.num_replicas
 
     def submit(self, requests: Iterable[Request]) -> None:
         if self._pool:

@@ -101,6 +101,12 @@ class ServerPool:
         self._watched_since = 0.0  # older probes say nothing of a server: it may have restarted since
         self.drafts: DraftCounts | None = None  # of all servers; None without drafts
 
+    @property
+    def cache_tokens(self) -> int | None:
+        """Tokens that all servers in use keep; None if one of them keeps none."""
+        kept = [server.cache_tokens for server in self.servers if server.exclusion_reason is None]
+        return None if not kept or None in kept else sum(filter(None, kept))
+
     # ---- at the start and between rollouts
 
     def check(self) -> None:

@@ -58,7 +58,7 @@ class Server(Client, ABC):
     """One inference server with its state; every request raises Fault if it fails."""
 
     # Attributes that `check`, `refresh` and a weight update set in one process, and other processes take from it.
-    shared: tuple[str, ...] = ("version", "process", "exclusion_reason")
+    shared: tuple[str, ...] = ("version", "process", "exclusion_reason", "cache_tokens")
 
     tensor_parallel_size: int = 1
     version: int | None = None  # of the weights; None: the server lacks this run's weights and must not generate
@@ -70,6 +70,7 @@ class Server(Client, ABC):
     last_progress: float = 0.0  # time of the last answer with progress
     progress: float | None = None
     drafts: DraftCounts | None = None  # of the newest status
+    cache_tokens: int | None = None  # whose keys and values it keeps; None if it keeps none, or does not say
     probed: float = 0.0  # time at which the newest probe began
     confirmed: float = 0.0  # time at which the newest probe that found ``process`` began
 

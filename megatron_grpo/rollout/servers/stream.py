@@ -115,7 +115,13 @@ class ServerStream:
         self.replica: int | None = replica
         self.has_weights = False
         self._transfer, self._pool = transfer, StreamPool(servers, timeout, max_in_flight, keeps)
+        self.engines, self.places = len(servers), max_in_flight * len(servers)
         self._pool.check()
+
+    @property
+    def cache_tokens(self) -> int | None:
+        """See `GeneratingEngine.cache_tokens`."""
+        return self._pool.cache_tokens
 
     def submit(self, requests: Iterable[Request]) -> None:
         """See `Submits.submit`."""

@@ -77,6 +77,7 @@ class SglangServer(Server):
         refuse_quantized(info["quantization"])
         check_experts(self._args, info.get("enable_return_routed_experts"), info.get("speculative_algorithm"))
         self.tensor_parallel_size = info["tp_size"]
+        self.cache_tokens = None if info.get("disable_radix_cache") else info.get("max_total_num_tokens")
         longest = longest_sequence(self._args)
         for name in ("context_length", "max_total_num_tokens"):
             if info.get(name) and info[name] < longest:

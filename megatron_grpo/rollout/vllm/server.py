@@ -237,6 +237,7 @@ class VllmServer(Server):
         text = await self.call("GET", "/metrics", timeout=timeout)
         tokens = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\{.*\} (\S+)$", text, re.M)
         started = re.search(r"^process_start_time_seconds (\S+)$", text, re.M)
+        self.cache_tokens = _cache_tokens(text)
         weights = await self.call_if_able("GET", "/weight_info", None, timeout)  # absent in vLLM 0.26
         process = f"{started[1] if started else ''} {weights['weight_version'] if weights else ''}".strip()
         found = [re.findall(rf"^vllm:spec_decode_num_{what}_total\{{.*\}} (\S+)$", text, re.M) for what in _DRAFTS]
@@ -425,6 +426,16 @@ class VllmServer(Server):
 def _as_png(source: Source, decoded: Any) -> str:
     """Return the data URI of an image; the newest are kept, because each turn sends the images of all earlier ones."""
     return as_data_uri(decoded)
+
+
+def _cache_tokens(metrics: str) -> int | None:
+    """Return the tokens that a server keeps by its /metrics, in all its engines; None if one keeps no prefixes."""
+    found = re.findall(r"^vllm:cache_config_info\{(.*)\} ", metrics, re.M)
+    engines = [dict(re.findall(r'(\w+)="([^"]*)"', labels)) for labels in found]
+    if not engines or any(of["enable_prefix_caching"] != "True" for of in engines):
+        return None
+    tokens = [of.get("kv_cache_size_tokens", "") for of in engines]
+    return sum(map(int, tokens)) if all(map(str.isdigit, tokens)) else None
 
 
 def _has_images(request: Request) -> bool:

@@ -291,6 +291,24 @@ def finished(pool, number: int) -> None:
     pool._cancel(task, pool._running[task][1])
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_servers_say_how_many_tokens_they_keep(start, kind):
+    """Those of all engines of all servers in use; SGLang's double has 4,096."""
+    one, two = start(kind), start(kind)
+    one.caches, two.caches = [(True, 3096), (True, 1000)], [(True, 4096)]
+    pool = make_pool([one, two], kind)
+    assert pool.cache_tokens is None
+    pool.check()
+    assert pool.cache_tokens == 2 * 4096
+    pool._exclude(pool.servers[0], "it has restarted")
+    assert pool.cache_tokens == 4096
+    two.caches = [(False, 4096)]
+    if kind == "vllm":
+        pool.refresh()
+        assert pool.servers[1].cache_tokens is None and pool.cache_tokens is None
+    pool.close()
+
+
 def test_an_excluded_server_is_no_home_when_it_is_back(start):
     pool = idle_pool([start(), start()])
     one, two = pool.servers
