@@ -107,9 +107,7 @@ class Double(ThreadingHTTPServer):
         self.started = 1000.0
         self.tokens = self.running = self.most_running = 0
         self.drafts: list[int] | None = None  # counts of speculative decoding, if it is on
-        self.caches: list[
-            tuple[bool, int]
-        ] = []  # of each engine of a vLLM server: whether it keeps prefixes, and tokens
+        self.caches: list[tuple[bool, int]] = []  # of a vLLM server's engines: whether one keeps prefixes, and tokens
         self.make_model = make_model
         self.model, self.weight_version = make_model(), "default"
         self.reloads: list[str] = []

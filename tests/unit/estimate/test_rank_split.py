@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.estimate.memory import Plan
-from megatron_grpo.estimate.sides import BYTES, FLOPS, concurrent, decode_seconds, estimated, train_flops
+from megatron_grpo.estimate.sides import BYTES, FLOPS, TurnSeconds, concurrent, decode_seconds, estimated, train_flops
 from megatron_grpo.estimate.split import fastest, measured, step_seconds
 from megatron_grpo.training.arguments import parse_args
 from megatron_grpo.utils.batch_sizes import possible_rollout_ranks
@@ -129,6 +129,19 @@ def test_a_decode_step_by_hand():
     assert pytest.approx(3.84e12) == BYTES
     want = 1.2e-3 + 50 * 4.2e-6 + 2 * (weights + cache) / 3.84e12
     assert decode_seconds(Plan(args_of("")), 50) == pytest.approx(want, rel=1e-12)
+
+
+def test_turns_by_hand():
+    """30 tokens after 200, of 50 sequences with 215 on average; a history of 100; both on two ranks of an engine."""
+    weights = 1024 * 64 + 64 + 4 * (64 * 384 + 3 * 64 * 192 + 2 * 64 + 2 * 16)
+    cache = 50 * 215 * 4 * 2 * 4 * 16
+    costs, history = TurnSeconds(args_of("")), 2 * 4 * (64 * 384 + 3 * 64 * 192) * 100 + 4 * 4 * 8 * 16 * 5050
+    want = 30 / 50 * (1.2e-3 + 50 * 4.2e-6 + 2 * (weights + cache) / 3.84e12)
+    assert costs.turn(30, 200, 50) == pytest.approx(want, rel=1e-12)
+    assert costs.history(100) == pytest.approx(history / FLOPS)
+    two = good_args.validated(f"{LENGTHS} --vllm-tensor-parallel-size 2", world_size=2)
+    assert TurnSeconds(two).history(100) == pytest.approx(history / FLOPS / 2)
+    assert TurnSeconds(two).turn(30, 200, 50) < costs.turn(30, 200, 50)
 
 
 def test_an_update_by_hand():
