@@ -64,8 +64,13 @@ class WorkingSet:
         self._queue: list[tuple[int, int]] = []  # a heap of (age of the conversation, id); some no longer wait
         # Of the members: their number, their tokens beyond the chunks, and how many begin with each chunk.
         self._members, self._own, self._chunks = 0, 0, Counter[int]()
+        self._told = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what turns are like: a run that is resumed decides as one that goes on."""
         self._turns = self._turn_tokens = self._grown = 0  # that have ended
-        self._all_pass = self._told = False
+        self._all_pass = False
         # Since the last choice: the turns that ended, the steps, and the requests that ran in all of them.
         self._ended = self._steps = self._ran = 0
 
@@ -78,6 +83,8 @@ class WorkingSet:
         if self._costs is None:
             self._engine.submit(requests)
             return
+        if not self._conversations:
+            self._forget()
         for request in requests:
             conversation = self._conversations.get(request.conversation)
             if conversation is None:
