@@ -184,8 +184,8 @@ class WorkingSet:
         if not self._told and self._engine.is_lead:
             log(
                 f"turns wait: {self._members + 1} of {len(self._conversations)} conversations are longer than the "
-                f"{self._engine.cache_tokens:,} tokens of the engine's cache; more room: "
-                '--vllm-gpu-memory-utilization, or {"kv_cache_dtype": "fp8"} in --vllm-engine-kwargs'
+                f"{self._engine.cache_tokens:,} tokens of the engine's cache; more room: a higher "
+                "gpu_memory_utilization of vLLM, kv_cache_dtype fp8, or fewer episodes at a time"
             )
         self._told = True
 
