@@ -11,7 +11,6 @@ again. Then all turns pass for a while (`_choose`).
 """
 
 import heapq
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -40,7 +39,7 @@ class Costs(Protocol):
 class _Conversation:
     """The requests of one `Request.conversation`. ``chunks`` has a number for each chunk of the first prompt."""
 
-    age: int
+    number: int
     chunks: Sequence[int]
     own: int = 0  # tokens in the engine's cache beyond the chunks
     before: int = 0  # the same at the end of the turn before
@@ -57,11 +56,10 @@ class WorkingSet:
 
     def __init__(self, engine: GeneratingEngine, costs: Costs | None = None):
         self._engine, self._costs = engine, costs
-        self._ages = itertools.count()
-        self._conversations: dict[int, _Conversation] = {}  # from the oldest to the newest
+        self._conversations: dict[int, _Conversation] = {}  # the oldest have the smallest numbers
         self._passed: dict[int, Request] = {}  # those that the engine has, by id
         self._waiting: dict[int, Request] = {}
-        self._queue: list[tuple[int, int]] = []  # a heap of (age of the conversation, id); some no longer wait
+        self._queue: list[tuple[int, int]] = []  # a heap of (number of the conversation, id); some no longer wait
         # Of the members: their number, their tokens beyond the chunks, and how many begin with each chunk.
         self._members, self._own, self._chunks = 0, 0, Counter[int]()
         self._told = False
@@ -79,7 +77,7 @@ class WorkingSet:
         return getattr(self._engine, name)
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """See `Submits.submit`."""
+        """See `Submits.submit`; the next `poll` lets them pass, so that nothing depends on when they come before it."""
         if self._costs is None:
             self._engine.submit(requests)
             return
@@ -88,12 +86,11 @@ class WorkingSet:
         for request in requests:
             conversation = self._conversations.get(request.conversation)
             if conversation is None:
-                conversation = _Conversation(next(self._ages), _chunks(request.prompt_ids))
+                conversation = _Conversation(request.conversation, _chunks(request.prompt_ids))
                 self._conversations[request.conversation] = conversation
             self._waiting[request.id] = request
             # Those of members are first: no other one passes before them.
-            heapq.heappush(self._queue, (-1 if conversation.is_member else conversation.age, request.id))
-        self._let_pass()
+            heapq.heappush(self._queue, (-1 if conversation.is_member else conversation.number, request.id))
 
     def poll(self) -> list[Completion]:
         """See `Submits.poll`."""
@@ -224,11 +221,14 @@ class WorkingSet:
 
     def _shrink(self) -> None:
         """Let the newest conversations without a request leave until the others have room."""
-        for conversation in reversed(self._conversations.values()):
-            if self._all_pass or self._tokens() <= self._capacity:
-                return
+        if self._all_pass or self._tokens() <= self._capacity:
+            return
+        for number in sorted(self._conversations, reverse=True):
+            conversation = self._conversations[number]
             if conversation.is_member and not conversation.generating:
                 self._leave(conversation)
+                if self._tokens() <= self._capacity:
+                    return
 
     def _has(self, conversation: _Conversation, tokens: int) -> None:
         """Note how many tokens of a member the engine has."""

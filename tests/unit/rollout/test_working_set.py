@@ -16,6 +16,7 @@ from megatron_grpo.rollout.working_set import CHUNK, WorkingSet
 SAMPLING = Sampling(temperature=1.0, max_tokens=10**6)
 DEAR = SimpleNamespace(turn=lambda tokens, history, running: 1 / running, history=lambda tokens: 10**9)
 FREE = SimpleNamespace(turn=lambda tokens, history, running: 1 / running, history=lambda tokens: 0.0)
+COMMON = list(range(10 * CHUNK))
 
 
 class Cached:
@@ -147,28 +148,26 @@ def test_all_pass_where_histories_cost_less_than_empty_places():
 
 
 def test_prompts_that_begin_alike_count_once():
-    common, engine = list(range(10 * CHUNK)), Cached(20 * CHUNK)
-    WorkingSet(engine, DEAR).submit(request(name, [*common, name, name]) for name in range(30))
-    assert engine.submitted == [*range(30)]
-    engine = Cached(20 * CHUNK)
-    WorkingSet(engine, DEAR).submit(request(name, [name, *common]) for name in range(30))
-    assert engine.submitted == [0]
+    for prompt, passed in ((lambda name: [*COMMON, name, name], [*range(30)]), (lambda name: [name, *COMMON], [0])):
+        engine = Cached(20 * CHUNK)
+        made = WorkingSet(engine, DEAR)
+        made.submit(request(name, prompt(name)) for name in range(30))
+        made.poll()
+        assert engine.submitted == passed
 
 
-@pytest.mark.parametrize("costs", [DEAR, None])
-def test_the_oldest_conversation_goes_on_first(costs):
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_the_oldest_conversation_goes_on_first(order):
+    """Whatever the order in which they come before a step: answers come when they come."""
     engine = Cached(1000, turn=5)
-    made = WorkingSet(engine, costs)
-    made.submit(request(name, [name] * 600) for name in range(3))
-    assert engine.submitted == ([0] if costs else [0, 1, 2])
-    if costs is None:
-        return
+    made = WorkingSet(engine, DEAR)
+    for name in order:
+        made.submit([request(name, [name] * 600)])
     while not (ended := made.poll()):
-        pass
+        assert engine.submitted == [0]
     made.submit([request(0, [0] * 600, len(ended[0].token_ids) + 300)])  # still a member
-    assert engine.submitted == [0, 0]
     while not made.poll():
-        pass
+        assert engine.submitted == [0, 0]
     made.end(0)
     made.poll()
     assert engine.submitted == [0, 0, 1]
