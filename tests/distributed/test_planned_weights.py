@@ -256,6 +256,37 @@ def test_one_wrong_element_is_found_in_every_place(copies, place, colocated, dir
     assert run(args, holders, weights, whole, reads, colocated)[2] == set(spoilt) != set()
 
 
+class Losing(dist.ProcessGroupGloo):
+    """A group whose exchange number ``lost`` leaves what it receives where it is."""
+
+    lost = 0
+
+    def alltoall_base(self, received, *others):
+        self.exchanges = getattr(self, "exchanges", 0) + 1
+        self.elsewhere = torch.empty_like(received) if self.exchanges == self.lost else received
+        return super().alltoall_base(self.elsewhere, *others)
+
+
+@pytest.mark.parametrize("straight", [False, True], ids=["for the loaders", "straight"])
+def test_a_round_that_does_not_arrive_is_found(straight, directory, monkeypatch):
+    """The buffer then has zeros, or a round before with its checksums: the layers' rounds are alike."""
+    args = toy_args(directory("qwen3"), tensor_model_parallel_size=1)
+    weights, whole = model_weights.table(args), tensors_of(directory("qwen3"))
+    tensors = transfer_plan.hf_tensors(weights, params_dtype(args))
+    of_layer = sum(tensor.nbytes for tensor in tensors if ".layers.1." in tensor.name)
+    monkeypatch.setattr(planned, "Plan", functools.partial(Plan, limit=of_layer))
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Losing)
+    holders, needs = world(args, LAYOUTS[0], weights), transfer_plan.whole(tensors)
+    rounds = planned.Plan(weights, tensors, holders, [needs]).rounds
+    assert len({len(part.tensors) for part in rounds}) < len(rounds) > 4
+    for number, part in enumerate(rounds, start=1):
+        monkeypatch.setattr(Losing, "lost", number)
+        targets = [{box: [torch.zeros(t.shape)]} for t, (box,) in zip(tensors, needs, strict=True)]
+        reads = Reads(needs, targets if straight else [None] * len(tensors))
+        lost = {tensors[place].name for place in part.tensors}
+        assert run(args, holders, weights, whole, [reads])[2] == lost
+
+
 def run(args, holders, weights, whole, reads, colocated=False, width=1):
     """What the loaders of each engine rank receive, {name: tensor} each, whether each trainer has sent anything, and
     the names of tensors with other bytes.

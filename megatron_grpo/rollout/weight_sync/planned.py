@@ -98,9 +98,11 @@ class _Traffic:
     """What this rank sends and receives in a step: pieces by the other's rank, and those of its own shards.
 
     ``tensors``: those that its engine completes. ``owned``: the weights whose shards a trainer rank may send. ``busy``:
-    whether any rank sends to another one.
+    whether any rank sends to another one. ``mark``: the step's number, from 1, which is added to its checksums: in a
+    buffer that nothing has reached, those of an earlier round would be right, or zeros.
     """
 
+    mark: int
     tensors: range = range(0)
     owned: Sequence[int] = ()
     sent: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
@@ -209,7 +211,7 @@ class Transfer:
         homes = [trainers.index(of_engine) if of_engine in trainers else None for of_engine in engines]
         width = args.vllm_tensor_parallel_size
         plan = self._plan = Plan(weights, tensors, holders, needs, homes=homes, width=width)
-        self._traffic = [_Traffic() for _ in plan.rounds]
+        self._traffic = [_Traffic(mark) for mark, _ in enumerate(plan.rounds, start=1)]
         self._steps: dict[int, dict[int, _Traffic]] = {}  # by the first round: `_traffic_of`
         if holder is not None:
             own = trainers.index(rank)
@@ -312,7 +314,7 @@ class Transfer:
         sent, received = (space.packed(layout) for space, layout in zip(spaces, layouts, strict=True))
         if sent.pieces:
             torch._foreach_copy_(sent.parts, [_part(piece, sources[piece.weight]) for piece in sent.pieces])
-            sums = checksums(sent.whole, sent.layout.rows)
+            sums = checksums(sent.whole, sent.layout.rows) + traffic.mark
             torch._foreach_copy_(sent.sums, list(sums.split(list(map(len, sent.sums)))))
         work = None
         if traffic.busy:
@@ -335,7 +337,7 @@ class Transfer:
         for which, targets in received.layout.placed:
             torch._foreach_copy_(targets, [received.parts[number] for number in which])
         if received.pieces:
-            self._check(received, torch.cat(received.sums))
+            self._check(received, torch.cat(received.sums) - traffic.mark)
         staged: dict[int, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
         for piece, part in (*own, *zip(received.pieces, received.parts, strict=True)):
             if piece.tensor not in self._direct:
