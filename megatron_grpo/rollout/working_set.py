@@ -42,9 +42,13 @@ class _Conversation:
     number: int
     chunks: Sequence[int]
     own: int = 0  # tokens in the engine's cache beyond the chunks
-    before: int = 0  # the same at the end of the turn before
+    before: int = 0  # the same at the end of the turn before; at first, of the prompt and what was begun
     generating: int = 0  # requests that the engine has
     is_member: bool = False
+
+    def beyond_chunks(self, tokens: int) -> int:
+        """Return how many of its ``tokens`` are not in the chunks."""
+        return max(0, tokens - CHUNK * len(self.chunks))
 
 
 class WorkingSet:
@@ -62,6 +66,7 @@ class WorkingSet:
         self._queue: list[tuple[int, int]] = []  # a heap of (number of the conversation, id); some no longer wait
         # Of the members: their number, their tokens beyond the chunks, and how many begin with each chunk.
         self._members, self._own, self._chunks = 0, 0, Counter[int]()
+        self._idle: dict[int, _Conversation] = {}  # the members without a request, by number
         self._told = False
         self._forget()
 
@@ -87,6 +92,7 @@ class WorkingSet:
             conversation = self._conversations.get(request.conversation)
             if conversation is None:
                 conversation = _Conversation(request.conversation, _chunks(request.prompt_ids))
+                conversation.before = conversation.beyond_chunks(_tokens(request))
                 self._conversations[request.conversation] = conversation
             self._waiting[request.id] = request
             # Those of members are first: no other one passes before them.
@@ -103,7 +109,7 @@ class WorkingSet:
         for completion in completions:
             request = self._passed.pop(completion.id)
             conversation = self._conversations[request.conversation]
-            conversation.generating -= 1
+            self._has_ended(conversation)
             self._has(conversation, len(request.prompt_ids) + len(completion.token_ids))
             self._grown += conversation.own - conversation.before
             conversation.before = conversation.own
@@ -126,7 +132,7 @@ class WorkingSet:
         ids = [number for number in ids if self._waiting.pop(number, None) is None]
         for number in ids:
             if request := self._passed.pop(number, None):
-                self._conversations[request.conversation].generating -= 1
+                self._has_ended(self._conversations[request.conversation])
         self._engine.abort(ids)
 
     def unfinished(self) -> list[Completion]:
@@ -137,7 +143,7 @@ class WorkingSet:
         """See `InterruptibleEngine.interrupt`; what follows are new conversations."""
         stopped = self._with_waiting(self._engine.interrupt())  # type: ignore[attr-defined]
         self._members = self._own = 0
-        for kept in (self._conversations, self._passed, self._waiting, self._queue, self._chunks):
+        for kept in (self._conversations, self._passed, self._waiting, self._queue, self._chunks, self._idle):
             kept.clear()
         return stopped
 
@@ -162,7 +168,7 @@ class WorkingSet:
             request = self._waiting.get(self._queue[0][1])
             if request is not None:
                 conversation = self._conversations[request.conversation]
-                tokens = len(request.prompt_ids) + len(request.begun_ids)
+                tokens = _tokens(request)
                 passes = self._all_pass or conversation.is_member or not self._passed
                 if not (passes or self._has_room(conversation, tokens)):
                     self._tell()
@@ -170,6 +176,7 @@ class WorkingSet:
                 if not conversation.is_member:
                     self._enter(conversation)
                 conversation.generating += 1
+                self._idle.pop(conversation.number, None)
                 self._has(conversation, tokens)
                 self._passed[request.id] = self._waiting.pop(request.id)
                 passing.append(request)
@@ -189,7 +196,7 @@ class WorkingSet:
     def _has_room(self, conversation: _Conversation, tokens: int) -> bool:
         """Return whether the set with a conversation of so many tokens is no larger than the cache."""
         own = tokens - CHUNK * sum(chunk in self._chunks for chunk in conversation.chunks)
-        return self._tokens() + own + self._growth <= self._capacity
+        return self._tokens() + own + self._growth - self._half_turn <= self._capacity
 
     def _choose(self) -> None:
         """Choose whether all requests pass, when each member has had a turn since the last choice.
@@ -215,24 +222,37 @@ class WorkingSet:
         """Mean tokens by which a turn and the answer before it have made a conversation longer."""
         return self._grown // max(1, self._turns)
 
+    @property
+    def _half_turn(self) -> int:
+        """Half of the mean tokens of a turn."""
+        return self._turn_tokens // max(1, 2 * self._turns)
+
     def _tokens(self) -> int:
-        """Return the tokens of the set, each member with a further turn."""
-        return self._own + CHUNK * len(self._chunks) + self._growth * self._members
+        """Return the tokens of the set: each member's, with a further turn, or with half of the one that it generates.
+
+        Turns that run are halfway on average: of conversations of one turn, room for all would stay half empty.
+        """
+        generating = self._members - len(self._idle)
+        return self._own + CHUNK * len(self._chunks) + self._growth * self._members - self._half_turn * generating
 
     def _shrink(self) -> None:
         """Let the newest conversations without a request leave until the others have room."""
         if self._all_pass or self._tokens() <= self._capacity:
             return
-        for number in sorted(self._conversations, reverse=True):
-            conversation = self._conversations[number]
-            if conversation.is_member and not conversation.generating:
-                self._leave(conversation)
-                if self._tokens() <= self._capacity:
-                    return
+        for number in sorted(self._idle, reverse=True):
+            self._leave(self._idle[number])
+            if self._tokens() <= self._capacity:
+                return
+
+    def _has_ended(self, conversation: _Conversation) -> None:
+        """Note that a request of a member has left the engine."""
+        conversation.generating -= 1
+        if not conversation.generating:
+            self._idle[conversation.number] = conversation
 
     def _has(self, conversation: _Conversation, tokens: int) -> None:
         """Note how many tokens of a member the engine has."""
-        own = max(0, tokens - CHUNK * len(conversation.chunks))
+        own = conversation.beyond_chunks(tokens)
         self._own += own - conversation.own
         conversation.own = own
 
@@ -243,11 +263,17 @@ class WorkingSet:
 
     def _leave(self, conversation: _Conversation) -> None:
         conversation.is_member = False
+        self._idle.pop(conversation.number, None)
         self._members, self._own = self._members - 1, self._own - conversation.own
         self._chunks.subtract(conversation.chunks)
         for chunk in conversation.chunks:
             if not self._chunks[chunk]:
                 del self._chunks[chunk]
+
+
+def _tokens(request: Request) -> int:
+    """Return the tokens that a request begins with."""
+    return len(request.prompt_ids) + len(request.begun_ids)
 
 
 def _chunks(tokens: Sequence[int]) -> list[int]:
