@@ -56,6 +56,7 @@ class Request:
     sampled_before: int = 0  # tokens of the draw in earlier samples (`Completion.sample_starts`): another seed
     images: RowImages | None = None  # of the prompt, and of the environment's messages in ``begun``
     session: int | None = None  # requests with one of them continue each other [id]
+    urgent: bool = False  # of an evaluation that the trainer waits for
 
     @property
     def conversation(self) -> int:

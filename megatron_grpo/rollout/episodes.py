@@ -138,7 +138,6 @@ class Conversing:
 
     ``pool``, ``renderer`` and ``parser`` are those of the lead rank, None on the others. ``group`` is the gloo process
     group of the replica's ranks, None for a single rank. ``images`` reads the images of a vision-language model.
-    ``costs``: those of turns; without them all turns pass to the engine at once.
     """
 
     program: str  # the noun of the messages
@@ -153,9 +152,8 @@ class Conversing:
         args: Any,
         group: dist.ProcessGroup | None = None,
         images: ImageReader | None = None,
-        costs: Costs | None = None,
     ):
-        self._engine, self._pool, self._renderer, self._parser = WorkingSet(engine, costs), pool, renderer, parser
+        self._engine, self._pool, self._renderer, self._parser = engine, pool, renderer, parser
         self._tokenizer, self._args, self._group = tokenizer, args, group
         self._images = images  # reader of a vision-language model
         self._failures = FailureCounts()
@@ -192,12 +190,15 @@ def print_failures(engine: Engine, where: str = "") -> list[str]:
 
 
 class Episodes(Conversing):
-    """``engine`` with environments."""
+    """``engine`` with environments. ``costs`` and ``resumes`` are those of its `WorkingSet`."""
 
     program = "the environment"
+    _engine: WorkingSet
 
-    def __init__(self, *parts: Any, **more: Any):
-        super().__init__(*parts, **more)
+    def __init__(
+        self, engine: GeneratingEngine, *parts: Any, costs: Costs | None = None, resumes: bool = True, **more: Any
+    ):
+        super().__init__(WorkingSet(engine, costs, resumes), *parts, **more)
         self._generating: set[int] = set()  # ids of the engine's requests
         self._episodes: dict[int, _Episode] = {}  # by the id of the request
         self._waiting: set[int] = set()  # for the environment
@@ -653,5 +654,6 @@ class Episodes(Conversing):
             self._generating.discard(number)
             self._waiting.discard(number)
             self._immediate.discard(number)
+            self._engine.end(number)
             if episode := self._episodes.pop(number, None):
                 self._forget(episode)

@@ -1,10 +1,10 @@
-"""Which conversations generate: as many as have room in the engine's cache together.
+"""Which episodes generate: as many as have room in the engine's cache together.
 
-An engine keeps the keys and values of a conversation while a tool works, until another request needs the memory. If all
-conversations together are larger than the cache, each turn finds its history gone, the engine computes it again, and
-that takes the memory of the next one. `WorkingSet` therefore lets turns wait before the engine. A conversation that has
-entered the set stays in it until it ends, or until the set has grown larger than the cache: then the newest ones leave
-whose tools work. Of the turns that wait, the oldest conversation's passes first.
+An engine keeps the keys and values of an episode while a tool works, until another request needs the memory. If all
+episodes together are longer than the cache, each turn finds its history gone, the engine computes it again, and that
+takes the memory of the next one. `WorkingSet` therefore lets turns wait before the engine. An episode that has entered
+the set stays in it until it ends, or until the set has grown larger than the cache: then the newest ones leave whose
+tools work. Of the turns that wait, the oldest episode's passes first.
 
 Where tools take long, few members generate, and steps of few requests take longer than histories that are computed
 again. Then all turns pass for a while (`_choose`).
@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from megatron_grpo.rollout.engine import Completion, GeneratingEngine, Request
 from megatron_grpo.utils.log import log
 
-CHUNK = 256  # tokens of a first prompt that are counted once for all conversations that begin with them
+CHUNK = 256  # tokens of a first prompt that are counted once for all episodes that begin with them
 FULL = 0.9  # of the cache that the set may have: what engines forget is not always the oldest
-WHILE = 8  # turns of each conversation for which all pass, before the set is tried again
+WHILE = 8  # turns of each episode for which all pass, before the set is tried again
 
 
 class Costs(Protocol):
@@ -36,14 +36,13 @@ class Costs(Protocol):
 
 
 @dataclass(eq=False)
-class _Conversation:
-    """The requests of one `Request.conversation`. ``chunks`` has a number for each chunk of the first prompt."""
+class _Episode:
+    """An episode. ``chunks`` has a number for each chunk of its first prompt."""
 
-    number: int
+    order: tuple[bool, int]  # of whose turns pass first: urgent ones, then the oldest, which have the smallest ids
     chunks: Sequence[int]
     own: int = 0  # tokens in the engine's cache beyond the chunks
     before: int = 0  # the same at the end of the turn before; at first, of the prompt and what was begun
-    generating: int = 0  # requests that the engine has
     is_member: bool = False
 
     def beyond_chunks(self, tokens: int) -> int:
@@ -52,26 +51,27 @@ class _Conversation:
 
 
 class WorkingSet:
-    """``engine`` for conversations; `end` ends one.
+    """``engine`` for episodes, each of the requests with one id, of which the engine has one at a time; `end` ends it.
 
     All requests pass without ``costs``, and where the engine keeps no tokens (`GeneratingEngine.cache_tokens`). Of a
-    client of servers ``engine.engines`` share the requests. All ranks of a replica decide alike.
+    client of servers ``engine.engines`` share the requests. All ranks of a replica decide alike. With ``resumes``, a
+    resumed run decides as one that goes on.
     """
 
-    def __init__(self, engine: GeneratingEngine, costs: Costs | None = None):
-        self._engine, self._costs = engine, costs
-        self._conversations: dict[int, _Conversation] = {}  # the oldest have the smallest numbers
-        self._passed: dict[int, Request] = {}  # those that the engine has, by id
+    def __init__(self, engine: GeneratingEngine, costs: Costs | None = None, resumes: bool = True):
+        self._engine, self._costs, self._resumes = engine, costs, resumes
+        self._episodes: dict[int, _Episode] = {}  # by id, as all that follow
         self._waiting: dict[int, Request] = {}
-        self._queue: list[tuple[int, int]] = []  # a heap of (number of the conversation, id); some no longer wait
+        self._passed: dict[int, Request] = {}  # those that the engine has
+        self._idle: dict[int, _Episode] = {}  # the members of which it has none
+        self._queue: list[tuple[bool, tuple[bool, int], int]] = []  # a heap of (may wait, order, id), and some aborted
         # Of the members: their number, their tokens beyond the chunks, and how many begin with each chunk.
         self._members, self._own, self._chunks = 0, 0, Counter[int]()
-        self._idle: dict[int, _Conversation] = {}  # the members without a request, by number
         self._told = False
         self._forget()
 
     def _forget(self) -> None:
-        """Forget what turns are like: a run that is resumed decides as one that goes on."""
+        """Forget what turns are like."""
         self._turns = self._turn_tokens = self._grown = 0  # that have ended
         self._all_pass = False
         # Since the last choice: the turns that ended, the steps, and the requests that ran in all of them.
@@ -86,17 +86,16 @@ class WorkingSet:
         if self._costs is None:
             self._engine.submit(requests)
             return
-        if not self._conversations:
+        if self._resumes and not self._episodes:
             self._forget()
         for request in requests:
-            conversation = self._conversations.get(request.conversation)
-            if conversation is None:
-                conversation = _Conversation(request.conversation, _chunks(request.prompt_ids))
-                conversation.before = conversation.beyond_chunks(_tokens(request))
-                self._conversations[request.conversation] = conversation
+            episode = self._episodes.get(request.id)
+            if episode is None:
+                episode = _Episode((not request.urgent, request.id), _chunks(request.prompt_ids))
+                episode.before = episode.beyond_chunks(_tokens(request))
+                self._episodes[request.id] = episode
             self._waiting[request.id] = request
-            # Those of members are first: no other one passes before them.
-            heapq.heappush(self._queue, (-1 if conversation.is_member else conversation.number, request.id))
+            heapq.heappush(self._queue, (not episode.is_member, episode.order, request.id))
 
     def poll(self) -> list[Completion]:
         """See `Submits.poll`."""
@@ -107,12 +106,11 @@ class WorkingSet:
         self._ran += min(len(self._passed), self._engine.places)
         completions = self._engine.poll()
         for completion in completions:
-            request = self._passed.pop(completion.id)
-            conversation = self._conversations[request.conversation]
-            self._has_ended(conversation)
-            self._has(conversation, len(request.prompt_ids) + len(completion.token_ids))
-            self._grown += conversation.own - conversation.before
-            conversation.before = conversation.own
+            request, episode = self._passed.pop(completion.id), self._episodes[completion.id]
+            self._idle[completion.id] = episode
+            self._has(episode, len(request.prompt_ids) + len(completion.token_ids))
+            self._grown += episode.own - episode.before
+            episode.before = episode.own
             self._ended += 1
             self._turns += 1
             self._turn_tokens += len(completion.token_ids) - len(request.begun_ids)
@@ -121,18 +119,19 @@ class WorkingSet:
             self._shrink()
         return completions
 
-    def end(self, conversation: int) -> None:
-        """Forget a conversation, whose requests have ended or are aborted."""
-        found = self._conversations.pop(conversation, None)
-        if found is not None and found.is_member:
-            self._leave(found)
+    def end(self, number: int) -> None:
+        """Forget an episode, whose request has ended or is aborted."""
+        episode = self._episodes.get(number)
+        if episode is not None and episode.is_member:
+            self._leave(number)
+        self._episodes.pop(number, None)
 
     def abort(self, ids: Iterable[int]) -> None:
         """See `Submits.abort`."""
         ids = [number for number in ids if self._waiting.pop(number, None) is None]
         for number in ids:
-            if request := self._passed.pop(number, None):
-                self._has_ended(self._conversations[request.conversation])
+            if self._passed.pop(number, None) is not None:
+                self._idle[number] = self._episodes[number]
         self._engine.abort(ids)
 
     def unfinished(self) -> list[Completion]:
@@ -140,10 +139,10 @@ class WorkingSet:
         return self._with_waiting(self._engine.unfinished())  # type: ignore[attr-defined]
 
     def interrupt(self) -> list[Completion]:
-        """See `InterruptibleEngine.interrupt`; what follows are new conversations."""
+        """See `InterruptibleEngine.interrupt`; what follows are new episodes."""
         stopped = self._with_waiting(self._engine.interrupt())  # type: ignore[attr-defined]
         self._members = self._own = 0
-        for kept in (self._conversations, self._passed, self._waiting, self._queue, self._chunks, self._idle):
+        for kept in (self._episodes, self._waiting, self._passed, self._idle, self._queue, self._chunks):
             kept.clear()
         return stopped
 
@@ -162,23 +161,22 @@ class WorkingSet:
         return math.inf if tokens is None else FULL * tokens
 
     def _let_pass(self) -> None:
-        """Submit the requests that have room, the oldest conversations' first."""
-        passing = []
+        """Submit the requests that have room, in their order."""
+        passing: list[Request] = []
         while self._queue:
-            request = self._waiting.get(self._queue[0][1])
+            number = self._queue[0][-1]
+            request = self._waiting.get(number)
             if request is not None:
-                conversation = self._conversations[request.conversation]
-                tokens = _tokens(request)
-                passes = self._all_pass or conversation.is_member or not self._passed
-                if not (passes or self._has_room(conversation, tokens)):
+                episode, tokens = self._episodes[number], _tokens(request)
+                passes = self._all_pass or episode.is_member or not self._passed or _belongs(request, passing)
+                if not (passes or self._has_room(episode, tokens)):
                     self._tell()
                     break
-                if not conversation.is_member:
-                    self._enter(conversation)
-                conversation.generating += 1
-                self._idle.pop(conversation.number, None)
-                self._has(conversation, tokens)
-                self._passed[request.id] = self._waiting.pop(request.id)
+                if not episode.is_member:
+                    self._enter(episode)
+                self._idle.pop(number, None)
+                self._has(episode, tokens)
+                self._passed[number] = self._waiting.pop(number)
                 passing.append(request)
             heapq.heappop(self._queue)
         if passing:
@@ -187,15 +185,15 @@ class WorkingSet:
     def _tell(self) -> None:
         if not self._told and self._engine.is_lead:
             log(
-                f"turns wait: {self._members + 1} of {len(self._conversations)} conversations are longer than the "
+                f"turns wait: {self._members + 1} of {len(self._episodes)} episodes are longer than the "
                 f"{self._engine.cache_tokens:,} tokens of the engine's cache; more room: a higher "
                 "gpu_memory_utilization of vLLM, kv_cache_dtype fp8, or fewer episodes at a time"
             )
         self._told = True
 
-    def _has_room(self, conversation: _Conversation, tokens: int) -> bool:
-        """Return whether the set with a conversation of so many tokens is no larger than the cache."""
-        own = tokens - CHUNK * sum(chunk in self._chunks for chunk in conversation.chunks)
+    def _has_room(self, episode: _Episode, tokens: int) -> bool:
+        """Return whether the set with an episode of so many tokens is no larger than the cache."""
+        own = tokens - CHUNK * sum(chunk in self._chunks for chunk in episode.chunks)
         return self._tokens() + own + self._growth - self._half_turn <= self._capacity
 
     def _choose(self) -> None:
@@ -211,7 +209,7 @@ class WorkingSet:
         else:
             turn, history = self._turn_tokens / self._turns, self._tokens() / self._members
             # vLLM needs the memory of those that run.
-            most = min(self._engine.places, len(self._conversations), max(1.0, self._capacity / history))
+            most = min(self._engine.places, len(self._episodes), max(1.0, self._capacity / history))
             engines = getattr(self._engine, "engines", 1)
             in_set = self._costs.turn(turn, history, self._ran / self._steps / engines)
             self._all_pass = self._costs.turn(turn, history, most / engines) + self._costs.history(history) < in_set
@@ -219,7 +217,7 @@ class WorkingSet:
 
     @property
     def _growth(self) -> int:
-        """Mean tokens by which a turn and the answer before it have made a conversation longer."""
+        """Mean tokens by which a turn and the answer before it have made an episode longer."""
         return self._grown // max(1, self._turns)
 
     @property
@@ -230,43 +228,38 @@ class WorkingSet:
     def _tokens(self) -> int:
         """Return the tokens of the set: each member's, with a further turn, or with half of the one that it generates.
 
-        Turns that run are halfway on average: of conversations of one turn, room for all would stay half empty.
+        Turns that run are halfway on average: of episodes of one turn, room for all would stay half empty.
         """
         generating = self._members - len(self._idle)
         return self._own + CHUNK * len(self._chunks) + self._growth * self._members - self._half_turn * generating
 
     def _shrink(self) -> None:
-        """Let the newest conversations without a request leave until the others have room."""
+        """Let the newest episodes without a request leave until the others have room."""
         if self._all_pass or self._tokens() <= self._capacity:
             return
-        for number in sorted(self._idle, reverse=True):
-            self._leave(self._idle[number])
+        for number in sorted(self._idle, key=lambda one: self._idle[one].order, reverse=True):
+            self._leave(number)
             if self._tokens() <= self._capacity:
                 return
 
-    def _has_ended(self, conversation: _Conversation) -> None:
-        """Note that a request of a member has left the engine."""
-        conversation.generating -= 1
-        if not conversation.generating:
-            self._idle[conversation.number] = conversation
-
-    def _has(self, conversation: _Conversation, tokens: int) -> None:
+    def _has(self, episode: _Episode, tokens: int) -> None:
         """Note how many tokens of a member the engine has."""
-        own = conversation.beyond_chunks(tokens)
-        self._own += own - conversation.own
-        conversation.own = own
+        own = episode.beyond_chunks(tokens)
+        self._own += own - episode.own
+        episode.own = own
 
-    def _enter(self, conversation: _Conversation) -> None:
-        conversation.is_member = True
-        self._members, self._own = self._members + 1, self._own + conversation.own
-        self._chunks.update(conversation.chunks)
+    def _enter(self, episode: _Episode) -> None:
+        episode.is_member = True
+        self._members, self._own = self._members + 1, self._own + episode.own
+        self._chunks.update(episode.chunks)
 
-    def _leave(self, conversation: _Conversation) -> None:
-        conversation.is_member = False
-        self._idle.pop(conversation.number, None)
-        self._members, self._own = self._members - 1, self._own - conversation.own
-        self._chunks.subtract(conversation.chunks)
-        for chunk in conversation.chunks:
+    def _leave(self, number: int) -> None:
+        episode = self._episodes[number]
+        episode.is_member = False
+        self._idle.pop(number, None)
+        self._members, self._own = self._members - 1, self._own - episode.own
+        self._chunks.subtract(episode.chunks)
+        for chunk in episode.chunks:
             if not self._chunks[chunk]:
                 del self._chunks[chunk]
 
@@ -274,6 +267,16 @@ class WorkingSet:
 def _tokens(request: Request) -> int:
     """Return the tokens that a request begins with."""
     return len(request.prompt_ids) + len(request.begun_ids)
+
+
+def _belongs(request: Request, passing: Sequence[Request]) -> bool:
+    """Return whether a first turn follows one after the same prompt, in ``passing``.
+
+    Servers compute such a prompt once, and the seeds of its turns depend on which of them come together.
+    """
+    if not passing or request.begun_ids or passing[-1].begun_ids:
+        return False
+    return passing[-1].prompt_ids == request.prompt_ids
 
 
 def _chunks(tokens: Sequence[int]) -> list[int]:

@@ -836,14 +836,15 @@ def build_scorer(args, models: Mapping[str, RewardModelSpec]) -> RewardPool:
 def build_episodes(args, engine: GeneratingEngine, inputs: Inputs) -> Conversing:
     """Return ``engine`` with the environments or agents of a run; the lead rank of each replica runs them."""
     tokenizer, images = inputs.tokenizer, inputs.images
-    kind, costs = Agents if args.agent else Episodes, TurnSeconds(args)
+    # Turns of agents do not wait: their programs would take it for a server without an answer.
+    kind = Agents if args.agent else partial(Episodes, costs=TurnSeconds(args), resumes=not args.rollout_ranks)
     # One rank sends the requests of a replica of servers; the others have none.
     group = None
     if not has_servers(args):
         assert engine.replica is not None
         group = replica_group(engine.replica, engine.num_replicas, backend="gloo")
     if not engine.is_lead:
-        return kind(engine, None, None, None, tokenizer, args, group, images, costs)
+        return kind(engine, None, None, None, tokenizer, args, group, images)
     pool = EnvironmentPool(
         [args.environment],
         args.external_plugins or [],
@@ -860,7 +861,7 @@ def build_episodes(args, engine: GeneratingEngine, inputs: Inputs) -> Conversing
         parser = ToolCallParser(args.tool_call_parser, backend, args.reasoning_parser)
         if args.tool_role == "tool":  # otherwise the template shows no calls
             probe(parser, renderer, backend, args.chat_template_kwargs)
-    return kind(engine, pool, renderer, parser, tokenizer, args, group, images, costs)
+    return kind(engine, pool, renderer, parser, tokenizer, args, group, images)
 
 
 def build_engine(args, model: forward.Model, tokenizer) -> LocalEngine:

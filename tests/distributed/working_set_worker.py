@@ -1,8 +1,8 @@
-"""What test_working_set.py runs: conversations of one engine whose cache is too small for all, with and without a set.
+"""What test_working_set.py runs: episodes of one engine whose cache is too small for all, with and without a set.
 
     torchrun --nproc-per-node 1 tests/distributed/working_set_worker.py OUT FLAGS
 
-OUT gets, of both, the tokens and log-probabilities of each conversation, and the tokens that the engine computed.
+OUT gets, of both, the tokens and log-probabilities of each episode, and the tokens that the engine computed.
 """
 
 import json
@@ -26,21 +26,21 @@ from megatron_grpo.training.entry_point import run
 from megatron_grpo.weights import families
 from tools import made_up
 
-CONVERSATIONS, TURNS, TOKENS, ANSWER = 12, 5, 40, 140
+EPISODES, TURNS, TOKENS, ANSWER = 12, 5, 40, 140
 COSTS = SimpleNamespace(turn=lambda tokens, history, running: 1 / running, history=lambda tokens: 1e9)
 
 
 def converse(engine) -> list:
     """Complete all turns, each after an answer of other tokens."""
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 250, 100).tolist() for _ in range(CONVERSATIONS)]
-    answers = rng.integers(3, 250, (CONVERSATIONS, TURNS, ANSWER)).tolist()
+    prompts = [rng.integers(3, 250, 100).tolist() for _ in range(EPISODES)]
+    answers = rng.integers(3, 250, (EPISODES, TURNS, ANSWER)).tolist()
 
     def request(number: int, turn: int, begun=None) -> Request:
         sampling = Sampling(TOKENS * (turn + 1), temperature=1.0, log_probs=True, stop_token_ids=())
         return Request(number, prompts[number], sampling, begun, seed=100 * number + turn)
 
-    turns, done = dict.fromkeys(range(CONVERSATIONS), 0), {}
+    turns, done = dict.fromkeys(range(EPISODES), 0), {}
     with engine.rollout(1):
         engine.submit([request(number, 0) for number in turns])
         while turns:
@@ -54,7 +54,7 @@ def converse(engine) -> list:
                 else:
                     begun = completion.with_environment_tokens(answers[number][turns[number]])
                     engine.submit([request(number, turns[number], begun)])
-    return [[done[n].token_ids, np.nan_to_num(done[n].log_probs, nan=9).tolist()] for n in range(CONVERSATIONS)]
+    return [[done[n].token_ids, np.nan_to_num(done[n].log_probs, nan=9).tolist()] for n in range(EPISODES)]
 
 
 def main() -> None:

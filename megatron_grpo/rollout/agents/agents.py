@@ -176,7 +176,6 @@ class Agents(Conversing):
             for completion in self._engine.poll():
                 del self._asked[completion.id]
                 if completion.id % _CALLS == 0:  # a request without a program
-                    self._engine.end(completion.id)
                     done.append(replace(completion, id=completion.id // _CALLS))
                 elif self._pool is not None:
                     self._answer(completion)
@@ -450,7 +449,6 @@ class Agents(Conversing):
         request = self._requests.pop(number)
         self._run_images.pop(number, None)
         self._stop_calls({number})
-        self._engine.end(number * _CALLS)
         if self._pool is None:
             return Completion(number, [], None, reason, [])  # the lead rank has the tokens
         run = self._close(number)
@@ -489,7 +487,7 @@ class Agents(Conversing):
         stopped = self.unfinished()
         for number, request in self._requests.items():
             self._paused[number] = _Paused(request, self._runs.get(number), self._run_images.pop(number, None))
-        for completion in self._engine.interrupt():
+        for completion in self._engine.interrupt():  # type: ignore[attr-defined]
             asked = self._asked.pop(completion.id)
             number, call = divmod(completion.id, _CALLS)
             paused, tokens = self._paused[number], len(completion.token_ids)
@@ -518,7 +516,6 @@ class Agents(Conversing):
         for number in sorted(ids & self._requests.keys()):
             self._requests.pop(number)
             self._run_images.pop(number, None)
-            self._engine.end(number * _CALLS)
             if self._pool is not None:
                 self._close(number)
 

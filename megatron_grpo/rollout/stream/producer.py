@@ -400,6 +400,7 @@ class Producer:
                 seed=request_seed(job.seed, group * size + place),
                 row=prompts[group].row if job.scored else {},  # a probe has no environment
                 images=prompts[group].images,
+                urgent=True,
             )
             for number, (group, place, _) in job.members.items()
         )

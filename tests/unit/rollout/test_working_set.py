@@ -3,6 +3,7 @@
 import heapq
 import itertools
 from collections import OrderedDict, deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ COMMON = list(range(10 * CHUNK))
 
 
 class Cached:
-    """An engine of ``places`` requests whose turns have ``turn`` tokens, and its cache by conversation.
+    """An engine of ``places`` requests whose turns have ``turn`` tokens, and its cache by episode.
 
     ``computed`` counts the tokens of prompts that were not in the cache. A step takes a second.
     """
@@ -57,9 +58,9 @@ class Cached:
         while self.queue and len(self.running) < self.places:
             request = self.queue[0]
             tokens = len(request.prompt_ids) + len(request.begun_ids)
-            kept = self.idle.pop(request.conversation, 0)
+            kept = self.idle.pop(request.id, 0)
             if not self.take(tokens - kept):
-                self.idle[request.conversation] = kept
+                self.idle[request.id] = kept
                 break
             self.queue.popleft()
             self.computed += tokens - kept
@@ -75,7 +76,7 @@ class Cached:
             state[1:] = held + 1, tokens + 1
             if tokens + 1 == self.turn:
                 del self.running[number]
-                self.idle[request.conversation] = held + 1
+                self.idle[request.id] = held + 1
                 ended.append(Completion(number, [7] * self.turn, None, "stop", [0] * self.turn).after(request.begun))
         return ended
 
@@ -97,8 +98,8 @@ def request(number, prompt, begun=0):
     return Request(number, prompt, SAMPLING, begun=so_far)
 
 
-def conversations(engine, costs, number=40, turns=8, answer=30, tool=3, prompt=100):
-    """Run conversations to their end, and return the steps that it took. A tool takes ``tool`` steps."""
+def episodes(engine, costs, number=40, turns=8, answer=30, tool=3, prompt=100):
+    """Run episodes to their end, and return the steps that it took. A tool takes ``tool`` steps."""
     made, now, tools, left = WorkingSet(engine, costs), 0, [], dict.fromkeys(range(number), turns)
     prompts = [[name] * prompt for name in range(number)]
     made.submit([request(name, prompts[name]) for name in range(number)])
@@ -121,34 +122,34 @@ def conversations(engine, costs, number=40, turns=8, answer=30, tool=3, prompt=1
 
 
 def test_histories_larger_than_the_cache_are_computed_once():
-    """40 conversations of up to 500 tokens, 20,000 in all, in a cache of 5,000: without the set each turn computes its
+    """40 episodes of up to 500 tokens, 20,000 in all, in a cache of 5,000: without the set each turn computes its
     history, with it only what is new.
     """
     new = 40 * (100 + 7 * 30)
     every, bounded = Cached(5000), Cached(5000)
-    conversations(every, None)
-    conversations(bounded, DEAR)
+    episodes(every, None)
+    episodes(bounded, DEAR)
     assert every.computed > 4 * new
     assert new <= bounded.computed < 2.5 * new  # those that leave the set have it computed once more
     assert sorted(every.submitted) == sorted(bounded.submitted)
 
 
-def test_conversations_that_fit_do_not_wait():
+def test_episodes_that_fit_do_not_wait():
     every, bounded = Cached(40_000), Cached(40_000)
-    assert conversations(every, None) == conversations(bounded, DEAR)
+    assert episodes(every, None) == episodes(bounded, DEAR)
     assert every.submitted == bounded.submitted and every.computed == bounded.computed == 40 * (100 + 7 * 30)
 
 
 def test_all_pass_where_histories_cost_less_than_empty_places():
     """A tool takes 200 steps, and a history nothing: those that fit leave the engine idle for most of the time."""
     every, bounded, free = (Cached(5000) for _ in range(3))
-    shortest = conversations(every, None, tool=200)
-    assert conversations(bounded, DEAR, tool=200) > 1.8 * shortest
-    assert conversations(free, FREE, tool=200) < 1.6 * shortest
+    shortest = episodes(every, None, tool=200)
+    assert episodes(bounded, DEAR, tool=200) > 1.8 * shortest
+    assert episodes(free, FREE, tool=200) < 1.6 * shortest
 
 
 def test_turns_that_run_need_room_for_half_of_their_tokens():
-    """Conversations of one turn, no two of them equally far: room for all of each turn would leave places empty."""
+    """Episodes of one turn, no two of them equally far: room for all of each turn would leave places empty."""
     engine = Cached(5000, turn=200)
     made, most = WorkingSet(engine, DEAR), 0
     for now in range(1000):
@@ -183,7 +184,7 @@ def test_prompts_that_begin_alike_count_once():
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
-def test_the_oldest_conversation_goes_on_first(order):
+def test_the_oldest_episode_goes_on_first(order):
     """Whatever the order in which they come before a step: answers come when they come."""
     engine = Cached(1000, turn=5)
     made = WorkingSet(engine, DEAR)
@@ -197,6 +198,36 @@ def test_the_oldest_conversation_goes_on_first(order):
     made.end(0)
     made.poll()
     assert engine.submitted == [0, 0, 1]
+
+
+def test_first_turns_after_one_prompt_pass_together():
+    """A server computes the prompt once, and their seeds depend on their places: not on the room."""
+    engine = Cached(1000)
+    made = WorkingSet(engine, DEAR)
+    made.submit(request(name, [name // 4] * 250) for name in range(12))
+    made.poll()
+    assert engine.submitted == [0, 1, 2, 3]
+
+
+def test_what_the_trainer_waits_for_goes_first():
+    engine = Cached(1000, turn=5)
+    made = WorkingSet(engine, DEAR)
+    made.submit([*(request(name, [name] * 600) for name in range(3)), replace(request(9, [9] * 600), urgent=True)])
+    while not made.poll():
+        assert engine.submitted == [9]
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_resumed_run_decides_as_one_that_goes_on(resumes):
+    """What turns are like is known anew after an interruption; of a stream, which is never resumed alike, it stays."""
+    engine = Cached(1000, turn=5)
+    made = WorkingSet(engine, DEAR, resumes)
+    made.submit([request(0, [0] * 10)])
+    while not made.poll():
+        pass
+    made.interrupt()
+    made.submit([request(1, [1] * 10)])
+    assert made._growth == (0 if resumes else 5)
 
 
 @settings(max_examples=60, deadline=None)
