@@ -79,8 +79,8 @@ def main() -> None:
             plan = source.plan()
             for kind, environment in KINDS.items():
                 prompts = [of_kind(prompt, environment) for prompt in plan.prompts]
-                if isinstance(engine, VllmColocate):  # the kinds have the same prompts, and two the same turns
-                    engine._llm.reset_prefix_cache()
+                if isinstance(engine._engine, VllmColocate):  # the kinds have the same prompts, and two the same turns
+                    engine._engine._llm.reset_prefix_cache()
                 start = time.perf_counter()
                 batch = source.evaluate(replace(plan, prompts=prompts))
                 seconds[kind].append(time.perf_counter() - start)
