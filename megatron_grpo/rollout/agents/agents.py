@@ -96,6 +96,17 @@ class _Asked(NamedTuple):
     prompt: _Prompt
     most: int  # tokens of the answer
     run: _Run
+    branches: bool  # whether another call has continued the same one before
+
+    def give_back(self) -> None:
+        """Give the run the tokens of the call back: nobody reads the answer, and the program can ask again."""
+        if self.call.run != self.run.program:  # an earlier one
+            return
+        before = self.prompt.parent.ids if self.prompt.parent is not None and self.branches else ()
+        self.run.sampled -= self.most
+        self.run.prompts -= len(self.prompt.ids) + len(before)
+        if self.prompt.parent is not None:
+            self.prompt.parent.continued = self.branches
 
 
 @dataclass(eq=False)
@@ -162,7 +173,11 @@ class Agents(Conversing):
         """Take calls and ends of programs, run an engine step, and return the runs that ended."""
         new, calls, ended = [], [], []
         if self._requests:
-            calls, ended = of_lead(self._news() if self._pool is not None else None, self._group)
+            gone, calls, ended = of_lead(self._news() if self._pool is not None else None, self._group)
+            if gone:
+                self._engine.abort(gone)
+            for number in gone:
+                del self._asked[number]
         for number, prompt_ids, max_tokens, stop, added, shown in calls:
             run, call = divmod(number, _CALLS)
             request = self._requests[run]
@@ -193,12 +208,17 @@ class Agents(Conversing):
         where = "an agent's call" if request.images is None else f"{request.images.where}: an agent's call"
         return replace(self._run_images[request.id].only(shown), where=where)
 
-    def _news(self) -> tuple[list[Any], list[Any]]:
-        """Return what all ranks of a replica receive: (calls, as `_accept` returns them; ends of runs)."""
+    def _news(self) -> tuple[list[int], list[Any], list[Any]]:
+        """Return what all ranks of a replica receive: (ids of calls whose clients have gone, calls, as `_accept`
+        returns them, ends of runs).
+        """
+        gone = sorted(number for number, asked in self._calls.items() if asked.call.abandoned)
+        for number in gone:
+            self._calls.pop(number).give_back()
         calls, ended = self._new_calls(), self._new_ends()
-        if not (calls or ended or self._asked):
+        if not (calls or ended or len(self._asked) > len(gone)):
             calls = self._new_calls(_WAIT)
-        return sorted(calls), ended
+        return gone, sorted(calls), ended
 
     def _new_calls(self, wait: float = 0.0) -> list[Any]:
         assert self._endpoint is not None
@@ -293,7 +313,7 @@ class Agents(Conversing):
         run.calls += 1
         run.refused = ""  # the program went on
         number = run.request.id * _CALLS + run.calls
-        self._calls[number] = _Asked(call, prompt, most, run)
+        self._calls[number] = _Asked(call, prompt, most, run, branches)
         shown = [*(prompt.parent.images_so_far if prompt.parent is not None else ()), *prompt.images]
         added = [image for image in dict.fromkeys(shown) if image not in run.numbers]
         run.numbers.update(zip(added, itertools.count(len(run.numbers))))
@@ -406,14 +426,16 @@ class Agents(Conversing):
     def _answer(self, completion: Completion) -> None:
         """Record an answer and send it."""
         assert self._endpoint is not None
-        call, prompt, most, run = self._calls.pop(completion.id)
+        asked = self._calls.pop(completion.id)
+        call, prompt, most, run, _ = asked
         ids = completion.token_ids
         if call.run != run.program:
             self._endpoint.refuse(call, "this run has ended", "not_found", 404)
             return
-        run.sampled -= most if call.abandoned else most - len(ids)
-        if call.abandoned:  # nobody has read the answer
+        if call.abandoned:
+            asked.give_back()
             return
+        run.sampled -= most - len(ids)
         raw, said = self._read_turn(
             ids,
             [*(prompt.parent.ids if prompt.parent is not None else ()), *prompt.ids],

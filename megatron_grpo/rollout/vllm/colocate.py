@@ -227,7 +227,9 @@ class VllmColocate:
             )
 
     def abort(self, ids: Iterable[int]) -> None:
-        self._engine.abort_request([self._under_way.pop(i).engine_id for i in ids])
+        ids = set(ids)
+        self._finished = [completion for completion in self._finished if completion.id not in ids]
+        self._engine.abort_request([self._under_way.pop(i).engine_id for i in sorted(ids & self._under_way.keys())])
 
     def unfinished(self) -> list[Completion]:
         unfinished = []

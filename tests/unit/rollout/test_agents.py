@@ -51,6 +51,15 @@ def endless(base_url, row, **metadata):
         answer = ask(model="policy", messages=messages).choices[0]
         messages += [{"role": "assistant", "content": answer.message.content}, say("more")]
 
+def impatient(base_url, row, **metadata):
+    """The second answer does not come in time; OpenAI's client asks again."""
+    with open(row["file"], "a") as file:
+        file.write("begun ")
+    ask = OpenAI(base_url=base_url, api_key="any", timeout=1.0, max_retries=99).chat.completions.create
+    first = ask(model="policy", messages=[say("begin")]).choices[0].message
+    ask(model="policy", messages=[say("begin"), first.model_dump(exclude_none=True), say("left")])
+    return 1
+
 def breaks_once(base_url, row, **metadata):
     OpenAI(base_url=base_url, api_key="any").chat.completions.create(model="policy", messages=[say("begin")])
     if not os.path.exists(row["file"]):
@@ -180,14 +189,15 @@ def pool(tmp_path_factory):
 
 @pytest.fixture
 def run(tokenizer, pool):
-    def start(program, max_tokens=60, max_environment_tokens=60, history="keep", parser="hermes", **row):
+    def start(program, max_tokens=60, max_environment_tokens=60, history="keep", parser="hermes", engine=None, **row):
         args = SimpleNamespace(
             environment=f"agent:programs:{program}", end_token_ids=(256,), on_rewritten_history=history,
             tool_role="tool", chat_template_kwargs=None, max_prompt_length=20, vocab_size=300,
             max_environment_tokens=max_environment_tokens,
         )  # fmt: skip
         parser = ToolCallParser(parser, tokenizer.backend)
-        agents = Agents(Script(tokenizer), pool, TurnRenderer(tokenizer, (256,)), parser, tokenizer, args)
+        renderer = TurnRenderer(tokenizer, (256,))
+        agents = Agents(engine or Script(tokenizer), pool, renderer, parser, tokenizer, args)
         try:
             (done,) = generate(
                 agents, [Request(5, [1, 2], Sampling(max_tokens, log_probs=True), row={"program": program} | row)]
@@ -238,6 +248,41 @@ def test_a_prefix_that_branches_share_is_trained_once(run, tokenizer):
         "user: begin\nassistant: ok<eos>user: right\nassistant: [to the right<eos>]",
     ]
     assert done.environment_reward == 1.0 and done.weight_versions == [3] * len(done.token_ids)
+
+
+class Slow(Script):
+    """It never answers the second request, until it is aborted."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.submitted, self.held, self.aborted = 0, [], []
+
+    def submit(self, requests):
+        for request in requests:
+            self.submitted += 1
+            (self.held if self.submitted == 2 else self.running).append(request)
+
+    def poll(self):
+        return super().poll() if self.running else []
+
+    def abort(self, ids):
+        self.aborted += ids
+        self.held = [request for request in self.held if request.id not in ids]
+
+
+def test_a_call_whose_client_has_gone_takes_nothing(run, tokenizer, tmp_path):
+    """The engine drops it, and the run has its tokens again: those of a second try would not fit beside them."""
+    environment = 200
+    for name in ("one", "two"):
+        engine, file = Slow(tokenizer), tmp_path / name
+        more = {"max_environment_tokens": environment, "engine": engine, "file": str(file)}
+        done, failures = run("impatient", max_tokens=30, **more)
+        assert file.read_text() == "begun "  # a program whose call is refused would begin again
+        assert not failures and done.environment_reward == 1.0 and done.finish_reason == "stop"
+        assert len(engine.aborted) >= 1 and not engine.held
+        expected = "user: begin\nassistant: [ok<eos>]user: left\nassistant: [to the left<eos>]"
+        assert texts(tokenizer, done) == [expected]
+        environment = len(done.prompt_ids) + done.response_mask.count(0) - 20  # beside --max-prompt-length
 
 
 @pytest.mark.parametrize(("tokens", "environment"), [(25, 200), (500, 30)])

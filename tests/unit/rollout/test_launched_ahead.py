@@ -124,6 +124,18 @@ def test_tokens_of_a_step_launched_ahead_are_of_the_weights_before(engine, steps
     assert tokens - sum(len(c.token_ids) for c in done) < 3 * 5 * (2 if steps == 1 else 1) + 3 * (2 * each - 1)
 
 
+def test_a_completion_that_ends_before_new_weights_can_be_aborted(engine):
+    engine.submit(Request(i, [3 + i] * 5, Sampling(most, log_probs=True)) for i, most in enumerate((4, 20)))
+    while not engine._finished:
+        assert not engine.poll()
+        engine.update_weights(iter(()), engine._version + 1)
+    engine.abort([0])
+    done = []
+    while not done:
+        done += engine.poll()
+    assert [completion.id for completion in done] == [1] and len(done[0].token_ids) == 20
+
+
 def test_a_completion_that_ends_before_new_weights_survives_an_interrupt(engine):
     """It comes with the next step, and is not among the interrupted ones."""
     engine.submit(Request(i, [3 + i] * 5, Sampling(most, log_probs=True)) for i, most in enumerate((4, 20)))
