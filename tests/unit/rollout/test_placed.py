@@ -80,6 +80,7 @@ class MadeUpEngine:
         for request in requests:
             assert request.id not in self.running and self.has_weights
             assert request.begun is None or request.begun.finish_reason == "abort"
+            assert request.urgent == (request.id >= producer.FIRST_OF_JOB)
             self.running[request.id] = [request, [], [], self._length(request)]
             self.parts[-1] += 1
             self.seeds.append((request.id, len(request.begun_ids), request.seed))
