@@ -53,8 +53,14 @@ def decode_seconds(plan: Plan, sequences: float, length: float | None = None) ->
     return STEP_SECONDS + sequences * SEQUENCE_SECONDS + size * (plan.engine() + cache) / BYTES
 
 
+def prompt_seconds(flops: ModelFlops, tokens: int) -> float:
+    """Return the seconds that one GPU takes to compute a prompt of so many tokens."""
+    length = np.array([tokens])
+    return flops.forward(length, 0 * length) / FLOPS
+
+
 class TurnSeconds:
-    """The costs of turns for a `WorkingSet`, of an engine replica of resolved arguments."""
+    """The costs of turns for a `WorkingSet`, of an engine replica of resolved arguments; the first one takes longer."""
 
     def __init__(self, args: Namespace):
         self._args = args
@@ -65,8 +71,7 @@ class TurnSeconds:
 
     def history(self, tokens: float) -> float:
         """See `Costs.history`."""
-        length = np.array([round(tokens)])
-        return self._flops.forward(length, 0 * length) / FLOPS / self._args.vllm_tensor_parallel_size
+        return prompt_seconds(self._flops, round(tokens)) / self._args.vllm_tensor_parallel_size
 
     @cached_property
     def _plan(self) -> Plan:
@@ -86,10 +91,10 @@ def concurrent(args: Namespace, engines: int) -> int:
 def estimated(args: Namespace) -> Sides:
     """Return the estimated seconds of a batch on engines and on trainers, for resolved arguments."""
     plan, train = Plan(args), train_flops(args) / FLOPS
-    computed, prompt = args.generation_batch_size, np.array([args.max_prompt_length])
+    computed = args.generation_batch_size
     if has_servers(args) or keeps_prefixes(args):  # servers do by default
         computed //= args.num_generations
-    prompts = computed * ModelFlops(args).forward(prompt, 0 * prompt) / FLOPS
+    prompts = computed * prompt_seconds(ModelFlops(args), args.max_prompt_length)
 
     def sides(engines: int, trainers: int) -> tuple[float, float]:
         sequences = concurrent(args, engines)

@@ -59,11 +59,6 @@ class Request:
     urgent: bool = False  # of an evaluation that the trainer waits for
 
     @property
-    def conversation(self) -> int:
-        """The session, or the id of a request without one."""
-        return self.id if self.session is None else self.session
-
-    @property
     def begun_ids(self) -> Sequence[int]:
         """The tokens that the completion has already."""
         return self.begun.token_ids if self.begun is not None else ()
@@ -258,11 +253,15 @@ class GeneratingEngine(Engine, Submits, Protocol):
 
     @property
     def cache_tokens(self) -> int | None:
-        """Tokens whose keys and values the engine keeps after their requests; None if it keeps none."""
+        """How many tokens the engine's cache can keep when their requests have ended; None if it keeps none."""
 
     @property
     def places(self) -> int:
         """Requests that the engine runs at a time."""
+
+    @property
+    def engines(self) -> float:
+        """How many engines share the requests: several, or a part of one, for a client of servers."""
 
     @property
     def drafts(self) -> DraftCounts | None:

@@ -654,6 +654,5 @@ class Episodes(Conversing):
             self._generating.discard(number)
             self._waiting.discard(number)
             self._immediate.discard(number)
-            self._engine.end(number)
             if episode := self._episodes.pop(number, None):
                 self._forget(episode)

@@ -53,9 +53,8 @@ class _Episode:
 class WorkingSet:
     """``engine`` for episodes, each of the requests with one id, of which the engine has one at a time; `end` ends it.
 
-    All requests pass without ``costs``, and where the engine keeps no tokens (`GeneratingEngine.cache_tokens`). Of a
-    client of servers ``engine.engines`` share the requests. All ranks of a replica decide alike. With ``resumes``, a
-    resumed run decides as one that goes on.
+    All requests pass without ``costs``, and where the engine keeps no tokens (`GeneratingEngine.cache_tokens`). All
+    ranks of a replica decide alike. With ``resumes``, a resumed run decides as one that goes on.
     """
 
     def __init__(self, engine: GeneratingEngine, costs: Costs | None = None, resumes: bool = True):
@@ -88,10 +87,14 @@ class WorkingSet:
             return
         if self._resumes and not self._episodes:
             self._forget()
+        prompt: Sequence[int] = ()
+        chunks: list[int] = []
         for request in requests:
             episode = self._episodes.get(request.id)
             if episode is None:
-                episode = _Episode((not request.urgent, request.id), _chunks(request.prompt_ids))
+                if request.prompt_ids is not prompt:  # that of the group
+                    prompt, chunks = request.prompt_ids, _chunks(request.prompt_ids)
+                episode = _Episode((not request.urgent, request.id), chunks)
                 episode.before = episode.beyond_chunks(_tokens(request))
                 self._episodes[request.id] = episode
             self._waiting[request.id] = request
@@ -120,19 +123,19 @@ class WorkingSet:
         return completions
 
     def end(self, number: int) -> None:
-        """Forget an episode, whose request has ended or is aborted."""
+        """Forget an episode, if there is one; the engine has no request of it."""
         episode = self._episodes.get(number)
         if episode is not None and episode.is_member:
             self._leave(number)
         self._episodes.pop(number, None)
 
     def abort(self, ids: Iterable[int]) -> None:
-        """See `Submits.abort`."""
-        ids = [number for number in ids if self._waiting.pop(number, None) is None]
+        """See `Submits.abort`; the episodes end."""
+        ids = list(ids)
+        self._engine.abort([number for number in ids if self._waiting.pop(number, None) is None])
         for number in ids:
-            if self._passed.pop(number, None) is not None:
-                self._idle[number] = self._episodes[number]
-        self._engine.abort(ids)
+            self._passed.pop(number, None)
+            self.end(number)
 
     def unfinished(self) -> list[Completion]:
         """See `InterruptibleEngine.unfinished`."""
@@ -210,7 +213,7 @@ class WorkingSet:
             turn, history = self._turn_tokens / self._turns, self._tokens() / self._members
             # vLLM needs the memory of those that run.
             most = min(self._engine.places, len(self._episodes), max(1.0, self._capacity / history))
-            engines = getattr(self._engine, "engines", 1)
+            engines = self._engine.engines
             in_set = self._costs.turn(turn, history, self._ran / self._steps / engines)
             self._all_pass = self._costs.turn(turn, history, most / engines) + self._costs.history(history) < in_set
         self._ended = self._steps = self._ran = 0

@@ -52,6 +52,10 @@ class _Prompt:
     images: list[bytes] = field(default_factory=list)  # encoded, in ``ids``
     marks: Sequence[Mark] = ()  # of all tokens with those of ``parent``
 
+    def cost(self, branches: bool) -> int:
+        """Return the tokens that it adds to a run's: those before it, too, if another call has continued ``parent``."""
+        return len(self.ids) + (len(self.parent.ids) if branches and self.parent is not None else 0)
+
 
 class _AtLimit(GrpoError):
     """A call cannot be answered, as at the limit of tokens."""
@@ -102,9 +106,8 @@ class _Asked(NamedTuple):
         """Give the run the tokens of the call back: nobody reads the answer, and the program can ask again."""
         if self.call.run != self.run.program:  # an earlier one
             return
-        before = self.prompt.parent.ids if self.prompt.parent is not None and self.branches else ()
         self.run.sampled -= self.most
-        self.run.prompts -= len(self.prompt.ids) + len(before)
+        self.run.prompts -= self.prompt.cost(self.branches)
         if self.prompt.parent is not None:
             self.prompt.parent.continued = self.branches
 
@@ -209,9 +212,7 @@ class Agents(Conversing):
         return replace(self._run_images[request.id].only(shown), where=where)
 
     def _news(self) -> tuple[list[int], list[Any], list[Any]]:
-        """Return what all ranks of a replica receive: (ids of calls whose clients have gone, calls, as `_accept`
-        returns them, ends of runs).
-        """
+        """Return what all ranks of a replica receive: (ids of abandoned calls, calls as of `_accept`, ends of runs)."""
         gone = sorted(number for number, asked in self._calls.items() if asked.call.abandoned)
         for number in gone:
             self._calls.pop(number).give_back()
@@ -296,7 +297,7 @@ class Agents(Conversing):
             return None
         before = prompt.parent.ids if prompt.parent is not None else []
         branches = prompt.parent is not None and prompt.parent.continued
-        prompts = run.prompts + len(prompt.ids) + (len(before) if branches else 0)
+        prompts = run.prompts + prompt.cost(branches)
         if left < 1 or prompts > self._args.max_prompt_length + self._args.max_environment_tokens:
             run.over = True
             message = (

@@ -41,6 +41,7 @@ class MegatronEngine:
     has_weights = True
     drafts: None = None
     cache_tokens: None = None  # the cache of a request ends with it
+    engines = 1
 
     def __init__(self, args, model: forward.Model, tokenizer):
         tp = parallel_state.get_tensor_model_parallel_world_size()

@@ -83,7 +83,6 @@ class ServerEngine:
         if self.replica is not None:
             of_each, first = -(-max_in_flight // receivers), first_server(self.replica, receivers, len(servers))
             self._pool = ServerPool(servers, timeout, of_each, max_in_flight, first=first)
-        # Servers that serve this rank alone would be so many.
         self.engines = len(servers) / receivers
         self.places = max(1, round(max_in_flight * self.engines))
         self._leader = self._pool if dist.get_rank() == 0 else None

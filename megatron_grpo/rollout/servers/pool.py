@@ -24,11 +24,11 @@ JOIN_INTERVAL = 5.0  # seconds between two attempts of an excluded server to joi
 Load = Callable[[Server], Awaitable[None]]
 RETRIES = 4  # of a request or a server, after 0.5, 1, 2, 4 seconds
 
-# A job goes to the server that has computed what it begins with, if this one has at most so many completions more than
-# the least busy one. For a further turn, whose past is long, it may have a quarter more besides.
+# A job goes to the server that has computed its first tokens. This one may have at most so many completions more than
+# the least busy one, and a quarter more besides if the job is a further turn, whose past is long.
 NEAR = 8
 HOMES = 2**16  # sessions and prompts for which a server is remembered
-PASSES = 64  # later jobs that may go before one whose server is full
+PASSES = 64  # so many later jobs may overtake a job whose server is full
 
 
 def _pause(retry: int) -> float:
@@ -49,7 +49,7 @@ class Job:
     @cached_property
     def sessions(self) -> list[int]:
         """The sessions of the requests: jobs of one session begin with the same tokens."""
-        return [request.conversation for request in self.requests]
+        return [request.id if request.session is None else request.session for request in self.requests]
 
     @cached_property
     def prompt(self) -> int:
@@ -104,8 +104,9 @@ class ServerPool:
     @property
     def cache_tokens(self) -> int | None:
         """Tokens that all servers in use keep; None if one of them keeps none."""
-        kept = [server.cache_tokens for server in self.servers if server.exclusion_reason is None]
-        return None if not kept or None in kept else sum(filter(None, kept))
+        used = [server for server in self.servers if server.exclusion_reason is None]
+        kept = [server.cache_tokens for server in used if server.cache_tokens is not None]
+        return sum(kept) if kept and len(kept) == len(used) else None
 
     # ---- at the start and between rollouts
 

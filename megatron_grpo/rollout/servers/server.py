@@ -70,7 +70,7 @@ class Server(Client, ABC):
     last_progress: float = 0.0  # time of the last answer with progress
     progress: float | None = None
     drafts: DraftCounts | None = None  # of the newest status
-    cache_tokens: int | None = None  # whose keys and values it keeps; None if it keeps none, or does not say
+    cache_tokens: int | None = None  # that its cache can keep; None if it keeps none, or does not say
     probed: float = 0.0  # time at which the newest probe began
     confirmed: float = 0.0  # time at which the newest probe that found ``process`` began
 

@@ -72,6 +72,7 @@ class VllmColocate:
     """
 
     drafts: DraftCounts | None = None
+    engines = 1
 
     def __init__(self, args, hf_config: dict):
         world, rank, width = dist.get_world_size(), dist.get_rank(), args.vllm_tensor_parallel_size

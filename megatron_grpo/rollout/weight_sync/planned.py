@@ -147,7 +147,7 @@ class _Packed(NamedTuple):
 
 
 class _Space(dict[_Place, torch.Tensor]):
-    """Memory for a buffer after the other, and its views: one takes the host 1 us, and most layers have equal ones."""
+    """Memory for one buffer after another, and its views. A view takes the host 1 us, and most layers' are equal."""
 
     def __init__(self, where: torch.device | str):
         super().__init__()
@@ -162,15 +162,15 @@ class _Space(dict[_Place, torch.Tensor]):
         """Return a buffer with a layout. What a row has after its piece is the same at sender and receiver."""
         nbytes = sum(layout.nbytes.values())
         if not nbytes <= self._memory.nbytes <= 2 * max(nbytes, SPACE_BYTES):
-            self._take(0)  # first: both would be too much
-            self._take(-(-nbytes // SPACE_BYTES) * SPACE_BYTES)
+            self._renew(0)  # first: both would be too much
+            self._renew(-(-nbytes // SPACE_BYTES) * SPACE_BYTES)
         parts, sums = ([self[place] for place in places] for places in (layout.places, layout.sums))
         packed = _Packed(layout, self._memory[:nbytes], parts, sums)
         if not layout.passing:
-            self._take(0)
+            self._renew(0)
         return packed
 
-    def _take(self, nbytes: int) -> None:
+    def _renew(self, nbytes: int) -> None:
         self.clear()
         self._memory = self._memory.new_empty(nbytes)
 
@@ -211,7 +211,7 @@ class Transfer:
         homes = [trainers.index(of_engine) if of_engine in trainers else None for of_engine in engines]
         width = args.vllm_tensor_parallel_size
         plan = self._plan = Plan(weights, tensors, holders, needs, homes=homes, width=width)
-        self._traffic = [_Traffic(mark) for mark, _ in enumerate(plan.rounds, start=1)]
+        self._traffic = [_Traffic(number) for number in range(1, len(plan.rounds) + 1)]
         self._steps: dict[int, dict[int, _Traffic]] = {}  # by the first round: `_traffic_of`
         if holder is not None:
             own = trainers.index(rank)
@@ -268,9 +268,8 @@ class Transfer:
                 self._targets[id(piece)] = _places(piece, targets)
 
     def _layouts_of(self, traffic: _Traffic) -> _Layouts:
-        received = self._layout(traffic.received)
-        direct = all(piece.tensor in self._direct for piece in received.pieces)
-        return _Layouts(_joined(self._layout(traffic.sent)), received._replace(passing=direct))
+        direct = all(piece.tensor in self._direct for of_rank in traffic.received.values() for piece in of_rank)
+        return _Layouts(_joined(self._layout(traffic.sent)), self._layout(traffic.received, passing=direct))
 
     def send(self, local: Mapping[str, torch.Tensor]) -> None:
         """Send the pieces of this trainer rank's shards ``local``.
@@ -358,7 +357,7 @@ class Transfer:
     def _in_dtype(self, piece: Piece, part: torch.Tensor) -> torch.Tensor:
         return part.to(self._plan.tensors[piece.tensor].dtype)
 
-    def _layout(self, by_rank: Mapping[int, list[Piece]]) -> _Layout:
+    def _layout(self, by_rank: Mapping[int, list[Piece]], passing: bool = True) -> _Layout:
         """Return the layout of pieces, by the rank that sends or receives them."""
         pieces, rows, nbytes = [], [], {}
         places: list[_Place] = []
@@ -383,7 +382,7 @@ class Transfer:
         for place in range(max(map(len, targets), default=0)):
             which = [number for number, of_piece in enumerate(targets) if len(of_piece) > place]
             placed.append((which, [targets[number][place] for number in which]))
-        return _Layout(pieces, places, ends.to(self._links.device), sums, nbytes, placed, passing=True)
+        return _Layout(pieces, places, ends.to(self._links.device), sums, nbytes, placed, passing)
 
     def _compare(self, pieces: list[Piece], targets: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
         """Note which of this rank's own pieces have other bits in the engine's parameters ``targets``."""

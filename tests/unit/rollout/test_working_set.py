@@ -26,7 +26,7 @@ class Cached:
     ``computed`` counts the tokens of prompts that were not in the cache. A step takes a second.
     """
 
-    is_lead = True
+    is_lead, engines = True, 1
 
     def __init__(self, cache_tokens, places=1000, turn=20):
         self.cache_tokens, self.places, self.turn = cache_tokens, places, turn
