@@ -1,18 +1,14 @@
 """Pool of inference servers: dispatch of requests to servers with free capacity, and fault handling."""
 
 import asyncio
-import itertools
 import time
-from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
-
-import numpy as np
 
 from megatron_grpo.rollout.draft_counts import DraftCounts, no_drafts
 from megatron_grpo.rollout.engine import Completion, Request
+from megatron_grpo.rollout.servers.jobs import Homes, Job, JobQueue, jobs_of
 from megatron_grpo.rollout.servers.server import Server, Status
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.errors import EngineLost, GrpoError
@@ -24,41 +20,9 @@ JOIN_INTERVAL = 5.0  # seconds between two attempts of an excluded server to joi
 Load = Callable[[Server], Awaitable[None]]
 RETRIES = 4  # of a request or a server, after 0.5, 1, 2, 4 seconds
 
-# A job goes to the server that has computed its first tokens. This one may have at most so many completions more than
-# the least busy one, and a quarter more besides if the job is a further turn, whose past is long.
-NEAR = 8
-HOMES = 2**16  # sessions and prompts for which a server is remembered
-PASSES = 64  # so many later jobs may overtake a job whose server is full
-
 
 def _pause(retry: int) -> float:
     return 0.5 * 2.0**retry
-
-
-@dataclass
-class Job:
-    """Requests that differ only in their id and are sent to a server together."""
-
-    requests: list[Request]
-    seed: int
-    failures: int = 0
-    aborted: set[int] = field(default_factory=set)  # ids of aborted requests
-    dispatched: float = 0.0  # time of the newest dispatch
-    passed: int = 0  # by later jobs in the queue
-
-    @cached_property
-    def sessions(self) -> list[int]:
-        """The sessions of the requests: jobs of one session begin with the same tokens."""
-        return [request.id if request.session is None else request.session for request in self.requests]
-
-    @cached_property
-    def prompt(self) -> int:
-        """A hash of the prompt, with its images: jobs of one prompt begin with the same tokens."""
-        first = self.requests[0]
-        return hash((tuple(first.prompt_ids), tuple(first.images.names) if first.images is not None else ()))
-
-    def restart(self) -> None:
-        """Drop what has arrived since the newest dispatch."""
 
 
 class ServerPool:
@@ -66,8 +30,8 @@ class ServerPool:
 
     A server receives at most ``max_in_flight`` completions at a time, or a single job of at most ``job_size`` requests
     of one prompt (``max_in_flight`` if None). Further turns and completions of a prompt go to the server that has
-    computed what they begin with, unless it has far more work than another. A further turn whose server is full lets at
-    most ``PASSES`` later jobs pass. Of equally loaded servers a job goes to the first from number ``first`` on: pools
+    computed what they begin with, unless it has far more work than another (`Homes`); a further turn whose server is
+    full lets some later jobs pass. Of equally loaded servers a job goes to the first from number ``first`` on: pools
     of several processes know only their own requests, and start at different servers. A failed server is probed a few
     times. A server is excluded if it makes no progress for ``timeout`` seconds while it has work, or if it has
     restarted and so lost its weights. Requests of an excluded server go to the others. `refresh` readmits servers that
@@ -90,12 +54,11 @@ class ServerPool:
         self._from_first = [*servers[first:], *servers[:first]]
         self._job_size = job_size or max_in_flight
         self._loop = asyncio.new_event_loop()
-        self._queue: deque[Job] = deque()
+        self._queue = JobQueue()
+        self._homes = Homes()
         self._running: dict[asyncio.Task, tuple[Job, Server]] = {}
         self._probes: dict[asyncio.Task, Server] = {}
         self._joining: dict[asyncio.Task, Server] = {}
-        # By session and by prompt: where a job was sent last. The newest is the last.
-        self._homes: OrderedDict[tuple[str, int], Server] = OrderedDict()
         self._newest: tuple[int, Load] | None = None  # version of the newest weights, and how a server loads them
         self._last_poll_end = time.monotonic()  # when the last poll ended
         self._watched_since = 0.0  # older probes say nothing of a server: it may have restarted since
@@ -284,20 +247,8 @@ class ServerPool:
     # ---- in a rollout
 
     def submit(self, requests: Iterable[Request], seed: int) -> None:
-        """Queue requests; consecutive requests of one prompt are sent together, so that the prefill runs once.
-
-        The samples of a request depend on ``seed``, the first ``id`` of its prompt and its index within the prompt;
-        those of a further turn of an episode also on the number of tokens before it.
-        """
-        group: list[Request] = []
-        for request in [*requests, None]:
-            if group and (request is None or len(group) == self._job_size or not _same_job(group[0], request)):
-                before = group[0].sampled_before + len(group[0].begun_ids)
-                words = np.random.SeedSequence([seed, group[0].id, *([before] if before else [])]).generate_state(1)
-                self._queue.append(Job(group, int(words[0]) // 2))
-                group = []
-            if request is not None:
-                group.append(request)
+        """Queue requests (`jobs_of`)."""
+        self._queue.extend(jobs_of(requests, seed, self._job_size))
 
     def poll(self, timeout: float = 0.1) -> list[Completion]:
         """Dispatch queued requests to servers with room; return completions after at most ``timeout`` seconds."""
@@ -315,12 +266,9 @@ class ServerPool:
     def abort(self, ids: Iterable[int]) -> None:
         """Abort requests; close the connection of a job once all its requests are aborted."""
         aborted = set(ids)
-        for job in self._queue:
-            job.aborted |= aborted
-        self._queue = deque(job for job in self._queue if not job.aborted.issuperset(_ids(job)))
+        self._queue.abort(aborted)
         for task, (job, server) in list(self._running.items()):
-            job.aborted |= aborted
-            if job.aborted.issuperset(_ids(job)):
+            if job.abort(aborted):
                 self._cancel(task, server)
 
     async def _step(self, timeout: float) -> list[Completion]:
@@ -368,8 +316,9 @@ class ServerPool:
             ready = [server for server in ready if server.in_flight <= room]
             if not ready:
                 break
-            job = self._next(size, full)
-            size, server = len(job.requests), self._home(job, ready)
+            job = self._queue.take(size, full, self._homes)
+            size = len(job.requests)
+            server = ready[0] if len(self.servers) == 1 else self._homes.find(job, ready)
             if not server.in_flight:
                 server.last_progress = time.monotonic()  # it was idle
             server.in_flight += size
@@ -378,47 +327,6 @@ class ServerPool:
         lost = self._newest is None and not any(server.version is not None for server in self.serving())
         if self._queue and lost:
             raise EngineLost("no server holds the weights: sync the weights first")
-
-    def _home(self, job: Job, ready: Sequence[Server]) -> Server:
-        """Return the server for a job of those that are ready, and remember it."""
-        least = min(ready, key=lambda server: server.in_flight)
-        if len(self.servers) == 1:
-            return least
-        home, most = self._homes.get(("prompt", job.prompt), least), least.in_flight + NEAR
-        if not least.in_flight:  # nothing is gained: an idle server computes the prompt as soon as another one
-            home = least
-        if known := self._session_homes(job):
-            home, most = known[-1], least.in_flight + least.in_flight // 4 + NEAR
-        if home not in ready or home.in_flight > most:
-            home = least
-        for key in (*(("session", session) for session in job.sessions), ("prompt", job.prompt)):
-            self._homes[key] = home
-            self._homes.move_to_end(key)
-        while len(self._homes) > HOMES:
-            self._homes.popitem(last=False)
-        return home
-
-    def _session_homes(self, job: Job) -> list[Server]:
-        """Return the servers that have the past of a job."""
-        keys = [("session", session) for session in job.sessions]
-        return [self._homes[key] for key in keys if key in self._homes]
-
-    def _next(self, size: int, full: Sequence[Server]) -> Job:
-        """Take the first job of at most ``size`` requests that does not wait for one of the full servers.
-
-        That is the first of all if every job waits, or if enough have passed it.
-        """
-        place = 0
-        if full and self._queue[0].passed < PASSES:
-            for i, job in enumerate(itertools.islice(self._queue, PASSES)):
-                if len(job.requests) <= size and not any(home in full for home in self._session_homes(job)):
-                    place = i
-                    break
-        for job in itertools.islice(self._queue, place):
-            job.passed += 1
-        job = self._queue[place]
-        del self._queue[place]
-        return job
 
     async def _answers(self, job: Job, server: Server) -> list[Completion]:
         """Return the completions of a job by a server."""
@@ -531,8 +439,7 @@ class ServerPool:
         server.exclusion_reason, server.version, server.failures = reason, None, 0
         server.last_progress = time.monotonic()
         server.next_probe = server.last_progress + WATCH_INTERVAL
-        for key in [key for key, home in self._homes.items() if home is server]:  # it loads weights before it serves
-            del self._homes[key]
+        self._homes.drop(server)  # it loads weights before it serves
         for task, (job, owner) in list(self._running.items()):
             if owner is server:
                 self._cancel(task, server)
@@ -575,17 +482,3 @@ class ServerPool:
 
         self._loop.run_until_complete(close_all())
         self._loop.close()
-
-
-def _ids(job: Job) -> list[int]:
-    return [request.id for request in job.requests]
-
-
-def _same_job(first: Request, second: Request) -> bool:
-    if first.sampling.temperature == 0:  # vLLM refuses several greedy completions of one prompt
-        return False
-    if first.begun_ids or second.begun_ids or first.sampled_before != second.sampled_before:  # further turns
-        return False
-    same_prompt = second.prompt_ids is first.prompt_ids or list(second.prompt_ids) == list(first.prompt_ids)
-    # Images of one size have the same tokens.
-    return same_prompt and second.images is first.images and second.sampling == first.sampling

@@ -15,7 +15,8 @@ import torch
 from megatron_grpo.rollout.draft_counts import DraftCounts
 from megatron_grpo.rollout.engine import Completion, Request, request_seed
 from megatron_grpo.rollout.servers.engine import WeightTransfer
-from megatron_grpo.rollout.servers.pool import Job, Load, ServerPool
+from megatron_grpo.rollout.servers.jobs import Job
+from megatron_grpo.rollout.servers.pool import Load, ServerPool
 from megatron_grpo.rollout.servers.server import Server, Streamed
 from megatron_grpo.weights.transfer_plan import HfTensor, Reads, whole
 

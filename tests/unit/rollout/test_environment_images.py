@@ -23,7 +23,7 @@ from megatron_grpo.environments.worker import _messages
 from megatron_grpo.rollout.collect import shown_images
 from megatron_grpo.rollout.engine import Request, generate
 from megatron_grpo.rollout.episodes import Episodes
-from megatron_grpo.rollout.servers.pool import _same_job
+from megatron_grpo.rollout.servers.jobs import _same_job
 from megatron_grpo.rollout.unfinished import Group, from_arrays, to_arrays
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.encoded import as_data_uri, divided, joined

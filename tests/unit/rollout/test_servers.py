@@ -23,9 +23,11 @@ cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.engine import Request, generate
+from megatron_grpo.rollout.servers import jobs
 from megatron_grpo.rollout.servers import pool as servers
 from megatron_grpo.rollout.servers.engine import ServerEngine
 from megatron_grpo.rollout.servers.pool import ServerPool
+from megatron_grpo.rollout.servers.server import Server
 from megatron_grpo.rollout.sglang import ipc as sglang_ipc
 from megatron_grpo.rollout.sglang import nccl as sglang_nccl
 from megatron_grpo.rollout.sglang.nccl import SglangNcclTransfer
@@ -215,8 +217,8 @@ def test_further_turns_go_where_the_earlier_ones_were(start, weights, tmp_path, 
     assert sum(len(prompts(double)) for double in doubles) == 12
 
 
-def job_of(*requests: Request) -> servers.Job:
-    return servers.Job(list(requests), seed=0)
+def job_of(*requests: Request) -> jobs.Job:
+    return jobs.Job(list(requests), seed=0)
 
 
 def test_a_server_with_far_more_work_is_no_home(start, monkeypatch):
@@ -224,12 +226,12 @@ def test_a_server_with_far_more_work_is_no_home(start, monkeypatch):
     one, two, three = pool.servers
 
     def home(request, *ready):
-        return pool._home(job_of(request), ready or pool.servers)
+        return pool._homes.find(job_of(request), ready or pool.servers)
 
     turn = Request(0, [5, 6], SAMPLING)
     one.in_flight, two.in_flight, three.in_flight = 0, 4, 4
     assert home(turn) is one
-    one.in_flight = 4 + servers.NEAR
+    one.in_flight = 4 + jobs.NEAR
     assert home(Request(1, [5, 6], SAMPLING)) is one  # the prompt is the same; at most NEAR more than the least
     assert home(Request(2, [5, 7], SAMPLING)) is two
     one.in_flight += 1
@@ -240,7 +242,7 @@ def test_a_server_with_far_more_work_is_no_home(start, monkeypatch):
     one.in_flight = 0
     assert home(turn) is two  # that has computed the newest turn
     assert home(turn, one, three) is one  # as the other has no room, or is excluded
-    monkeypatch.setattr(servers, "HOMES", 3)
+    monkeypatch.setattr(jobs, "HOMES", 3)
     one.in_flight = two.in_flight = three.in_flight = 0
     two.in_flight = 1
     assert home(Request(9, [1], SAMPLING, session=2)) is two  # session 2 went there
@@ -252,7 +254,7 @@ def test_a_server_with_far_more_work_is_no_home(start, monkeypatch):
     pool.close()
 
 
-def dispatched(pool) -> dict[int, servers.Server]:
+def dispatched(pool) -> dict[int, Server]:
     """Dispatch what is queued, without sending it; return the server of each running request."""
     pool._dispatch()
     return {request.id: server for job, server in pool._running.values() for request in job.requests}
@@ -313,15 +315,15 @@ def test_an_excluded_server_is_no_home_when_it_is_back(start):
     pool = idle_pool([start(), start()])
     one, two = pool.servers
     turn = Request(0, PROMPTS[0], SAMPLING)
-    assert pool._home(job_of(turn), pool.servers) is one
+    assert pool._homes.find(job_of(turn), pool.servers) is one
     pool._exclude(one, "it has restarted")
     one.exclusion_reason, one.in_flight = None, 1
-    assert pool._home(job_of(turn), pool.servers) is two
+    assert pool._homes.find(job_of(turn), pool.servers) is two
     pool.close()
 
 
 def test_a_turn_whose_server_is_full_lets_others_pass(start, monkeypatch):
-    monkeypatch.setattr(servers, "PASSES", 2)
+    monkeypatch.setattr(jobs, "PASSES", 2)
     pool = idle_pool([start(), start()], max_in_flight=2)
     pool.submit([Request(i, PROMPTS[i], SAMPLING) for i in range(4)], seed=3)
     running = dispatched(pool)
