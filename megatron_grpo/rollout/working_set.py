@@ -197,7 +197,7 @@ class WorkingSet:
     def _has_room(self, episode: _Episode, tokens: int) -> bool:
         """Return whether the set with an episode of so many tokens is no larger than the cache."""
         own = tokens - CHUNK * sum(chunk in self._chunks for chunk in episode.chunks)
-        return self._tokens() + own + self._growth - self._half_turn <= self._capacity
+        return self._tokens() + own + self._to_come <= self._capacity
 
     def _choose(self) -> None:
         """Choose whether all requests pass, when each member has had a turn since the last choice.
@@ -221,20 +221,23 @@ class WorkingSet:
     @property
     def _growth(self) -> int:
         """Mean tokens by which a turn and the answer before it have made an episode longer."""
-        return self._grown // max(1, self._turns)
+        return max(0, self._grown) // max(1, self._turns)
 
     @property
-    def _half_turn(self) -> int:
-        """Half of the mean tokens of a turn."""
-        return self._turn_tokens // max(1, 2 * self._turns)
+    def _to_come(self) -> int:
+        """Tokens by which a member that generates becomes longer: half of a turn, and the answer to it.
+
+        Turns that run are halfway on average: of episodes of one turn, room for all would stay half empty. A template
+        that drops reasoning makes the history shorter with each answer, and not the turn.
+        """
+        half_turn = self._turn_tokens // max(1, 2 * self._turns)
+        return max(half_turn, self._growth - half_turn)
 
     def _tokens(self) -> int:
-        """Return the tokens of the set: each member's, with a further turn, or with half of the one that it generates.
-
-        Turns that run are halfway on average: of episodes of one turn, room for all would stay half empty.
-        """
+        """Return the tokens of the set: each member's, with a further turn, or with the rest of one."""
         generating = self._members - len(self._idle)
-        return self._own + CHUNK * len(self._chunks) + self._growth * self._members - self._half_turn * generating
+        further = self._growth * len(self._idle) + self._to_come * generating
+        return self._own + CHUNK * len(self._chunks) + further
 
     def _shrink(self) -> None:
         """Let the newest episodes without a request leave until the others have room."""

@@ -161,6 +161,30 @@ def test_turns_that_run_need_room_for_half_of_their_tokens():
     assert most > 1.5 * 0.9 * 5000 / 210
 
 
+def test_turns_whose_reasoning_the_template_drops_need_room_for_half_of_them():
+    """Each turn begins with 100 tokens, however many the turns before it had: with a half, 200 on average."""
+    engine = Cached(10**6, turn=200)
+    engine.cache_tokens = 5000
+    made, most = WorkingSet(engine, DEAR), 0
+    made.submit([request(name, [name] * 100) for name in range(40)])
+    for now in range(10 * engine.turn):
+        made.submit([request(completion.id, [completion.id] * 100) for completion in made.poll()])
+        most = max(most, len(engine.running) if now > 3 * engine.turn else 0)
+    assert 1 < most <= 0.9 * 5000 / 200
+
+
+def test_a_history_that_becomes_shorter_makes_no_room_for_others():
+    """100 episodes have begun a turn with 2,000 tokens of reasoning, which the next ones do not have."""
+    engine = Cached(10**6, turn=10)
+    engine.cache_tokens = 5000
+    made, most = WorkingSet(engine, DEAR), 0
+    made.submit([request(name, [name] * 100, 2000) for name in range(100)])
+    for _ in range(1000):
+        made.submit([request(completion.id, [completion.id] * 100) for completion in made.poll()])
+        most = max(most, len(engine.running))
+    assert 1 < most <= 0.9 * 5000 / 105
+
+
 def test_an_interrupted_history_is_no_growth():
     engine = Cached(10**6)
     made, histories = WorkingSet(engine, DEAR), dict.fromkeys(range(10), 0)
