@@ -83,13 +83,19 @@ class ServerEngine:
         if self.replica is not None:
             of_each, first = -(-max_in_flight // receivers), first_server(self.replica, receivers, len(servers))
             self._pool = ServerPool(servers, timeout, of_each, max_in_flight, first=first)
-        self.engines = len(servers) / receivers
-        self.places = max(1, round(max_in_flight * self.engines))
         self._leader = self._pool if dist.get_rank() == 0 else None
         with led_by_rank_0():
             if self._leader:
                 self._leader.check()
         self.sleep()
+
+    @property
+    def engines(self) -> float:
+        return len(self._pool.used) / self.num_replicas if self._pool else 0
+
+    @property
+    def places(self) -> int:
+        return self._pool.max_in_flight * len(self._pool.used) if self._pool else 0
 
     @property
     def cache_tokens(self) -> int | None:

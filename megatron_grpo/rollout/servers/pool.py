@@ -65,11 +65,15 @@ class ServerPool:
         self.drafts: DraftCounts | None = None  # of all servers; None without drafts
 
     @property
+    def used(self) -> Sequence[Server]:
+        """Servers that share the requests: the serving ones, or all while requests wait for one that joins."""
+        return self.serving() or self.servers
+
+    @property
     def cache_tokens(self) -> int | None:
         """Tokens that all servers in use keep; None if one of them keeps none."""
-        used = [server for server in self.servers if server.exclusion_reason is None]
-        kept = [server.cache_tokens for server in used if server.cache_tokens is not None]
-        return sum(kept) if kept and len(kept) == len(used) else None
+        kept = [server.cache_tokens for server in self.used if server.cache_tokens is not None]
+        return sum(kept) if len(kept) == len(self.used) else None
 
     # ---- at the start and between rollouts
 

@@ -116,8 +116,17 @@ class ServerStream:
         self.replica: int | None = replica
         self.has_weights = False
         self._transfer, self._pool = transfer, StreamPool(servers, timeout, max_in_flight, keeps)
-        self.engines, self.places = len(servers), max_in_flight * len(servers)
         self._pool.check()
+
+    @property
+    def engines(self) -> int:
+        """See `GeneratingEngine.engines`."""
+        return len(self._pool.used)
+
+    @property
+    def places(self) -> int:
+        """See `GeneratingEngine.places`."""
+        return self._pool.max_in_flight * self.engines
 
     @property
     def cache_tokens(self) -> int | None:

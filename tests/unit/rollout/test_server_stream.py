@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from megatron_grpo.rollout.servers.stream import ServerStream
 from megatron_grpo.rollout.vllm.server import VllmServer
 from megatron_grpo.rollout.weight_sync.nccl import world_size
 from megatron_grpo.rollout.weight_sync.transfer import CheckpointTransfer
+from megatron_grpo.rollout.working_set import WorkingSet
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.utils.http_client import Fault
 
@@ -407,6 +409,29 @@ def test_without_a_server_the_run_ends(engine, doubles):
     engine.submit(requests())
     with pytest.raises(EngineLost, match="no server is left to generate"):
         finish(engine, 6)
+
+
+def test_turns_wait_while_no_server_is_left(engine, doubles):
+    """The engine has what the servers in use have; while none is, what they had. All turns would pass at once."""
+    for double in doubles:
+        double.caches, double.stall = [(True, 30)], 2
+    until(engine, lambda: engine.cache_tokens == 60)
+    assert (engine.engines, engine.places) == (2, 16)
+    costs = SimpleNamespace(turn=lambda tokens, history, running: 1 / running, history=lambda tokens: 1e9)
+    made = WorkingSet(engine, costs)
+    made.submit(requests(40))
+    found = until(made, lambda: all(double.stalled.is_set() for double in doubles))
+    for left, double in ((1, doubles[0]), (0, doubles[1])):
+        double.fault = "die"
+        found += until(made, lambda left=left: len(engine._pool.serving()) == left)
+        assert engine.cache_tokens == (30 if left else 60)
+        assert (engine.engines, engine.places) == ((1, 8) if left else (2, 16))
+    found += made.poll()
+    assert len(engine.unfinished()) <= 0.9 * 60 / 3  # prompts of three tokens
+    for double in doubles:
+        double.restart()
+        double.fault, double.stall = "", None
+    finish(made, 40 - len(found))
 
 
 def until(engine, holds):
