@@ -8,7 +8,7 @@ with its initial weights are dropped.
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,10 +28,23 @@ class StreamedJob(Job):
     """One request, and what has arrived of its completion."""
 
     streamed: Streamed | None = None
+    searched: bool = False  # whether ``streamed`` begins before what a stop word can have begun in
 
     def restart(self) -> None:
         if self.streamed is not None:
             self.streamed = Streamed(self.streamed.request)
+
+
+def _before_stop_words(request: Request) -> Request:
+    """Return the request without the newest tokens of its turn, in which a stop word can have begun.
+
+    A server sees no stop word across the begin of what it samples, so these tokens are sampled again. Only calls of
+    agents have stop words here.
+    """
+    again = min(request.stop_word_window(), len(request.begun_turn_ids))
+    if request.begun is None or not again:
+        return request
+    return replace(request, begun=request.begun.part(0, len(request.begun_ids) - again))
 
 
 class StreamPool(ServerPool):
@@ -73,6 +86,8 @@ class StreamPool(ServerPool):
             if ended:
                 return [Streamed(request).completion(ended)]
         began_here = len(request.begun_ids) > len(job.requests[0].begun_ids)
+        if job.streamed.ids or not job.searched:
+            request, job.searched = _before_stop_words(request), True
         seed = request_seed(job.seed, request.id, len(request.begun_ids)) if began_here else job.seed
         job.streamed = Streamed(request)
         return [await server.stream(job.streamed, seed)]

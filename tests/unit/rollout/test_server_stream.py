@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -409,6 +410,25 @@ def test_without_a_server_the_run_ends(engine, doubles):
     engine.submit(requests())
     with pytest.raises(EngineLost, match="no server is left to generate"):
         finish(engine, 6)
+
+
+@pytest.mark.parametrize("word", ["a", "abcdef"])
+def test_a_stop_word_can_begin_before_a_continuation(word, engine, doubles):
+    """Servers see none across the begin of their tokens: as many as have its bytes, and four, are sampled again."""
+    asked = [replace(request, sampling=replace(SAMPLING, stop=(word,))) for request in requests()]
+    finished = {c.id for c in stalled(engine, doubles, 6, asked)}
+    begun = {c.id: c for c in engine.interrupt()}
+    before = [len(double.calls) for double in doubles]
+    for double in doubles:
+        double.stall = None
+    engine.submit([replace(request, begun=begun[request.id]) for request in asked if request.id in begun])
+    found = finish(engine, 6 - len(finished))
+    bodies = [b for d, n in zip(doubles, before, strict=True) for p, b in d.calls[n:] if p == "/v1/completions"]
+    kept = max(0, 6 - len(word) - 4)
+    expected_prompts = [[*asked[n].prompt_ids, *c.token_ids[:kept]] for n, c in begun.items()]
+    assert sorted(body["prompt"] for body in bodies) == sorted(expected_prompts) and bodies
+    assert {body["max_tokens"] for body in bodies} == {LONGEST - kept}
+    assert all(c.token_ids[:kept] == begun[c.id].token_ids[:kept] for c in found)
 
 
 def test_turns_wait_while_no_server_is_left(engine, doubles):
