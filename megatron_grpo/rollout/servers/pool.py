@@ -87,6 +87,7 @@ class ServerPool:
                     await server.check()
                     status = await server.status(PROBE_TIMEOUT)
                     server.process, server.drafts = status.process, status.drafts
+                    server.last_progress = time.monotonic()
                     return
                 except Fault as fault:
                     if not fault.retryable:
@@ -174,12 +175,9 @@ class ServerPool:
 
         ``load`` is None if the servers hold the weights already.
         """
-
-        self._newest = None
+        self._newest = (version, load) if self.joins and load else None
         self._homes.clear()  # what a server has computed with other weights is of no use
         self.each(partial(self._update, version=version, load=load))
-        if self.joins and load:
-            self._newest = version, load
 
     async def _update(self, server: Server, version: int, load: Load | None) -> None:
         server.version = None  # even if this fails, the old weights are gone
@@ -438,7 +436,7 @@ class ServerPool:
     def _exclude(self, server: Server, reason: str) -> None:
         """Exclude a server until the next sync, or until it joins; put its requests at the front of the queue."""
         if server.exclusion_reason is None:
-            until = "it can join again" if self._newest is not None else "the next weight sync"
+            until = "it can join again" if self.joins else "the next weight sync"
             log(f"server {server.url} is excluded until {until}: {reason}")
         server.exclusion_reason, server.version, server.failures = reason, None, 0
         server.last_progress = time.monotonic()
@@ -449,7 +447,7 @@ class ServerPool:
                 self._cancel(task, server)
                 self._queue.appendleft(job)
         if not self.serving():
-            if self._newest is None:
+            if not self.joins:
                 raise self._lost()
             progress.advance()
             log(f"no server is left to generate: waiting up to {self.timeout:g} s for one that joins")

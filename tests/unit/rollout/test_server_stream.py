@@ -388,6 +388,33 @@ def test_a_server_that_joins_during_an_update_has_the_new_weights(engine, double
         assert completion.token_ids == expected(request, 2)[0] and set(completion.weight_versions) == {2}
 
 
+@pytest.mark.parametrize("when", ["before the first weights", "while they load"])
+def test_servers_that_all_die_at_an_update_join_after_it(when, doubles, tmp_path):
+    """They have as long to come back as those that die in a rollout."""
+    servers = [VllmServer(double.url, arguments()) for double in doubles]
+    engine = ServerStream(servers, CheckpointTransfer(str(tmp_path), keep=True), 10.0, 8)
+    if when == "while they load":
+        engine.update_weights(iter(tiny_model(1).state_dict().items()), 1)
+
+    def dying():
+        for double in doubles:
+            double.fault = "die"
+        yield from tiny_model(2).state_dict().items()
+
+    if when == "before the first weights":
+        list(dying())
+        until(engine, lambda: not engine._pool.serving())
+    engine.update_weights(dying(), 2)
+    assert not engine._pool.serving()
+    engine.submit(requests())
+    for double in doubles:
+        double.restart()
+        double.fault = ""
+    for completion, request in zip(finish(engine, 6), requests(), strict=True):
+        assert completion.token_ids == expected(request, 2)[0] and set(completion.weight_versions) == {2}
+    engine.close()
+
+
 def test_a_server_that_cannot_serve_does_not_join(engine, doubles, capsys):
     doubles[0].fault = "die"
     engine.submit(requests())
