@@ -241,9 +241,9 @@ class Episodes(Conversing):
             elif paused is not None and paused.request.row is request.row:
                 to_generate += self._resume(request.id)
             elif request.begun is not None and request.begun.episode_state is not None:
-                self._restore(request, request.begun)
+                self._restore(replace(request, session=request.id), request.begun)
             else:
-                self._begin(replace(request, begun=None))
+                self._begin(replace(request, begun=None, session=request.id))
         self._generate(to_generate)
 
     def _generate(self, requests: Sequence[Request]) -> None:

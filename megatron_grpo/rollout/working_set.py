@@ -276,10 +276,7 @@ def _tokens(request: Request) -> int:
 
 
 def _belongs(request: Request, passing: Sequence[Request]) -> bool:
-    """Return whether a first turn follows one after the same prompt, in ``passing``.
-
-    Servers compute such a prompt once, and the seeds of its turns depend on which of them come together.
-    """
+    """Return whether a first turn follows one after the same prompt, in ``passing``: engines compute it once."""
     if not passing or request.begun_ids or passing[-1].begun_ids:
         return False
     return passing[-1].prompt_ids == request.prompt_ids

@@ -53,7 +53,7 @@ def jobs_of(requests: Iterable[Request], seed: int, size: int) -> Iterator[Job]:
     """Return jobs of at most ``size`` consecutive requests of one prompt each, so that its prefill runs once.
 
     The samples of a request depend on ``seed``, the first ``id`` of its prompt and its index within the prompt; those
-    of a further turn of an episode also on the number of tokens before it.
+    of a request with a session on its own ``id`` and the number of tokens before it.
     """
     group: list[Request] = []
     for request in [*requests, None]:
@@ -67,6 +67,8 @@ def jobs_of(requests: Iterable[Request], seed: int, size: int) -> Iterator[Job]:
 
 
 def _same_job(first: Request, second: Request) -> bool:
+    if first.session is not None or second.session is not None:  # when programs go on decides which come together
+        return False
     if first.sampling.temperature == 0:  # vLLM refuses several greedy completions of one prompt
         return False
     if first.begun_ids or second.begun_ids or first.sampled_before != second.sampled_before:  # further turns

@@ -23,6 +23,7 @@ cpu_backend.install()  # before megatron.core is imported
 
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.rollout.engine import Request, generate
+from megatron_grpo.rollout.episodes import Episodes
 from megatron_grpo.rollout.servers import jobs
 from megatron_grpo.rollout.servers import pool as servers
 from megatron_grpo.rollout.servers.engine import ServerEngine
@@ -285,6 +286,23 @@ def test_prompts_with_other_images_are_others():
     one, other = picture(28, 28), picture(28, 28, seed=1)
     assert prompt(one) == prompt(one)
     assert prompt(one) != prompt(other)
+
+
+def test_samples_of_programs_do_not_depend_on_what_comes_together(start, weights, tmp_path):
+    """The environments of a group answer when they can: each of its first turns is sampled as alone."""
+    pool = synced_pool([start()], weights, tmp_path)
+    requests = [Request(n, PROMPTS[0], SAMPLING, session=n) for n in range(4)]
+    together = finish(pool, requests)
+    alone = [completion for request in requests for completion in finish(pool, [request])]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert len({tuple(c.token_ids) for c in alone}) > 1
+
+
+def test_first_turns_of_environments_name_their_episode():
+    requests = [Request(n, [1, 2], SAMPLING, row={"number": n}) for n in (4, 5)]
+    with mock.patch.object(Episodes, "_begin") as begin:
+        Episodes(mock.Mock(), None, None, None, None, Namespace()).submit(requests)
+    assert [call.args[0].session for call in begin.call_args_list] == [4, 5]
 
 
 def finished(pool, number: int) -> None:

@@ -225,7 +225,7 @@ def test_the_oldest_episode_goes_on_first(order):
 
 
 def test_first_turns_after_one_prompt_pass_together():
-    """A server computes the prompt once, and their seeds depend on their places: not on the room."""
+    """The engine computes the prompt once."""
     engine = Cached(1000)
     made = WorkingSet(engine, DEAR)
     made.submit(request(name, [name // 4] * 250) for name in range(12))
