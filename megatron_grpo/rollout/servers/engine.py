@@ -91,10 +91,12 @@ class ServerEngine:
 
     @property
     def engines(self) -> float:
+        """See `GeneratingEngine.engines`."""
         return len(self._pool.used) / self.num_replicas if self._pool else 0
 
     @property
     def places(self) -> int:
+        """See `GeneratingEngine.places`."""
         return self._pool.max_in_flight * len(self._pool.used) if self._pool else 0
 
     @property
