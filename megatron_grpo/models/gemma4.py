@@ -35,10 +35,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_grpo.models.norm import RMSNorm, rms_norm
-from megatron_grpo.models.param_gather import wait_for_weights
 from megatron_grpo.models.rope import cosines_and_sines, rotate
 from megatron_grpo.models.self_attention import rotation_of_pack
 from megatron_grpo.parallel.arguments import query_groups
+from megatron_grpo.parallel.param_gather import wait_for_weights
 from megatron_grpo.utils.arguments import replaced
 
 PER_LAYER_INPUTS = "per_layer_inputs"  # name of the module in the model

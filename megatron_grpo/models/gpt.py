@@ -26,12 +26,12 @@ from megatron_grpo.models.gemma4 import PerLayerInputs, Ropes
 from megatron_grpo.models.head import float32_logits, vocab_parallel_log_probs
 from megatron_grpo.models.layer_graphs import LayerGraphs
 from megatron_grpo.models.layer_specs import decoder_spec, mtp_spec
-from megatron_grpo.models.param_gather import wait_for_weights
 from megatron_grpo.models.rope import frequencies, set_attention_factor
 from megatron_grpo.models.shared_prompts import SharedPack, angles_of_tokens
 from megatron_grpo.models.softcap import soft_cap
 from megatron_grpo.models.two_ropes import TwoRopes
 from megatron_grpo.models.weight_gradients import AddingEmbedding
+from megatron_grpo.parallel.param_gather import wait_for_weights
 from megatron_grpo.parallel.sequence_parallel import own_tokens
 from megatron_grpo.patches import megatron_core as core
 from megatron_grpo.utils.device import device, to_device

@@ -28,10 +28,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_grpo.data.pack import SharedPrompts
 from megatron_grpo.models.config import RecurrentSizes
-from megatron_grpo.models.param_gather import wait_for_weights
 from megatron_grpo.models.rope import host_offsets
 from megatron_grpo.models.shared_prompts import SharedPack
 from megatron_grpo.parallel.context_parallel import place_in_pack, sharing_ranks
+from megatron_grpo.parallel.param_gather import wait_for_weights
 from megatron_grpo.parallel.zigzag import zigzag
 from megatron_grpo.utils.device import to_device
 

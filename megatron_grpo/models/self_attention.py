@@ -13,8 +13,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_grpo.models.norm import AllHeadsNorm, RMSNorm, rms_norm
-from megatron_grpo.models.param_gather import wait_for_weights
 from megatron_grpo.models.rope import cosines_and_sines, host_offsets, rotate, rows_of_pack
+from megatron_grpo.parallel.param_gather import wait_for_weights
 
 
 class Norm(NamedTuple):

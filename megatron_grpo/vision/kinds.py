@@ -31,6 +31,14 @@ def _qwen_pixels(args: Namespace, processor: Any, images: Sequence[Any]) -> tupl
     return found["pixel_values"], found["image_grid_thw"]
 
 
+def _qwen_blank(tower: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    keys = tower.config
+    side, of_patch = keys.spatial_merge_size, keys.in_channels * keys.temporal_patch_size * keys.patch_size**2
+    return torch.zeros(side**2, of_patch), torch.tensor([[1, side, side]])
+
+
 @dataclass(frozen=True)
 class Vision:
     """The vision part of one model family.
@@ -41,14 +49,15 @@ class Vision:
     into which transformers' image processor cuts an image of this size. `video(args, processor, frames, height,
     width)`: those into which its video processor cuts frames of this size. `tokens(args, processor, grid)`: the tokens
     of an image or video with these patches. `pixels(args, processor, images)`: the tower's input for images, and the
-    grids. `around(processor)`: tokens that the processor puts before and behind each image. `around_frames(processor,
-    video)`: texts before and behind each frame of patches of a video, each of which has M-RoPE's positions of an image;
-    None: a video has no texts, and its positions tell the time. `unused`: beginnings of the weights that files hold and
-    the features do not depend on. `nested`: a beginning of names in the tower, and the same in files. `tiles`: the
-    processor cuts images into tiles of one size, to which it scales frames, and has no bounds of pixels. `class_token`:
-    a tile has one. `mrope`: text and images have M-RoPE's positions. `interleaved`: its axes alternate from frequency
-    to frequency. `text`: the family as which --model-family reads the language model of a directory alone. `defaults`:
-    transformers' values of keys that vision_config leaves out.
+    grids. `blank(tower)`: the same for the smallest image, of zeros. `around(processor)`: tokens that the processor
+    puts before and behind each image. `around_frames(processor, video)`: texts before and behind each frame of patches
+    of a video, each of which has M-RoPE's positions of an image; None: a video has no texts, and its positions tell the
+    time. `unused`: beginnings of the weights that files hold and the features do not depend on. `nested`: a beginning
+    of names in the tower, and the same in files. `tiles`: the processor cuts images into tiles of one size, to which it
+    scales frames, and has no bounds of pixels. `class_token`: a tile has one. `mrope`: text and images have M-RoPE's
+    positions. `interleaved`: its axes alternate from frequency to frequency. `text`: the family as which --model-family
+    reads the language model of a directory alone. `defaults`: transformers' values of keys that vision_config leaves
+    out.
     """
 
     prefix: str
@@ -61,6 +70,7 @@ class Vision:
     )
     tokens: Callable[[Namespace, Any, Grid], int] = lambda args, processor, grid: merged(args, grid)
     pixels: Callable[[Namespace, Any, Sequence[Any]], tuple[torch.Tensor, torch.Tensor]] = _qwen_pixels
+    blank: Callable[[torch.nn.Module], tuple[torch.Tensor, torch.Tensor]] = _qwen_blank
     around: Callable[[Any], tuple[int, ...]] = lambda processor: ()
     around_frames: Callable[[Any, Video], list[tuple[str, str]]] | None = None
     unused: tuple[str, ...] = ()
@@ -258,6 +268,13 @@ def _internvl_pixels(args: Namespace, processor: Any, images: Sequence[Any]) -> 
     return found["pixel_values"], torch.tensor([[int(count), *_tile(args)] for count in found["num_patches"]])
 
 
+def _internvl_blank(tower: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    height, width = tower.config.vision_config.image_size
+    return torch.zeros(1, tower.config.vision_config.num_channels, height, width), torch.tensor([[1, 0, 0]])
+
+
 LLAVA_TILES = 9  # of LLaVA-OneVision: vLLM knows anyres_max_9 only
 
 
@@ -332,6 +349,14 @@ def _llava_onevision_pixels(
     return torch.cat(found["pixel_values"]), torch.tensor(grids)
 
 
+def _llava_onevision_blank(tower: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A video of one frame."""
+    import torch
+
+    side = tower.config.vision_config.image_size
+    return torch.zeros(1, tower.config.vision_config.num_channels, side, side), torch.tensor([[1, 0, 0, 0, 0]])
+
+
 def _qwen3_kind(name: str, text: str | None = None) -> Vision:
     """Return the vision part of Qwen3-VL and of Qwen3.5, whose tower has no inner features."""
     return Vision(
@@ -376,6 +401,7 @@ KINDS = {
         video=_internvl_video,
         see=_internvl_see,
         pixels=_internvl_pixels,
+        blank=_internvl_blank,
         around=lambda processor: (processor.start_image_token_id, processor.end_image_token_id),
         around_frames=_internvl_around_frames,
         tiles=True,
@@ -398,6 +424,7 @@ KINDS = {
         see=_llava_onevision_see,
         tokens=_llava_onevision_tokens,
         pixels=_llava_onevision_pixels,
+        blank=_llava_onevision_blank,
         unused=("vision_tower.post_layernorm.",),  # features are those before it
         nested=("vision_tower.", "vision_tower.vision_model."),
         tiles=True,

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import RotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_grpo.parallel.param_gather import wait_for_weights
 from megatron_grpo.parallel.sequence_parallel import own_tokens
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.kinds import Int64, is_trained, kind_of
@@ -87,6 +88,7 @@ class VisionTower(torch.nn.Module):
         self.config = config
         self.tower = kind_of(args).tower(args.vision_config, config.hidden_size)
         self._see: Callable = kind_of(args).see
+        self._blank: Callable = kind_of(args).blank
         parameter: Any  # megatron-core adds attributes
         for name, parameter in self.tower.named_parameters():
             parameter.requires_grad_(is_trained(args, name))
@@ -131,23 +133,28 @@ class VisionTower(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor, images: PackImages | None) -> torch.Tensor:
         """Return the embeddings ``[t, 1, h]`` with those of the images in their places."""
         training, device = torch.is_grad_enabled(), hidden_states.device
-        weights = [parameter for parameter in self.tower.parameters() if parameter.requires_grad]
+        trained = any(parameter.requires_grad for parameter in self.tower.parameters())
+        # Whatever this pack has: data-parallel ranks gather weights, and below reduce gradients, in one order.
+        wait_for_weights(*self.tower.modules())
         inner: Sequence[torch.Tensor] = ()
         places = sources = torch.empty(0, dtype=torch.long, device=device)
-        if images is not None and images.keys:
-            if self.read is None:
+        shown = images if images is not None and images.keys else None
+        if shown is not None or (trained and training):
+            if shown is None:
+                pixels, grids = self._blank(self.tower)
+            elif self.read is None:
                 raise GrpoError("the pack has images, but this model was not given the images of the data")
-            pixels, grids = self.read(images.keys)
+            else:
+                pixels, grids = self.read(shown.keys)
             dtype = next(self.tower.parameters()).dtype
-            with torch.set_grad_enabled(training and bool(weights)):
+            with torch.set_grad_enabled(training and trained):
                 seen = self._see(self.tower, pixels.to(device, dtype), grids.to(device))
             inner = getattr(seen, "deepstack_features", None) or ()
-            places, sources = (torch.from_numpy(array).to(device) for array in self._own(images, len(hidden_states)))
+            if shown is not None:  # else no token has a feature, and all gradients are zeros
+                own = self._own(shown, len(hidden_states))
+                places, sources = (torch.from_numpy(array).to(device) for array in own)
             rows = seen.pooler_output.index_select(0, sources).to(hidden_states.dtype)
             hidden_states = hidden_states.index_copy(0, places, rows[:, None])
-        elif weights and training:
-            # Data-parallel ranks reduce the gradients of all parameters together, so each needs one in every pack.
-            hidden_states = hidden_states + 0 * torch.stack([weight.flatten()[0] for weight in weights]).sum()
         self._newest = features = Features([value.detach() for value in inner], places, sources)
         if not (training and hidden_states.requires_grad):
             return hidden_states

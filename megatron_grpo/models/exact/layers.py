@@ -21,11 +21,11 @@ from megatron_grpo.data.pack import SharedPrompts
 from megatron_grpo.models.attention import FlashPackedAttention, PackedAttention
 from megatron_grpo.models.attention_kernels import FlashAttention4, Kernel
 from megatron_grpo.models.norm import RMSNorm, take_residual
-from megatron_grpo.models.param_gather import wait_for_weights
 from megatron_grpo.models.rope import frequencies, host_offsets, rows_of_pack
 from megatron_grpo.models.self_attention import PackedSelfAttention
 from megatron_grpo.models.shared_prompts import SharedPack
 from megatron_grpo.models.weight_gradients import add_product, placeholder
+from megatron_grpo.parallel.param_gather import wait_for_weights
 from megatron_grpo.utils.device import to_device
 
 

@@ -31,6 +31,7 @@ from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
 from megatron_grpo.estimate.throughput import TowerFlops
 from megatron_grpo.rollout.collect import with_images
+from megatron_grpo.training import train_step
 from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import ImageReader, attach
@@ -174,6 +175,53 @@ def test_log_probs_and_gradients_equal_transformers(made):
         # A bias of all keys moves all scores of a softmax alike: its gradient is zero.
         assert gradient.abs().max() > 1e-4 or name.endswith("k_proj.bias")
         assert (ours[name].grad - gradient).norm() < bound(5e-5) * max(float(gradient.norm()), 1e-2), name
+
+
+def test_gradients_come_in_one_order(made):
+    """Data-parallel ranks reduce them as they come. Those of a pack without images are zeros."""
+    _, model, _, prompts = made
+    tower = {name: weight for name, weight in model.vision.tower.named_parameters() if weight.requires_grad}
+    orders, sizes = [], []
+    for row in (0, 1):
+        order: list[str] = []
+        hooks = [
+            weight.register_post_accumulate_grad_hook(lambda _, name=name, order=order: order.append(name))
+            for name, weight in tower.items()
+        ]
+        forward(model, pack_completions(batch_of(prompts, [row], [[30, 31]]), np.arange(1)))[0].sum().backward()
+        orders.append(order)
+        sizes.append(sum(float(tower[name].grad.abs().sum()) for name in order))
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad()
+    assert orders[0] == orders[1] and set(orders[0]) == tower.keys()
+    assert sizes[0] > 0 and sizes[1] == 0
+
+
+def test_the_tower_is_gathered_without_images(world, tmp_path):
+    """In three updates, between which log-probabilities are computed: its weights move with weight decay alone."""
+    make(tmp_path)
+    flags = dict.fromkeys(["use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"], True)
+    rates = {"lr": 0.1, "weight_decay": 0.1, "train_iters": 3, "lr_decay_style": "constant"}
+    args = toy_args(tmp_path, tokenizer_model=str(tmp_path), padded_vocab_size=264, **flags, **rates)
+    args = replaced(args, ddp_bucket_size=500, explicit=frozenset())
+    chunks = build(args)
+    hf.load_hf(chunks, args, tmp_path)
+    (model,), optimizer, scheduler = train_step.setup_optimizer(args, chunks)
+    _, prompts = read_all(args)
+    pack = pack_completions(batch_of(prompts, [1], [[30, 31]]), np.arange(1))
+    weight = model.module.vision.tower.blocks[0].attn.qkv.weight
+    before = weight.detach().clone()
+    for _ in range(3):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        forward(model, pack)[0].sum().backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        scheduler.step(increment=1)
+        with torch.no_grad():
+            forward(model, pack)
+    assert torch.allclose(weight, before * (1 - 0.1 * 0.1) ** 3)
 
 
 def test_weights_there_and_back_bit_for_bit(world, tmp_path):
