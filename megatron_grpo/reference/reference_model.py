@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -286,13 +287,27 @@ class HostWeights:
 
     @contextlib.contextmanager
     def held_by(self, model: forward.Model) -> Iterator[None]:
-        """Context in which the model's parameters are these tensors, in their dtype and in host memory."""
+        """Context in which the model's parameters and buffers are these tensors, in their dtype and in host memory.
+
+        The modules have other parameters meanwhile. If the data of a parameter changed its dtype or device, autograd
+        would drop the hooks by which DDP collects the parameter's gradient: every later update would have none.
+        """
         tensors = [tensor for chunk in model for tensor in forward.weight_tensors(chunk)]
-        own = [tensor.data for tensor in tensors]
+        held = {}
         for tensor, weight in zip(tensors, [weight for chunk in self.weights for weight in chunk], strict=True):
-            tensor.data = weight
+            held[tensor] = weight
+            if isinstance(tensor, torch.nn.Parameter):
+                held[tensor] = torch.nn.Parameter(weight, requires_grad=False)
+                vars(held[tensor]).update(vars(tensor))  # how megatron-core shards it
+        own: list[tuple[dict[str, Any], str, Tensor]] = []
+        for module in (module for chunk in model for module in chunk.modules()):
+            registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for registry in registries:
+                own += [(registry, name, tensor) for name, tensor in registry.items() if tensor is not None]
+        for registry, name, tensor in own:
+            registry[name] = held[tensor]
         try:
             yield
         finally:
-            for tensor, data in zip(tensors, own, strict=True):
-                tensor.data = data
+            for registry, name, tensor in own:
+                registry[name] = tensor

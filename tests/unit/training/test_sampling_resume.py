@@ -123,6 +123,20 @@ def test_an_engine_lost_in_an_evaluation_costs_nothing_of_the_update_before(tiny
     assert second["tokens/total"] == first["tokens/update"] + second["tokens/update"]
 
 
+def test_checkpoints_with_an_averaged_reference_change_no_update(tiny_models, tmp_path, monkeypatch):
+    """Its float32 weights are written from the modules of a policy in bfloat16, which trains on."""
+    monkeypatch.setattr(bad_input_runs, "StubEngine", SeededEngine)
+    flags = "--bf16 --beta 0.1 --sync-ref-model --ref-model-sync-steps 1 --train-iters 3 --no-save-hf --save-interval"
+    updates = []
+    for interval in ("1", "3"):
+        (tmp_path / interval).mkdir()
+        bench = Bench(tmp_path / interval, tiny_models["qwen3"])
+        assert launch(TRAIN, [*bench.good, *bench.plugin(REWARD), *flags.split(), interval]) == 0
+        updates.append([(row["loss"], row["grad_norm"]) for row in metrics_of(bench.save)])
+    assert len(updates[0]) == 3 and updates[0] == updates[1]
+    assert all(grad_norm > 0 for _, grad_norm in updates[0])
+
+
 @pytest.mark.slow
 def test_shuffled_updates_are_the_same_after_a_resume(tiny_models, tmp_path, monkeypatch):
     """Two rollouts, each used for two updates twice: left alone, and with a new process for the second."""
