@@ -88,12 +88,23 @@ def run_flags(args: Namespace) -> dict[str, Any]:
 
 
 def changed_flags(was: dict[str, Any], now: dict[str, Any], leave_out: Collection[str] = ()) -> list[str]:
-    """Return one text for each flag that differs."""
+    """Return one text for each flag that differs.
+
+    A flag that only one of them has, because it is newer than a ledger or gone since, had or has its default.
+    """
+    defaults = {row[0][2:].replace("-", "_"): row[2] for group in FLAGS.values() for row in group}
+    defaults |= {dest: core.default for dest, core in core_flags().items()}
     # Ledgers of earlier versions have some of the unrelated ones.
-    names = sorted((was.keys() | now.keys()) - {*leave_out, *UNRELATED_FLAGS})
-    changed = [name for name in names if was.get(name) != now.get(name)]
-    none = "not recorded"
-    return [f"{flag(name)} was {was.get(name, none)} and is {now.get(name, none)}" for name in changed]
+    changed = []
+    for name in sorted((was.keys() | now.keys()) - {*leave_out, *UNRELATED_FLAGS}):
+        if name in was and name in now:
+            same = was[name] == now[name]
+        else:
+            same = was.get(name, now.get(name)) in (None, defaults.get(name, False))
+        if not same:
+            absent = "not recorded" if name in defaults or name not in was else "no flag any more"
+            changed.append(f"{flag(name)} was {was.get(name, absent)} and is {now.get(name, absent)}")
+    return changed
 
 
 def read_ledger(args: Namespace, iteration: int) -> Content:

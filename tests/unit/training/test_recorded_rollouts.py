@@ -4,6 +4,7 @@ pretrain_grpo.py runs in this process, with an engine that gives one token a ste
 """
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from bad_input_bench import Bench
 from bad_input_runs import REPO, TRAIN, launch
 from run_files import metrics_of
 from test_partial_rollouts import REWARD, ROWS, Slow, tensors
+
+from megatron_grpo.rollout.ledger import records
 
 FLAGS = "--train-iters 4 --mismatch-limit 100 --max-completion-length 40 --num-iterations 1 --no-save-hf".split()
 
@@ -93,6 +96,45 @@ def test_what_does_not_fit_is_refused(runs, tiny_models, tmp_path, capsys, words
     bench = bench_of(tmp_path, tiny_models["qwen3"])
     given = [str(runs[word[1:-1]]) if word.startswith("{") else word for word in words.split()]
     assert launch(TRAIN, [*bench.words, *given]) == 1
+    assert message in "".join(capsys.readouterr())
+
+
+def written_earlier(ledger, directory, **other):
+    """Copy a ledger as a version wrote it that lacked flags of today and had others."""
+    newer = {"answer_extraction", "unfinished_thinking", "turn_gamma", "gigpo_weight", "cuda_graphs", "clip_grad"}
+    for path in shutil.copytree(ledger, directory).glob("batches-*.bin"):
+        found = [record.head for record in records.scan(path)]
+        path.unlink()
+        run = {name: value for name, value in found[0]["run"].items() if name not in newer} | other
+        file = records.RecordFile(path)
+        for head in [found[0] | {"run": run}, *found[1:]]:
+            file.append(head)
+        file.close()
+    return directory
+
+
+def test_a_ledger_of_an_earlier_version_is_replayed(runs, tiny_models, tmp_path):
+    """Flags that are newer have their defaults, and one that is gone was not set."""
+    ledger = written_earlier(runs["ledger"], tmp_path / "earlier", fp32_residual_connection=False, delta=None)
+    bench = bench_of(tmp_path, tiny_models["qwen3"])
+    assert launch(TRAIN, [*bench.words, "--replay-rollouts", str(ledger)]) == 0
+    replayed, whole = (tensors(save / "iter_0000004") for save in (bench.save, runs["whole"]))
+    assert replayed == whole
+
+
+@pytest.mark.parametrize(
+    ("other", "words", "message"),
+    [
+        ({}, "--clip-grad 0.5", "--clip-grad was not recorded and is 0.5"),
+        ({"delta": 3.0}, "", "--delta was 3.0 and is no flag any more"),
+    ],
+)
+def test_a_ledger_of_an_earlier_version_with_other_flags_is_refused(
+    runs, tiny_models, tmp_path, capsys, other, words, message
+):
+    ledger = written_earlier(runs["ledger"], tmp_path / "earlier", **other)
+    bench = bench_of(tmp_path, tiny_models["qwen3"])
+    assert launch(TRAIN, [*bench.words, "--replay-rollouts", str(ledger), *words.split()]) == 1
     assert message in "".join(capsys.readouterr())
 
 
