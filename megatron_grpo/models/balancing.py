@@ -94,7 +94,6 @@ def update_expert_biases(model: Sequence[torch.nn.Module]) -> None:
         return
     own = routers(*model)
     for router, counts in zip(own, _of_all_ranks([router.tokens_of_update for router in own]), strict=True):
-        router._maintain_float32_expert_bias()
         below = torch.sign(counts.sum() - len(counts) * counts)  # of integers: exact
         router.expert_bias += config.moe_router_bias_update_rate * below
 

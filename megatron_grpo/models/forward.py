@@ -65,8 +65,20 @@ def build_model(args, model_provider: Callable) -> Model:
                 if ".mlp.experts." in name:
                     parameter.sequence_parallel = False
         chunk.to(device())
-        model.append(Float16Module(chunk.config, chunk) if args.bf16 or args.fp16 else chunk)
+        model.append(_in_16_bits(chunk) if args.bf16 or args.fp16 else chunk)
     return model
+
+
+def _in_16_bits(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return a chunk with 16-bit weights and the experts' biases in float32.
+
+    megatron-core casts the biases back before its first forward pass, when references have copied them.
+    """
+    rounded = Float16Module(chunk.config, chunk)
+    for name, buffer in rounded.named_buffers():
+        if name.endswith("router.expert_bias"):
+            buffer.data = buffer.data.float()
+    return rounded
 
 
 def for_each[T](chunks: Iterable[T]) -> list[T] | T:

@@ -154,9 +154,6 @@ def named_weights(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tens
                 name = "embedding.word_embeddings.weight"
             yield from canonical(chunk, name, parameter.detach())
         for name, buffer in chunk.named_buffers():
-            if name.endswith("router.expert_bias"):
-                # Float16Module casts it to 16 bits; megatron-core restores float32 only at the first forward pass.
-                buffer.data = buffer.data.float()
             if name.endswith(BUFFERS):
                 yield from canonical(chunk, name, buffer)
 

@@ -149,6 +149,31 @@ def test_an_average_of_an_earlier_version_is_loaded(separate, tmp_path):
     }
 
 
+@pytest.mark.parametrize("separate", [False, True], ids=["the policy's modules", "a second model"])
+def test_biases_of_experts_are_not_rounded(separate, tmp_path):
+    """From the start, and after a resume, whose model is new; none has computed a forward pass."""
+    flags = """--bf16 --model-family glm4_moe --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32
+        --moe-shared-expert-intermediate-size 32 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+        --untie-embeddings-and-output-weights --rotary-percent 0.5""".split()
+
+    def biases(found) -> list[torch.Tensor]:
+        return [tensor for name, tensor in found.items() if "bias" in name]
+
+    args, model, reference = policy_and_reference(*flags, separate=separate)
+    policy = dict(model[0].named_buffers())
+    for name in [name for name in policy if name.endswith("expert_bias")]:
+        policy[name].copy_(torch.tensor([8.01, -8.03, 8.05, 0.1]))
+    reference.ema_update(args, model, 1.0)
+    reference.save(tmp_path / "reference", model)
+    fresh = forward.build_model(args, model_provider)
+    made_up.fill(fresh, args)
+    resumed = reference_of(args, fresh, separate)
+    resumed.load(tmp_path / "reference", fresh)
+    for found in (used(reference, model), used(resumed, fresh)):
+        assert len(biases(found)) == 2
+        assert all(tensor.tolist() == pytest.approx([8.01, -8.03, 8.05, 0.1], rel=1e-6) for tensor in biases(found))
+
+
 def test_a_reference_that_is_not_averaged_stays_in_16_bits():
     args, model, reference = policy_and_reference("--bf16", separate=False)
     assert {tensor.dtype for tensor in hosts(reference)[0]} == {torch.bfloat16}

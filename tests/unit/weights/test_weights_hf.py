@@ -280,7 +280,6 @@ def test_names_of_wrapped_and_fused_models(world, tmp_path):
             "embedding.word_embeddings.weight",
         ]
     )
-    assert found["decoder.layers.3.mlp.router.expert_bias"].dtype == torch.float32
 
 
 # ---- refusals
