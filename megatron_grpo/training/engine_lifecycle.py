@@ -1,6 +1,7 @@
 """The engine's turns on the device: offload, wake, weight sync, probe, rollouts, sleep, reload, in this order."""
 
 import contextlib
+import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -142,6 +143,8 @@ class EngineLifecycle:
         stale = ((versions < oldest) | (versions > newest)).any()
         limit = weight_check.largest_mismatch(self.args)
         gap = row.get("mismatch/newest_mean_abs" if self.args.max_staleness else "mismatch/mean_abs", 0.0)
+        if row.get("update/skipped") and not math.isfinite(gap):  # the forward pass was not finite: no engine's fault
+            gap, row = 0.0, {}
         if stale or not gap <= limit:  # nan exceeds every limit
             raise GrpoError(
                 "the engine does not hold the trainer's weights: it sampled with version "

@@ -23,9 +23,10 @@ from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 
 
-def check(versions, gap, synced=4, bf16=False, flags=()):
+def check(versions, gap, synced=4, bf16=False, flags=(), skipped=False):
     lifecycle = SimpleNamespace(args=parse_args(["--bf16"] * bf16 + [*flags]), synced=Synced(synced))
     row = {} if gap is None else {"mismatch/mean_abs": gap, "mismatch/max_abs": gap}
+    row["update/skipped"] = float(skipped)
     batch = SimpleNamespace(weight_version=np.array(versions), response_mask=np.ones(len(versions)))
     EngineLifecycle.check(lifecycle, batch, row, synced + 1)
 
@@ -57,6 +58,16 @@ def test_the_limit_of_the_mismatch_depends_on_precision_and_flag(flags, passes, 
     check([4], passes, flags=flags.split())
     with pytest.raises(GrpoError, match="--mismatch-limit"):
         check([4], ends, flags=flags.split())
+
+
+def test_log_probs_that_are_not_finite_are_no_fault_of_the_engine():
+    """--on-bad-update has left the update out, and the run goes on."""
+    for gap in (float("nan"), float("inf")):
+        check([4], gap, flags=["--exact-log-probs"], skipped=True)
+        with pytest.raises(GrpoError, match="does not hold the trainer's weights"):
+            check([3], gap, skipped=True)
+    with pytest.raises(GrpoError, match="does not hold the trainer's weights"):
+        check([4], 0.5, skipped=True)
 
 
 def test_with_exact_log_probs_any_difference_ends_the_run():
