@@ -57,11 +57,9 @@ def constraint_refused(args: Namespace) -> str | None:
             "needs --tokenizer-type HuggingFaceTokenizer: vLLM builds the constraint from the vocabulary of the "
             "tokenizer"
         )
-    if continues_on_servers(args):
-        return (
-            "cannot be used with --rollout-ranks and servers: a continued completion is a new request to a server, "
-            "whose constraint begins again"
-        )
+    if args.partial_rollouts or continues_on_servers(args) or (args.rollout_ranks and args.max_staleness):
+        given = "--partial-rollouts" if args.partial_rollouts else "--rollout-ranks and servers or --max-staleness"
+        return f"cannot be used with {given}: a continued completion is a new request, whose constraint begins again"
     if args.vllm_speculative_config:
         return "cannot be used with --vllm-speculative-config: constraints on drafts have not been checked"
     user = uses_engine_log_probs(args)

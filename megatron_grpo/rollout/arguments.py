@@ -859,10 +859,10 @@ def check_placed(args: Namespace) -> None:
             f"--max-staleness {args.max_staleness} trains on tokens of older weights, whose importance weights must be "
             "bounded: give token_truncate",
         )
-    counted = "a continued completion is a new request, which counts tokens from its own start only; give drain or keep"
+    counted = "a completion that an evaluation or a resume interrupts is a new request, which counts from its start"
     for dest in ("presence_penalty", "frequency_penalty"):
-        if getattr(args, dest) and args.weight_update == "interrupt":
-            raise GrpoError(f"{flag(dest)} and --weight-update interrupt cannot both be given: {counted}")
+        if getattr(args, dest):
+            raise GrpoError(f"{flag(dest)} and --rollout-ranks with --max-staleness cannot both be given: {counted}")
     if args.router_replay_mode == "R3" and args.weight_update != "drain":
         raise GrpoError(
             "--router-replay-mode R3 needs --weight-update drain: it needs the experts of one set of weights"

@@ -27,7 +27,7 @@ CONFLICTS = {
     f"{PARTIAL} --weight-update keep --rollout-engine megatron": "--weight-update keep with --partial-rollouts needs",
     f"{PARTIAL} --presence-penalty 1": "--presence-penalty and --partial-rollouts",
     f"{PARTIAL} --frequency-penalty 1": "--frequency-penalty and --partial-rollouts",
-    f"{PARTIAL} --structured-outputs-regex a": "cannot be used with --rollout-importance-sampling-mode",
+    f"{PARTIAL} --structured-outputs-regex a": "cannot be used with --partial-rollouts: a continued completion",
     "--weight-update keep": "--weight-update needs --rollout-ranks",
     "--rollout-ranks 3 --vllm-tensor-parallel-size 2": "--rollout-ranks (3) must be divisible by --vllm-tensor",
     f"{PLACED} --max-staleness 2": "--max-staleness 2 trains on tokens of older weights",
@@ -46,12 +46,13 @@ CONFLICTS = {
     f"{OVER_SERVERS} --lora-rank 4 --lora-weight-sync adapter --weight-sync-method checkpoint": (
         "servers of --rollout-ranks receive whole weights"
     ),
-    f"{STALE} --presence-penalty 1": "--presence-penalty and --weight-update interrupt cannot both",
-    f"{STALE} --frequency-penalty 1": "--frequency-penalty and --weight-update interrupt cannot both",
+    f"{STALE} --presence-penalty 1": "--presence-penalty and --rollout-ranks with --max-staleness cannot both",
+    f"{STALE} --weight-update drain --frequency-penalty 1": "--frequency-penalty and --rollout-ranks with --max-stale",
     f"{OVER_SERVERS} --weight-sync-method checkpoint --presence-penalty 1": (
         "--presence-penalty and --rollout-ranks with servers cannot both"
     ),
-    f"{STALE} --structured-outputs-regex a": "cannot be used with --rollout-importance-sampling-mode",
+    f"{STALE} --structured-outputs-regex a": "whose constraint begins again",
+    "--loss-type dpo --partial-rollouts --max-staleness 2 --structured-outputs-regex a": "constraint begins again",
     f"{STALE} --model-family qwen3_moe --num-experts 8 --router-replay-mode R3": "R3 needs --weight-update drain",
     "--over-sampling-ratio 0.5": "--over-sampling-ratio (0.5) must lie between 1",
     "--over-sampling-ratio nan": "finite",

@@ -170,6 +170,7 @@ def test_a_complete_group_is_scored_once(runs):
     ("change", "message"),
     [
         ("--max-staleness 3", "--max-staleness was 2 and is now 3"),
+        ("--num-iterations 2", "in rollouts of 1 updates, and now there are 2"),
         ("--num-generations 8", "the prompts of a rollout .* was 2 and is now 1"),
         ("", "holds unfinished completions: add --partial-rollouts --max-staleness 2"),
     ],
