@@ -5,6 +5,7 @@ to twice their size. Here many tensors share ordinary memory, which is then regi
 alignment are lost. Blocks of powers of two, as `training/offload.py` has them, need tensors that may be split.
 """
 
+import contextlib
 import mmap
 import weakref
 from collections.abc import Sequence
@@ -34,7 +35,16 @@ def register(data: Tensor) -> bool:
     """
     if not torch.cuda.is_available():
         return False
-    return int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)) == 0
+    if int(torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)) == 0:
+        return True
+    with contextlib.suppress(RuntimeError):  # CUDA keeps the error, and this thread's next launch raises it
+        _launch()
+    return False
+
+
+def _launch() -> None:
+    """Launch a kernel."""
+    torch.zeros(1, device="cuda")
 
 
 def unregister(address: int) -> None:

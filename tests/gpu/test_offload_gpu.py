@@ -1,7 +1,10 @@
 """Updates with the optimizer state on the way back are those without offloads, to the last bit."""
 
 import pytest
+import torch
 from launch import TE, torchrun
+
+from megatron_grpo.utils import page_locked
 
 MODEL = """--model-family qwen3 --num-layers 4 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 8
     --group-query-attention --num-query-groups 2 --kv-channels 64 --qk-layernorm --normalization RMSNorm --swiglu
@@ -18,3 +21,11 @@ def test_updates_do_not_notice_the_return(flags, connections):
         1, "tests/gpu/offload_gpu_worker.py", *MODEL, *flags.split(), env={"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     )
     assert output.count("equal: ") == 2, output
+
+
+def test_a_refused_page_lock_ends_no_later_launch():
+    data = torch.zeros(1 << 20, dtype=torch.uint8)
+    torch.zeros(1, device="cuda")
+    assert page_locked.register(data) and not page_locked.register(data)  # it is registered already
+    assert (torch.ones(1, device="cuda") + 1).item() == 2
+    page_locked.unregister(data.data_ptr())

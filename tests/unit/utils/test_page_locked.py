@@ -67,8 +67,16 @@ def test_copies_share_registered_memory_which_ends_with_the_last_copy(monkeypatc
 
 def test_memory_that_cannot_be_page_locked_is_used(monkeypatch):
     cudart = Cudart()
-    cudart.cudaHostRegister = lambda *_: 2
+    kept: list[int] = []  # by the runtime, until a launch has raised it
+    cudart.cudaHostRegister = lambda *_: kept.append(2) or 2
+
+    def launch():
+        if kept:
+            raise RuntimeError(f"CUDA error {kept.pop()}")
+
+    monkeypatch.setattr(page_locked, "_launch", launch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert page_locked.host_copies([torch.ones(3)], [torch.float32])[0].tolist() == [1, 1, 1]
+    launch()  # of the update that follows
