@@ -72,11 +72,20 @@ class Request:
         return self.begun_ids[last + 1 :]
 
     def with_begun_in_prompt(self) -> "Request":
-        """Return the request whose prompt includes the tokens of ``begun``, for the remaining number of tokens."""
+        """Return the request whose prompt includes the tokens of ``begun``, for the remaining number of tokens.
+
+        GrpoError if the limit has become smaller than what is there.
+        """
         if not self.begun_ids:
             return self
         assert self.begun is not None
         rest = self.sampling.max_tokens - self.begun.num_sampled
+        if rest < 0:
+            raise GrpoError(
+                f"a completion that began before a resume has {self.begun.num_sampled} tokens, and may have "
+                f"{self.sampling.max_tokens} now (--max-completion-length, or max_tokens of its row): give as many as "
+                "before, or load only the weights with --finetune"
+            )
         ids = [*self.prompt_ids, *self.begun_ids]
         return replace(self, prompt_ids=ids, sampling=replace(self.sampling, max_tokens=rest))
 

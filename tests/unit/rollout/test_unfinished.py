@@ -9,8 +9,10 @@ import pytest
 from selection_engine import prompts
 
 from megatron_grpo.data.prompts import Prompt
-from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.data.sampling_params import Sampling
+from megatron_grpo.rollout.engine import Completion, Request
 from megatron_grpo.rollout.unfinished import Group, PartialRollouts, from_arrays, to_arrays, with_completion
+from megatron_grpo.utils.errors import GrpoError
 
 PROMPT = Prompt(7, [1, 2], {}, "rows.jsonl:8")
 
@@ -119,3 +121,11 @@ def test_other_replicas_continue_the_groups_of_a_checkpoint(tmp_path, seed):
         position = own.position(own.state)
     assert len(taken) == batch * batches and position["started"] == batch * (batches + staleness)
     assert len(set(taken) | set(range(batch * (batches - staleness)))) == len(taken)
+
+
+def test_a_resume_with_less_room_than_a_completion_has_is_refused():
+    begun = Completion(0, [5, 6, 7], None, "abort", [1, 1, 1])
+    request = Request(0, [1, 2], Sampling(max_tokens=4), begun=begun).with_begun_in_prompt()
+    assert (request.prompt_ids, request.sampling.max_tokens) == ([1, 2, 5, 6, 7], 1)
+    with pytest.raises(GrpoError, match=r"has 3 tokens, and may have 2 now \(--max-completion-length"):
+        replace(request, prompt_ids=[1, 2], sampling=Sampling(max_tokens=2)).with_begun_in_prompt()
