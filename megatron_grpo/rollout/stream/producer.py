@@ -26,6 +26,7 @@ from megatron_grpo.parallel.roles import Joint
 from megatron_grpo.rewards.pool import GroupMember, RewardPool, print_first_failures
 from megatron_grpo.rollout.arguments import urls_of_replica
 from megatron_grpo.rollout.collect import Needs, exchange, nothing, sample_to_score, to_batch
+from megatron_grpo.rollout.draft_counts import no_drafts
 from megatron_grpo.rollout.dynamic_sampling import filter_reward, filter_weights, has_signal
 from megatron_grpo.rollout.engine import AdapterEngine, Completion, InterruptibleEngine, Request, request_seed
 from megatron_grpo.rollout.episodes import print_failures
@@ -98,6 +99,8 @@ class Producer:
         self._scoring: list[int] = []  # complete groups without rewards
         self._job: Job | None = None
         self._jobs = 0  # requests of all jobs so far
+        self._drafts = no_drafts()  # of all steps without a job
+        self._drafts_seen = no_drafts()  # the engine's, at the newest step
         self._version: int | None = None  # to be published, as soon as the engine is ready
         self._is_ready = False  # to publish it
         self._has_policy = False  # whether the engine has the weights, and the adapter of a run that sends it alone
@@ -233,8 +236,7 @@ class Producer:
             return  # a resumed run has groups before it has weights
         if self._version is not None and self._args.weight_update == "drain":
             return
-        job = self._job
-        if job is not None and len(job.completions) < len(job.members) and self._args.weight_update != "keep":
+        if self._generates_job and self._args.weight_update != "keep":
             return  # the others wait until it is done
         free = self._capacity - len(self._running)
         if self._args.max_staleness:
@@ -255,8 +257,18 @@ class Producer:
         prompt = group.prompt
         return Request(number, prompt.ids, sampling, begun, seed=seed, row=prompt.row, images=prompt.images)
 
+    @property
+    def _generates_job(self) -> bool:
+        job = self._job
+        return job is not None and len(job.completions) < len(job.members)
+
     def _step(self) -> None:
-        for completion in self._engine.poll():
+        generates_job = self._generates_job
+        completions = self._engine.poll()
+        if (drafts := self._engine.drafts) is not None:
+            self._drafts += 0 if generates_job else drafts - self._drafts_seen
+            self._drafts_seen = drafts.copy()
+        for completion in completions:
             self._running.remove(completion.id)
             if completion.id >= FIRST_OF_JOB:
                 self._add_to_job(completion)
@@ -343,8 +355,8 @@ class Producer:
         assert rewards is not None
         signal_there = has_signal(filter_reward(rewards, filter_weights(self._args)))
         report = {"do": "complete", "group": number, "has_signal": signal_there, "failures": failures}
-        drafts = self._engine.drafts
-        self._report(report | {"written": written, "drafts": None if drafts is None else drafts.tolist()})
+        drafts = None if self._engine.drafts is None else self._drafts.tolist()
+        self._report(report | {"written": written, "drafts": drafts})
 
     # ---- a batch of the trainer
 

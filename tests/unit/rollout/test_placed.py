@@ -401,6 +401,17 @@ def test_an_evaluation_is_of_one_version_and_training_goes_on_after_it(launch, u
     assert not set(numbers_of(first)) & set(numbers_of(second))
 
 
+def test_drafts_of_an_evaluation_are_not_those_of_a_batch(launch):
+    run = launch()
+    for version in range(2):
+        run.publish(version)
+        plan = RolloutPlan(Rows()[20:27], 2, Sampling(LONGEST), 5)
+        run.trainer.begin(plan, everything, data="valid", scored=True)()
+        batch, _, metrics = run.trainer.take(everything)
+        tokens = int(batch.completion_lengths.sum())
+        assert (metrics["drafts/proposed"], metrics["drafts/accepted"]) == (3 * tokens, 2 * tokens)
+
+
 def test_groups_of_an_evaluation_are_not_those_of_training():
     """Training group 3 is submitted while the evaluation's group 3 is incomplete, as with --weight-update keep."""
     train, valid, first = *Rows()[:2], producer.FIRST_OF_JOB
