@@ -32,7 +32,7 @@ METRICS = {
     "stream/trainer_wait": "seconds that the trainer waited for a batch of the engines of --rollout-ranks",
     "stream/engine_idle": "seconds since the last batch in which an engine had nothing to generate, mean over replicas",
     "stream/replaced_groups": "groups without learning signal that --dynamic-sample replaced since the first batch",
-    "drafts/proposed": "tokens proposed in the rollout; a stream: since the last batch, without evaluations",
+    "drafts/proposed": "tokens of drafts in the rollout; a stream: since the last batch, without evaluations",
     "drafts/accepted": "those of them that the model accepted",
     "drafts/acceptance_length": "tokens of a completion for each draft: 1 + accepted tokens / drafts",
     "environment/turns": "turns of the policy in an episode (--environment), mean",
