@@ -166,6 +166,7 @@ def load_checkpoint(args, model_chunks, optimizer, opt_param_scheduler) -> tuple
     if "opt_param_scheduler" in state:
         if "layout" not in common:  # Megatron-LM's schedule counts samples, this one updates
             state["opt_param_scheduler"]["num_steps"] = iteration
+        opt_param_scheduler.num_steps = 0  # the load adds to it, and --on-bad-update restore loads in a run
         opt_param_scheduler.load_state_dict(state["opt_param_scheduler"])
     if not args.no_load_rng:
         if same_configuration:

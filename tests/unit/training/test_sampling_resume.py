@@ -17,6 +17,7 @@ from run_files import json_lines, metrics_of, without
 
 from megatron_grpo.checkpointing.checkpoint_directory import latest_iteration
 from megatron_grpo.rollout.engine import Completion
+from megatron_grpo.training.bad_updates import BadUpdates
 from megatron_grpo.utils.errors import EngineLost
 
 UPDATES, STOP = 4, 3
@@ -135,6 +136,23 @@ def test_checkpoints_with_an_averaged_reference_change_no_update(tiny_models, tm
         updates.append([(row["loss"], row["grad_norm"]) for row in metrics_of(bench.save)])
     assert len(updates[0]) == 3 and updates[0] == updates[1]
     assert all(grad_norm > 0 for _, grad_norm in updates[0])
+
+
+@pytest.mark.parametrize("interval", [2, 5])
+def test_after_a_bad_update_the_schedule_goes_on_where_the_weights_are(
+    tiny_models, tmp_path, monkeypatch, capsys, interval
+):
+    """Update 3 of 5 is bad. There is a checkpoint of update 2, or none yet."""
+    monkeypatch.setattr(bad_input_runs, "StubEngine", SeededEngine)
+    judged = []
+    monkeypatch.setattr(BadUpdates, "_judge", lambda *_: "made up" if judged.append(0) or len(judged) == 3 else None)
+    bench = Bench(tmp_path, tiny_models["qwen3"])
+    flags = f"""--train-iters 5 --no-save-hf --on-bad-update restore --save-interval {interval}
+        --lr 1e-3 --min-lr 0 --lr-decay-style linear --lr-decay-iters 10""".split()
+    assert launch(TRAIN, [*bench.good, *bench.plugin(REWARD), *flags]) == 0
+    done = [0, 1, 2, 2, 3]  # updates before each
+    assert [row["lr"] for row in metrics_of(bench.save)] == pytest.approx([1e-3 * (1 - n / 10) for n in done])
+    assert ("the run goes on without the bad update" in "".join(capsys.readouterr())) == (interval == 5)
 
 
 @pytest.mark.slow
