@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from megatron_grpo.utils.log import print_rank_0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MARKER = "preempted"  # file in --save as long as a preempted run has not been started again
 MARGIN = 1.2  # a save may take so much longer than the last one
+TOLD = "megatron_grpo/leave"  # key of the store once a rank has a signal
 STEPS_AHEAD = 4  # engine steps; vLLM queues one before the last one has ended
 
 
@@ -46,7 +48,11 @@ class EarlyExit:
         self._closed = threading.Event()
         self._steps, self._last_step = 0, sys.maxsize  # of the engine, in all rollouts
         self._next_look = 0.0  # at other ranks' signals
+        self._store: dist.Store | None = None
         if on_signal:
+            if dist.is_initialized():
+                default: Any = dist.distributed_c10d._get_default_store()  # torch's stubs of Store lack clone
+                self._store = default.clone()  # a connection of another thread's own
             # Python runs handlers on the main thread, which may be in a collective: this thread reads the signals.
             reading, writing = os.pipe()
             os.set_blocking(writing, False)
@@ -76,6 +82,14 @@ class EarlyExit:
         self._deadline = time.monotonic() + self.grace
         self._signal = number
         self.mark(number.name)
+        # The main thread may be in a collective that ends when another host's rollout does.
+        threading.Thread(target=self._tell, daemon=True, name="tells of a signal").start()
+
+    def _tell(self) -> None:
+        """Tell the other ranks of the signal; a lost store ends the run elsewhere."""
+        with contextlib.suppress(dist.DistError):
+            if self._store is not None:
+                self._store.set(TOLD, "")
 
     def reason(self) -> str | None:
         """Return the reason to end the run now, or None; equal on all ranks. Collective."""
@@ -127,9 +141,7 @@ class EarlyExit:
         if self._signal is None and time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + 1.0
-        if self._signal is not None:
-            store.set("megatron_grpo/leave", "")
-        return self._signal is not None or store.check(["megatron_grpo/leave"])
+        return self._signal is not None or store.check([TOLD])
 
     def mark(self, reason: str) -> None:
         """Write the file that tells a launch script to start the run again; on rank 0 only."""

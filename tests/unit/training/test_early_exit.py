@@ -18,6 +18,7 @@ from noted_signal import raise_noted_signal
 from megatron_grpo.training import early_exit, train_step
 from megatron_grpo.training.early_exit import EarlyExit
 from megatron_grpo.training.trainer import Trainer
+from megatron_grpo.utils.errors import Preempted
 
 
 @pytest.fixture
@@ -52,6 +53,23 @@ def test_a_signal_is_told_on_a_full_disk(votes, tmp_path):
     leaving = EarlyExit(None, on_signal=True, grace=1e6, save=tmp_path)
     leaving._note(signal.SIGTERM)
     assert "SIGTERM" in leaving.reason()
+
+
+def test_a_signal_of_a_rank_that_leads_no_replica_ends_the_rollout(votes, monkeypatch):
+    """Its main thread waits for the others, in a collective."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    waiting, stepping = (EarlyExit(None, on_signal=True, grace=1e6) for _ in range(2))
+    engine = SimpleNamespace(replica=0, is_lead=True, num_replicas=1)
+    stepping.check_rollout(engine)
+    waiting._note(signal.SIGTERM)
+    while not store.check([early_exit.TOLD]):
+        time.sleep(0.01)
+    stepping._next_look = 0.0
+    with pytest.raises(Preempted):
+        stepping.check_rollout(engine)
 
 
 def test_a_save_that_takes_longer_than_the_grace_is_not_begun(votes):
