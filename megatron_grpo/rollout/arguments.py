@@ -44,6 +44,8 @@ VLLM_MODES = ("colocate", "server")
 LORA_SYNC = ("adapter", "merged")
 LARGEST_SLOT = 512  # rank of vLLM's adapters
 WEIGHT_SYNC = ("nccl", "ipc", "sparse", "checkpoint")
+# Families whose tensors are vLLM's parameters, or parts of them (`weight_sync.nccl.runtime_places`).
+SPARSE_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "glm", "glm4", "gemma2", "gemma3_text")
 
 ROLLOUT: tuple[FlagRow, ...] = (
     ("--rollout-engine", ENGINES, "vllm", "engine that generates; megatron: the training model itself"),
@@ -426,6 +428,11 @@ def check_model_of_engine(args: Namespace) -> None:
         raise GrpoError(
             "--vllm-mode server with --model-family minimax_m2: a server's reload of the weights fails at its norms "
             "(their loaders have no names, which vLLM reads): give --vllm-mode colocate, or --rollout-ranks"
+        )
+    if args.weight_sync_method == "sparse" and args.model_family not in SPARSE_FAMILIES:
+        raise GrpoError(
+            f"--weight-sync-method sparse with --model-family {args.model_family}: its tensors are not those of vLLM's "
+            "parameters, which the servers change: give nccl"
         )
     check_draft(args)
 

@@ -110,8 +110,6 @@ class SparseTransfer(NcclTransfer):
 
     def __init__(self, args):
         super().__init__(args)
-        if args.num_experts or args.multi_latent_attention:
-            raise GrpoError("--weight-sync-method sparse supports only dense models without latent attention: use nccl")
         self._sent: dict[str, torch.Tensor] = {}
         self.sent_elements = 0  # in the newest sync
 

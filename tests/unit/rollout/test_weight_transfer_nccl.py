@@ -1,8 +1,11 @@
 """What can be checked without GPUs of the weight transfer over NCCL: which elements go where."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from interpreted import last_line
 from toy_checkpoints import build, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
@@ -10,6 +13,7 @@ from toy_checkpoints import build, toy_args
 import torch
 from vision_models import make
 
+from megatron_grpo.rollout.arguments import SPARSE_FAMILIES
 from megatron_grpo.rollout.weight_sync import nccl
 from megatron_grpo.rollout.weight_sync.nccl import NcclTransfer, SparseTransfer, address_for, runtime_places
 from megatron_grpo.utils.errors import GrpoError
@@ -34,8 +38,7 @@ DESCRIBED = [Described(name, torch.bfloat16, torch.Size(shape)) for name, shape 
 @pytest.fixture
 def transfer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    args = SimpleNamespace(num_experts=None, multi_latent_attention=False, weight_sync_method="sparse")
-    made = SparseTransfer(args)
+    made = SparseTransfer(SimpleNamespace(weight_sync_method="sparse"))
     monkeypatch.undo()
     return made
 
@@ -89,12 +92,13 @@ def test_this_hosts_address_as_the_servers_see_it():
     assert address_for(["http://127.0.0.1:8000", "http://localhost:8001"]) == "127.0.0.1"
 
 
-@pytest.mark.parametrize("more", [{"num_experts": 4}, {"multi_latent_attention": True}])
-def test_models_that_vllm_stacks_otherwise_are_refused(more, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    args = {"num_experts": None, "multi_latent_attention": False, "weight_sync_method": "sparse"}
-    with pytest.raises(GrpoError, match="use nccl"):
-        SparseTransfer(SimpleNamespace(**args | more))
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_families_of_sparse_are_those_whose_tensors_vllm_has():
+    """Of vLLM's own models: other names (vision, gemma4), other stacks (delta nets), computed ones (Mamba-2)."""
+    found = json.loads(last_line(Path(__file__).with_name("sparse_names_worker.py")))
+    assert len(found) > 15
+    assert {family for family, fills in found.items() if fills} == set(SPARSE_FAMILIES)
 
 
 def test_needs_gpus():

@@ -111,6 +111,7 @@ GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 
 
 SERVER = "--vllm-mode server --vllm-server-base-url"
 SGLANG = "--rollout-engine sglang --sglang-server-base-url http://localhost:1"
+SPARSE = f"{SERVER} http://localhost:1 --weight-sync-method sparse --dry-run"
 
 NGRAM = '--vllm-speculative-config {"method":"ngram","num_speculative_tokens":2}'
 EVALUATED = "--save out --save-interval 5 --eval-interval 10 --valid-data-path v"
@@ -401,6 +402,9 @@ REFUSED = {
     f'{MOE} --vllm-engine-kwargs {{"enable_expert_parallel":true}}': "--vllm-enable-expert-parallel needs a GPU",
     f"{MINIMAX} --tensor-model-parallel-size 8 --sequence-parallel": "8 and 4 key/value heads: ranks that share a head",
     f"{MINIMAX} {SERVER} http://localhost:1": "a server's reload of the weights fails at its norms",
+    f"{MAMBA} {SPARSE}": "--weight-sync-method sparse with --model-family nemotron_h: its tensors are not those of",
+    f"{DELTA} {SPARSE}": "--weight-sync-method sparse with --model-family qwen3_5_text",
+    f"{MOE} {SPARSE}": "--weight-sync-method sparse with --model-family qwen3_moe",
     f"{SINKS} {SERVER} http://localhost:1": "reload of the weights loses the sinks",
     f"{SINKS} {SERVER} http://localhost:1 --dry-run --weight-sync-method nccl": "reload of the weights loses the sinks",
     f"{MINIMAX} --no-qk-layernorm": "--qk-layernorm-across-heads needs --qk-layernorm",
