@@ -39,7 +39,15 @@ _PLAIN: dict[str, tuple] = {
     "trainable_token_indices": (None, []),
     "exclude_modules": (None, []),
     "layers_to_transform": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (None,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
 }
+# Initialisations of PEFT that leave the base as it is. The others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change it, and
+# PEFT's files do not hold the changed base.
+_BASE_KEPT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 # Settings that every adapter has, and the words for their types.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "r": ((int,), "a number"),
@@ -112,6 +120,12 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     for key, values in _PLAIN.items():
         if config.get(key) not in values:
             raise GrpoError(f"{directory}: {CONFIG} has {key} {config[key]}, which is not supported")
+    if (start := config.get("init_lora_weights")) not in _BASE_KEPT:
+        raise GrpoError(
+            f"{directory}: {CONFIG} has init_lora_weights {json.dumps(start)}: the adapter belongs to other base "
+            "weights than the model's. Save it with path_initial_model_for_weight_conversion of PEFT's "
+            "save_pretrained, or give the model with the adapter merged as --load-hf"
+        )
     for key, (types, words) in _TYPES.items():
         if not isinstance(config.get(key), types):
             raise GrpoError(

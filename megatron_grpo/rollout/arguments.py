@@ -44,6 +44,8 @@ VLLM_MODES = ("colocate", "server")
 LORA_SYNC = ("adapter", "merged")
 LARGEST_SLOT = 512  # rank of vLLM's adapters
 WEIGHT_SYNC = ("nccl", "ipc", "sparse", "checkpoint")
+# Families whose tensors are vLLM's parameters, or parts of them (`weight_sync.nccl.runtime_places`).
+SPARSE_FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3", "glm", "glm4", "gemma2", "gemma3_text")
 
 ROLLOUT: tuple[FlagRow, ...] = (
     ("--rollout-engine", ENGINES, "vllm", "engine that generates; megatron: the training model itself"),
@@ -415,15 +417,22 @@ def check_model_of_engine(args: Namespace) -> None:
     check_heads(args, args.vllm_tensor_parallel_size, "--vllm-tensor-parallel-size")
     if args.vllm_enable_expert_parallel and not args.num_experts:
         raise GrpoError("--vllm-enable-expert-parallel needs a mixture of experts: leave it out")
-    if has_servers(args) and args.weight_sync_method == "checkpoint" and args.model_family == "gpt_oss":
+    # Their loaders copy into parameters that have no memory during vLLM's reload. SGLang's of files has not been tried.
+    of_gpt_oss = has_servers(args) and args.model_family == "gpt_oss"
+    if of_gpt_oss and (args.rollout_engine == "vllm" or args.weight_sync_method == "checkpoint"):
         raise GrpoError(
-            "--weight-sync-method checkpoint loses gpt-oss's sinks and experts, which vLLM's reload does not load: "
-            "give --vllm-mode colocate"
+            f"--weight-sync-method {args.weight_sync_method} with --model-family gpt_oss: a server's reload of the "
+            "weights loses the sinks and experts: give --vllm-mode colocate, or --rollout-ranks"
         )
     if has_servers(args) and args.rollout_engine == "vllm" and args.model_family == "minimax_m2":
         raise GrpoError(
             "--vllm-mode server with --model-family minimax_m2: a server's reload of the weights fails at its norms "
             "(their loaders have no names, which vLLM reads): give --vllm-mode colocate, or --rollout-ranks"
+        )
+    if args.weight_sync_method == "sparse" and args.model_family not in SPARSE_FAMILIES:
+        raise GrpoError(
+            f"--weight-sync-method sparse with --model-family {args.model_family}: its tensors are not those of vLLM's "
+            "parameters, which the servers change: give nccl"
         )
     check_draft(args)
 

@@ -195,6 +195,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     with memory.phase("the construction of model and optimizer"):
         if args.eval_only:
             model, lora_base = _build_policy(args, model_provider, resume, origin=False)
+            _start_from_adapter(args, model, resume)
             optimizer = scheduler = reference = None
         else:
             parts = build_model_and_optimizer(args, model_provider, resume, ref_args)
@@ -724,6 +725,7 @@ def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_
     of_policy = ref_args is not None and not (args.ref_load or args.ref_load_hf or updated)
     model, lora_base = _build_policy(args, model_provider, resume, origin=of_policy)
     reference = None if ref_args is None else _build_reference(args, ref_args, model_provider, model, updated)
+    _start_from_adapter(args, model, resume)  # after the reference, which has the base's modules in a resume, too
     model, optimizer, scheduler = train_step.setup_optimizer(args, model)
     return model, optimizer, scheduler, reference, lora_base
 
@@ -731,7 +733,7 @@ def build_model_and_optimizer(args, model_provider: Callable, resume: bool, ref_
 def _build_policy(args, model_provider: Callable, resume: bool, origin: bool) -> tuple[forward.Model, dict | None]:
     """Return the model with initial weights, which a resume overwrites, and the identity of an adapter's base weights.
 
-    ``origin``: a reference model needs the initial weights.
+    An adapter is the identity before `_start_from_adapter`. ``origin``: a reference model needs the initial weights.
     """
     model = forward.build_model(args, model_provider)
     start = args.pretrained_checkpoint or (args.load if args.finetune else None)
@@ -745,9 +747,13 @@ def _build_policy(args, model_provider: Callable, resume: bool, origin: bool) ->
         if resume:
             base.check(args, lora_base, on_rank_0(checkpoint.read_checkpoint_args, args.load))
         attach(args, model)
-        if args.load_adapter and not resume:
-            load_adapter(args, model, args.load_adapter)
     return model, lora_base
+
+
+def _start_from_adapter(args, model: forward.Model, resume: bool) -> None:
+    """Load --load-adapter into the policy of a new run."""
+    if args.load_adapter and not resume:
+        load_adapter(args, model, args.load_adapter)
 
 
 def _load_initial_weights(args, model: forward.Model, start: str | None, resume: bool) -> None:

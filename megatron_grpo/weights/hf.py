@@ -178,7 +178,9 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
     local = model_weights.local_weights(model_chunks, weights)
     model_weights.owning_stages(weights, {weight.name for weight, _ in local})
     source = open_weights(hf_dir, args.model_family, args.mtp_num_layers)
-    there, description = on_rank_0(_stored, source, weights)  # it opens all files; other ranks those that they read
+    there, description = on_rank_0(
+        _stored, source, args, weights
+    )  # it opens all files; other ranks those that they read
     if (own := _description(source.dir)) != description:
         names = ", ".join(name for name in own if own[name] != description[name])
         raise GrpoError(
@@ -193,13 +195,13 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
         weight.fill(tensor, *model_weights.tensor_parallel(weight), source.read)
 
 
-def _stored(source: Safetensors, weights: Sequence[Weight]) -> tuple[list[int], dict[str, str]]:
+def _stored(source: Safetensors, args: Namespace, weights: Sequence[Weight]) -> tuple[list[int], dict[str, str]]:
     """Return the places in the table of the weights that the files contain, and what describes the files.
 
     All checks of the files come first.
     """
-    stored = check_tensors(source, weights)
-    check_tied(source, stored)
+    stored = check_tensors(source, args, weights)
+    check_tied(source, args)
     kept = {id(weight) for weight in stored}
     return [number for number, weight in enumerate(weights) if id(weight) in kept], _description(source.dir)
 
@@ -221,7 +223,7 @@ def _check_shapes(source: Safetensors, weight: Weight) -> None:
             )
 
 
-def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight]:
+def check_tensors(source: Safetensors, args: Namespace, weights: Sequence[Weight]) -> list[Weight]:
     """Return the table's weights that the files contain: all, except duplicates that the files omit.
 
     GLM-4.5 stores the duplicates of the embedding for multi-token prediction, GLM-4.6 does not. Raises GrpoError unless
@@ -231,8 +233,8 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight
     originals = {weight.name: weight for weight in reversed(weights)}
     weights = [weight for weight in weights if originals[weight.name] is weight or found.intersection(weight.hf)]
     expected = {name: weight for weight in weights for name in weight.hf}
-    if "lm_head.weight" not in expected:
-        found.discard("lm_head.weight")  # tied; check_tied compares it with the embedding
+    if tied := model_weights.tied_head(args):
+        found.discard(tied[0])  # check_tied compares it with the embedding
     for name, weight in expected.items():
         if name not in found:
             # transformers omits these layers when it saves a model, but config.json still counts them
@@ -248,16 +250,15 @@ def check_tensors(source: Safetensors, weights: Sequence[Weight]) -> list[Weight
     return weights
 
 
-def check_tied(source: Safetensors, weights: Sequence[Weight]) -> None:
-    """Raise GrpoError when the files hold an output layer of their own, and the table of the model none."""
-    if "lm_head.weight" not in source.names() or any("lm_head.weight" in weight.hf for weight in weights):
+def check_tied(source: Safetensors, args: Namespace) -> None:
+    """Raise GrpoError when the files hold an output layer of their own, and the model ties it to the embedding."""
+    tied = model_weights.tied_head(args)
+    if tied is None or tied[0] not in source.names():
         return
-    name = "model.embed_tokens.weight"
-    if source.shape("lm_head.weight") != source.shape(name) or not torch.equal(
-        source.read("lm_head.weight"), source.read(name)
-    ):
+    head, name = tied
+    if source.shape(head) != source.shape(name) or not torch.equal(source.read(head), source.read(name)):
         raise GrpoError(
-            f"{source.dir}: config.json ties lm_head.weight to {name}, but the files hold two different tensors; set "
+            f"{source.dir}: config.json ties {head} to {name}, but the files hold two different tensors; set "
             f"tie_word_embeddings to false to keep both"
         )
 

@@ -98,6 +98,14 @@ def dimensions(args: Namespace) -> Dimensions:
     return dims
 
 
+def tied_head(args: Namespace) -> tuple[str, str] | None:
+    """Return the Hugging Face names of the output layer and of the embedding to which it is tied; None if untied."""
+    if args.untie_embeddings_and_output_weights:
+        return None
+    names = {mapping.mcore: next(iter(mapping.hf)) for mapping in families.for_args(args).mappings}
+    return names["output_layer.weight"], names["embedding.word_embeddings.weight"]
+
+
 @kept_for_newest  # each sync reads it twice, and a mixture of experts has tens of thousands of weights
 def table(args: Namespace) -> Sequence[Weight]:
     """Return every weight of the whole model: embedding, layers in order, output layer, vision, multi-token prediction.

@@ -461,7 +461,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def verify_hf(chunks, args, directory: Path) -> int:
     """Compare a model bit for bit with a checkpoint in the model's dtype; return the number of tensors. Collective."""
     source, count = hf.open_weights(directory, args.model_family, args.mtp_num_layers), 0
-    held = {name for weight in hf.check_tensors(source, model_weights.table(args)) for name in weight.hf}
+    held = {name for weight in hf.check_tensors(source, args, model_weights.table(args)) for name in weight.hf}
     for name, tensor in stream_hf(chunks, args):
         if name in held:
             assert same_bits(source.read(name).to(tensor.dtype), tensor.cpu()), name

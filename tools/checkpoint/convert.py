@@ -222,7 +222,7 @@ def hf_to_megatron(options: argparse.Namespace) -> int:
         if options.pytorch_bin
         else hf.open_weights(options.load, args.model_family, args.mtp_num_layers)
     )
-    weights = hf.check_tensors(source, table(args))
+    weights = hf.check_tensors(source, args, table(args))
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
     args = with_dtype(args, dtype)
     if options.dry_run:
@@ -231,8 +231,7 @@ def hf_to_megatron(options: argparse.Namespace) -> int:
     root = Path(options.save)
     if checkpoint_directory.latest_iteration(root):
         raise GrpoError(f"{root} holds a training run's checkpoints: give another --save")
-    hf.check_tied(source, weights)
-    hf.check_copies(source, weights, {weight.name: (0, 1) for weight in weights})
+    check_one_each(source, args, weights)
     start()
     conversion.hf_to_megatron(args, weights, source, root, dtype)
     if options.verify:
@@ -289,11 +288,18 @@ def megatron_to_hf(options: argparse.Namespace) -> int:
     return conversion.size_of(weights, dtype)
 
 
+def check_one_each(source: Safetensors, args: argparse.Namespace, weights: Sequence[Weight]) -> None:
+    """Raise GrpoError when the files hold two different tensors for one parameter."""
+    hf.check_tied(source, args)
+    hf.check_copies(source, weights, {weight.name: (0, 1) for weight in weights})
+
+
 def hf_to_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face directory with an adapter merged into its weights; return the number of bytes written."""
     args = args_of(options, options.load)
     source, out_dir = hf.open_weights(options.load, args.model_family, args.mtp_num_layers), Path(options.save)
-    weights = hf.check_tensors(source, table(args))
+    weights = hf.check_tensors(source, args, table(args))
+    check_one_each(source, args, weights)
     dtype = DTYPES[options.dtype] if options.dtype else source.dtype(next(iter(weights[0].hf)))
     args = with_dtype(args, dtype)
     args, merge = adapter(options, args)

@@ -158,7 +158,7 @@ def verify(
     Returns the number of compared Hugging Face tensors. Each rank compares a share. Raises GrpoError, which names the
     first tensor that differs.
     """
-    weights = hf.check_tensors(source, weights)
+    weights = hf.check_tensors(source, args, weights)
     places = checkpoint.places(args, weights)
 
     def compare() -> set[str]:

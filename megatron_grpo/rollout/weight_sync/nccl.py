@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -22,7 +22,7 @@ from megatron_grpo.rollout.servers.pool import ServerPool
 from megatron_grpo.rollout.servers.server import Server
 from megatron_grpo.utils.errors import EngineLost, GrpoError
 from megatron_grpo.utils.http_client import Fault, reads_answers
-from megatron_grpo.weights.stream import Described, describe
+from megatron_grpo.weights.stream import Described, WeightStream, describe
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 PACKED = {"packed": True, "packed_buffer_size_bytes": 2**28, "packed_num_buffers": 2}
@@ -38,20 +38,23 @@ class NcclTransfer:
         if not torch.cuda.is_available():
             raise GrpoError(f"--weight-sync-method {args.weight_sync_method} needs GPUs: on CPUs use checkpoint")
         self._args = args
-        self._described: list[Described] = []
         self._group: Any = None  # vLLM's PyNcclCommunicator
         self._members: list[tuple[str, str]] = []  # (URL, process) of the servers in the group
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
-        self._described = self._described or describe(self._args)
+        described = self._described(weights)
         self._connect(servers)
         update = {
-            "names": [tensor.name for tensor in self._described],
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in self._described],
-            "shapes": [list(tensor.shape) for tensor in self._described],
+            "names": [tensor.name for tensor in described],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in described],
+            "shapes": [list(tensor.shape) for tensor in described],
         }
         update |= {} if _packing_in_init() else PACKED
         _update(servers, version, update, lambda: send_packed(weights, self._group))
+
+    def _described(self, weights: Weights) -> list[Described]:
+        """Return descriptions of the tensors of ``weights``: later syncs leave out frozen parts of a vision tower."""
+        return describe(self._args, cast(WeightStream, weights).only_trained)
 
     def _connect(self, servers: ServerPool) -> None:
         """Form the process group again if the set of serving processes has changed."""
@@ -107,18 +110,15 @@ class SparseTransfer(NcclTransfer):
 
     def __init__(self, args):
         super().__init__(args)
-        if args.num_experts or args.multi_latent_attention:
-            raise GrpoError("--weight-sync-method sparse supports only dense models without latent attention: use nccl")
         self._sent: dict[str, torch.Tensor] = {}
         self.sent_elements = 0  # in the newest sync
 
     def send(self, weights: Weights, version: int, servers: ServerPool) -> None:
-        self._described = self._described or describe(self._args)
         known = self._members
         self._connect(servers)
         if self._members != known:
             self._sent = {}
-        places = runtime_places(self._described)
+        places = runtime_places(self._described(weights))
         patches = []
         for hf_name, tensor in weights:
             (name, offset), (indices, values) = places[hf_name], self._changed(hf_name, tensor)

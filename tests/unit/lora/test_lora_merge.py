@@ -1,12 +1,15 @@
 """tools/checkpoint/convert.py --merge-lora: from PEFT's files and from a run's checkpoint."""
 
+import json
+
 import pytest
 from convert_tool import load_tool
-from toy_checkpoints import build, make, same_bits, tensors_of, toy_args
+from toy_checkpoints import VOCAB, add_mtp, build, make, same_bits, tensors_of, toy_args
 
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
 import torch
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_grpo.checkpointing import checkpoint
@@ -78,6 +81,24 @@ def test_merged_files_are_what_the_engine_gets(world, tmp_path, family, dora, ba
     run = ["--megatron-to-hf", "--load", tmp_path / "run", "--save", tmp_path / "out"]
     with pytest.raises(GrpoError, match=r"holds an adapter only.*--merge-lora .*run, with --hf-to-hf"):
         tool.convert(tool.build_parser().parse_args(list(map(str, run))))
+
+
+@pytest.mark.parametrize("what", ["a head that is tied", "a copy for multi-token prediction"])
+def test_two_tensors_for_one_parameter_are_not_merged(world, tmp_path, what):
+    """The written files would have one of them, whichever that is."""
+    tied = what == "a head that is tied"
+    model = make(tmp_path / "base", "qwen3" if tied else "glm4_moe", tied=tied)
+    if not tied:
+        add_mtp(tmp_path / "base", model)
+    name = "lm_head.weight" if tied else "model.layers.4.shared_head.head.weight"
+    index = json.loads((tmp_path / "base/model.safetensors.index.json").read_text())
+    index["weight_map"][name] = "other.safetensors"
+    (tmp_path / "base/model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({name: torch.zeros(VOCAB, model.config.hidden_size)}, tmp_path / "base/other.safetensors")
+    words = ["--hf-to-hf", "--load", tmp_path / "base", "--merge-lora", tmp_path / "run", "--save", tmp_path / "out"]
+    tool = load_tool()
+    with pytest.raises(GrpoError, match="two different tensors" if tied else f"{name} differs from lm_head.weight"):
+        tool.convert(tool.build_parser().parse_args(list(map(str, words))))
 
 
 class Products(TorchDispatchMode):

@@ -1,5 +1,6 @@
 """Adapters against PEFT's on the same transformers model in float32: outputs, gradients, updated matrices, files."""
 
+import json
 import re
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_grpo.lora.attach import adapters, attach, switched_off
 from megatron_grpo.lora.stream import stream_adapter, stream_merged, stream_saved
 from megatron_grpo.training import train_step
 from megatron_grpo.utils.arguments import replaced
+from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.weights import hf, model_weights
 
 IDS = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(5))
@@ -234,3 +236,49 @@ def _plain(name: str) -> str:
         .replace("vector.weight", "vector")
         .replace(".modules_to_save", "")
     )
+
+
+def test_adapters_of_a_changed_base_are_refused(world, tmp_path):
+    """PEFT itself shows which initialisations change the base; a converted adapter is one of the original base."""
+    make(tmp_path / "base", "qwen3", tied=False)
+    original, refused = from_files(tmp_path / "base").state_dict(), set()
+    for init in (True, False, "gaussian", "eva", "orthogonal", "mica", "pissa", "pissa_niter_2", "olora"):
+        options = {"r": 4, "lora_alpha": 6, "target_modules": ["v_proj"], "init_lora_weights": init}
+        peft = get_peft_model(from_files(tmp_path / "base"), LoraConfig(**options))
+        peft.save_pretrained(tmp_path / "adapter")
+        if all(torch.equal(weight, original[name]) for name, weight in base_of(peft)):
+            files.read_config(tmp_path / "adapter")
+            continue
+        refused.add(init)
+        with pytest.raises(
+            GrpoError, match=f'has init_lora_weights "{init}".* path_initial_model_for_weight_conversion'
+        ):
+            files.read_config(tmp_path / "adapter")
+    assert refused == {"pissa", "pissa_niter_2", "olora"}
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    for init in ("corda", "lora_ga", "loftq", ["another"]):  # need data or more packages
+        (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": init}))
+        with pytest.raises(GrpoError, match=r"has init_lora_weights \S+: the adapter belongs to other base weights"):
+            files.read_config(tmp_path / "adapter")
+
+    options = {"r": 4, "lora_alpha": 6, "target_modules": ["v_proj"], "init_lora_weights": "pissa"}
+    peft = get_peft_model(from_files(tmp_path / "base"), LoraConfig(**options))
+    peft.peft_config["default"].init_lora_weights = True
+    peft.save_pretrained(tmp_path / "start")
+    peft.peft_config["default"].init_lora_weights = "pissa"
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+        expected = peft(IDS[None]).logits[0]
+    peft.save_pretrained(tmp_path / "trained", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    _, (model,), *_ = ours(tmp_path / "base", tmp_path / "trained")
+    with torch.no_grad():
+        assert (logits_of(model) - expected).abs().max() < bound(1e-4)
+
+
+def base_of(peft):
+    """Yield (name in the base, weight without its adapter) of the layers that have adapters."""
+    for name, weight in peft.named_parameters():
+        if ".base_layer" in name:
+            yield _plain(name).replace(".base_layer", ""), weight

@@ -1,13 +1,23 @@
 """What can be checked without GPUs of the weight transfer over NCCL: which elements go where."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
+from interpreted import last_line
+from toy_checkpoints import build, toy_args
 
-from megatron_grpo.rollout.weight_sync.nccl import SparseTransfer, address_for, runtime_places
+# toy_checkpoints installs the CPU layer, which comes before megatron.core.
+# isort: split
+import torch
+from vision_models import make
+
+from megatron_grpo.rollout.arguments import SPARSE_FAMILIES
+from megatron_grpo.rollout.weight_sync import nccl
+from megatron_grpo.rollout.weight_sync.nccl import NcclTransfer, SparseTransfer, address_for, runtime_places
 from megatron_grpo.utils.errors import GrpoError
-from megatron_grpo.weights.stream import Described
+from megatron_grpo.weights.stream import Described, stream_hf
 
 SHAPES = {
     "model.embed_tokens.weight": (10, 4),
@@ -28,8 +38,7 @@ DESCRIBED = [Described(name, torch.bfloat16, torch.Size(shape)) for name, shape 
 @pytest.fixture
 def transfer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    args = SimpleNamespace(num_experts=None, multi_latent_attention=False, weight_sync_method="sparse")
-    made = SparseTransfer(args)
+    made = SparseTransfer(SimpleNamespace(weight_sync_method="sparse"))
     monkeypatch.undo()
     return made
 
@@ -83,14 +92,38 @@ def test_this_hosts_address_as_the_servers_see_it():
     assert address_for(["http://127.0.0.1:8000", "http://localhost:8001"]) == "127.0.0.1"
 
 
-@pytest.mark.parametrize("more", [{"num_experts": 4}, {"multi_latent_attention": True}])
-def test_models_that_vllm_stacks_otherwise_are_refused(more, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    args = {"num_experts": None, "multi_latent_attention": False, "weight_sync_method": "sparse"}
-    with pytest.raises(GrpoError, match="use nccl"):
-        SparseTransfer(SimpleNamespace(**args | more))
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_families_of_sparse_are_those_whose_tensors_vllm_has():
+    """Of vLLM's own models: other names (vision, gemma4), other stacks (delta nets), computed ones (Mamba-2)."""
+    found = json.loads(last_line(Path(__file__).with_name("sparse_names_worker.py")))
+    assert len(found) > 15
+    assert {family for family, fills in found.items() if fills} == set(SPARSE_FAMILIES)
 
 
 def test_needs_gpus():
     with pytest.raises(GrpoError, match="needs GPUs: on CPUs use checkpoint"):
         SparseTransfer(SimpleNamespace(weight_sync_method="sparse"))
+
+
+def test_servers_expect_what_the_stream_has(world, tmp_path, monkeypatch):
+    """The first sync sends the frozen parts of a vision tower, the second does not, and a restarted server gets all."""
+    make(tmp_path)
+    args = toy_args(tmp_path, padded_vocab_size=264, freeze_vision_tower=True, weight_sync_method="nccl")
+    model, announced = build(args), []
+    monkeypatch.setattr(NcclTransfer, "_connect", lambda self, servers: None)
+    monkeypatch.setattr(nccl, "_packing_in_init", lambda: False)
+    monkeypatch.setattr(nccl, "_update", lambda servers, version, update, broadcast: announced.append(update))
+    with monkeypatch.context() as gpus:
+        gpus.setattr(torch.cuda, "is_available", lambda: True)
+        transfer = NcclTransfer(args)
+    sizes = []
+    for version, only_trained in enumerate((False, True, False)):
+        weights = stream_hf(model, args, only_trained=only_trained)
+        transfer.send(weights, version, None)
+        update = announced.pop()
+        found = zip(update["names"], update["dtype_names"], update["shapes"], strict=True)
+        sent = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in weights]
+        assert [(name, f"torch.{dtype}", shape) for name, dtype, shape in found] == sent
+        sizes.append(len(sent))
+    assert sizes[0] == sizes[2] > sizes[1]

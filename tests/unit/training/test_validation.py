@@ -103,10 +103,15 @@ MAMBA = """--model-family nemotron_h --hybrid-layer-pattern M-M*-M --num-layers 
  --mamba-num-groups 4"""
 MINIMAX = """--model-family minimax_m2 --num-experts 8 --moe-ffn-hidden-size 192 --qk-layernorm-across-heads
  --moe-router-score-function sigmoid --moe-router-enable-expert-bias --untie-embeddings-and-output-weights"""
+SINKS = """--model-family gpt_oss --num-experts 8 --moe-ffn-hidden-size 192 --add-bias-linear --add-qkv-bias
+ --softmax-type learnable --quick-geglu --no-swiglu --glu-linear-offset 1 --activation-func-clamp-value 7
+ --no-qk-layernorm --window-size 127,0 --window-attn-skip-freq 2 --untie-embeddings-and-output-weights --rope-scaling
+ {"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":128,"beta_fast":32,"beta_slow":1}"""
 GPT_OSS = f"{MOE} --add-bias-linear --quick-geglu --activation-func-clamp-value 7 --tensor-model-parallel-size 2"
 
 SERVER = "--vllm-mode server --vllm-server-base-url"
 SGLANG = "--rollout-engine sglang --sglang-server-base-url http://localhost:1"
+SPARSE = f"{SERVER} http://localhost:1 --weight-sync-method sparse --dry-run"
 
 NGRAM = '--vllm-speculative-config {"method":"ngram","num_speculative_tokens":2}'
 EVALUATED = "--save out --save-interval 5 --eval-interval 10 --valid-data-path v"
@@ -397,6 +402,11 @@ REFUSED = {
     f'{MOE} --vllm-engine-kwargs {{"enable_expert_parallel":true}}': "--vllm-enable-expert-parallel needs a GPU",
     f"{MINIMAX} --tensor-model-parallel-size 8 --sequence-parallel": "8 and 4 key/value heads: ranks that share a head",
     f"{MINIMAX} {SERVER} http://localhost:1": "a server's reload of the weights fails at its norms",
+    f"{MAMBA} {SPARSE}": "--weight-sync-method sparse with --model-family nemotron_h: its tensors are not those of",
+    f"{DELTA} {SPARSE}": "--weight-sync-method sparse with --model-family qwen3_5_text",
+    f"{MOE} {SPARSE}": "--weight-sync-method sparse with --model-family qwen3_moe",
+    f"{SINKS} {SERVER} http://localhost:1": "reload of the weights loses the sinks",
+    f"{SINKS} {SERVER} http://localhost:1 --dry-run --weight-sync-method nccl": "reload of the weights loses the sinks",
     f"{MINIMAX} --no-qk-layernorm": "--qk-layernorm-across-heads needs --qk-layernorm",
     "--qk-layernorm-across-heads": "model family qwen3 has qk_layernorm_across_heads = False",
     f"{MOE} --moe-router-topk 9": "--moe-router-topk (9) must be at most --num-experts (8)",

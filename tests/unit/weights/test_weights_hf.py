@@ -1,6 +1,7 @@
 """Import against transformers' logits, export and stream bit by bit, and every refusal, in one process."""
 
 import json
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from toy_checkpoints import (
 # toy_checkpoints installs the CPU layer, which comes before megatron.core.
 # isort: split
 import torch
+import vision_models
 from megatron.core.transformer.module import Float16Module
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -441,9 +443,9 @@ def test_copies_that_are_left_out(world, tmp_path):
 
 def test_checkpoints_that_transformers_saved_without_their_multi_token_prediction(world, tmp_path):
     make(tmp_path, "deepseek_v3", tied=False, num_nextn_predict_layers=1)
-    weights = model_weights.table(toy_args(tmp_path))
+    args = toy_args(tmp_path)
     with pytest.raises(GrpoError, match=r"layers\.4\.enorm\.weight, from which mtp.*set num_nextn_predict_layers to 0"):
-        hf.check_tensors(Safetensors(tmp_path), weights)
+        hf.check_tensors(Safetensors(tmp_path), args, model_weights.table(args))
 
 
 def test_a_table_is_made_once_for_arguments_that_do_not_change(tmp_path):
@@ -615,17 +617,32 @@ def test_single_file_with_rotary_buffers(world, tmp_path):
     assert torch.equal(dict(stream_hf(chunks, args))["model.norm.weight"], model.model.norm.weight)
 
 
-def test_head_stored_although_tied(world, tmp_path):
-    model = make(tmp_path, "qwen3", tied=True)
-    embedding = model.model.embed_tokens.weight.detach()
-    args = toy_args(tmp_path)
-    chunks = build(args)
-    edit_index(tmp_path, lambda names: names.update({"lm_head.weight": "head.safetensors"}))
-    save_file({"lm_head.weight": embedding.clone()}, tmp_path / "head.safetensors")
+TIED = {
+    "qwen3": ("lm_head.weight", "model.embed_tokens.weight"),
+    "qwen3_vl": ("lm_head.weight", "model.language_model.embed_tokens.weight"),
+    "qwen3_5": ("lm_head.weight", "model.language_model.embed_tokens.weight"),
+    "internvl": ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
+    "llava_onevision": ("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),
+}
+
+
+@pytest.mark.parametrize("family", slow_except(["qwen3", "qwen3_vl", "internvl"], TIED))
+def test_head_stored_although_tied(world, tmp_path, family):
+    """The names are those of published files."""
+    head, embedding = TIED[family]
+    if family == "qwen3":
+        make(tmp_path, family, tied=True)
+    else:
+        vision_models.make(tmp_path, tied=True, shape=family)
+    args = toy_args(tmp_path, padded_vocab_size=PADDED_VOCAB if family == "qwen3" else 264)
+    chunks, values = build(args), tensors_of(tmp_path)[embedding]
+    edit_index(tmp_path, lambda names: names.update({head: "head.safetensors"}))
+    save_file({head: values.clone()}, tmp_path / "head.safetensors")
     hf.load_hf(chunks, args, tmp_path)
-    assert "lm_head.weight" not in dict(stream_hf(chunks, args))
-    save_file({"lm_head.weight": embedding + 1}, tmp_path / "head.safetensors")
-    with pytest.raises(GrpoError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight, but .* two different"):
+    sent = dict(stream_hf(chunks, args))
+    assert head not in sent and torch.equal(sent[embedding], values)
+    save_file({head: values + 1}, tmp_path / "head.safetensors")
+    with pytest.raises(GrpoError, match=rf"ties {re.escape(head)} to {re.escape(embedding)}, but .* two different"):
         hf.load_hf(chunks, args, tmp_path)
 
 
