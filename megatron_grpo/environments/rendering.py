@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_grpo.data.tokenizer import ChatTokenizer, render
+from megatron_grpo.data.tokenizer import ChatTokenizer
 from megatron_grpo.utils.errors import GrpoError
 
 Message = dict[str, Any]
@@ -69,12 +69,12 @@ class TurnRenderer:
     ) -> list[int]:
         """Return the ids of a conversation as the template renders it, with the generation prompt."""
         variables = dict(variables or {}) | {"strftime_now": self._now.strftime}
-        return render(self._tokenizer.apply_chat_template, messages, tools, variables)
+        return self._tokenizer.apply_chat_template(list(messages), tools, variables)
 
     def text(self, messages: Sequence[Message], tools: list[Any] | None, variables: Mapping[str, Any]) -> str:
         """Return the text of `whole`."""
         given = dict(variables) | {"strftime_now": self._now.strftime}
-        return render(self._tokenizer.render_chat, messages, tools, given)
+        return self._tokenizer.render_chat(list(messages), tools, given)
 
     def rewritten(
         self,
@@ -137,7 +137,7 @@ class TurnRenderer:
                     {**call, "function": {"name": call["function"]["name"], "arguments": {"a": text}}} for call in calls
                 ]
             conversation = [*messages, made_up, *messages_after]
-            return render(self._tokenizer.render_chat, conversation, tools, variables)
+            return self._tokenizer.render_chat(conversation, tools, variables)
 
         first, second = rendered("A", new), rendered("B", new)
         if first == second:
