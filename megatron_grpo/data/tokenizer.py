@@ -3,6 +3,7 @@
 import argparse
 import base64
 import binascii
+import datetime
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -70,9 +71,17 @@ class HuggingFaceTokenizer:
     """A Hugging Face tokenizer directory, read by transformers offline.
 
     ``chat_template`` replaces the template of the directory. ``trust_remote_code`` runs Python code in the directory.
+    Templates that print the date print that of ``now``, by default the time of this call: the clock stands still.
     """
 
-    def __init__(self, path: str | Path, chat_template: str | None = None, trust_remote_code: bool = False):
+    def __init__(
+        self,
+        path: str | Path,
+        chat_template: str | None = None,
+        trust_remote_code: bool = False,
+        now: datetime.datetime | None = None,
+    ):
+        self._now = now or datetime.datetime.now()
         self.directory = Path(path)
         if not self.directory.is_dir():
             raise GrpoError(
@@ -178,8 +187,7 @@ class HuggingFaceTokenizer:
                 f"chat messages need a chat template, and the tokenizer in {self.directory} has none; "
                 "give the prompts as plain strings (and no --system-prompt), or a template with --chat-template"
             )
-        # strftime_now is transformers' own, for every template: a caller can give another clock.
-        unknown = sorted(variables.keys() - self._template_variables - {"strftime_now"}) if variables else []
+        unknown = sorted(variables.keys() - self._template_variables) if variables else []
         if unknown:
             raise GrpoError(
                 f"the chat template has no variable {', '.join(unknown)}: correct --chat-template-kwargs, or the row's "
@@ -232,8 +240,10 @@ class HuggingFaceTokenizer:
                 raise refused from None
 
     def _rendered(self, messages, tools, variables, options) -> Any:
+        # transformers' own clock goes on: after midnight a conversation would be another one than its prompt.
+        variables = {"strftime_now": self._now.strftime} | dict(variables or {})
         try:
-            return self._tokenizer.apply_chat_template(messages, tools=tools, **options, **(variables or {}))
+            return self._tokenizer.apply_chat_template(messages, tools=tools, **options, **variables)
         # A template is a program, and can raise any error for messages that it does not expect.
         except Exception as error:
             raise GrpoError(f"the chat template in {self.directory} refuses these messages: {error}") from error
@@ -424,11 +434,11 @@ def _arguments_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """Build the tokenizer of --tokenizer-type from --tokenizer-model."""
+def build_tokenizer(args: argparse.Namespace, now: datetime.datetime | None = None) -> Tokenizer:
+    """Build the tokenizer of --tokenizer-type from --tokenizer-model; ``now`` as of `HuggingFaceTokenizer`."""
     match args.tokenizer_type:
         case "HuggingFaceTokenizer":
-            return HuggingFaceTokenizer(args.tokenizer_model, args.chat_template, args.trust_remote_code)
+            return HuggingFaceTokenizer(args.tokenizer_model, args.chat_template, args.trust_remote_code, now)
         case "SentencePieceTokenizer":
             return SentencePieceTokenizer(args.tokenizer_model)
         case "TikTokenizer":

@@ -1,6 +1,7 @@
 """Set-up of a run before its first rollout: check the arguments, then build all parts."""
 
 import contextlib
+import datetime
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -455,7 +456,8 @@ def _read_inputs(args, teach_args) -> Inputs:
     get_rewards(names, vars(args))
     check_models(models, args.reward_model_max_tokens)
     isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
-    tokenizer = build_tokenizer(args)
+    # The date that chat templates print: the ranks' clocks may be on two sides of midnight.
+    tokenizer = build_tokenizer(args, on_rank_0(datetime.datetime.now, group=launch_group()))
     images = ImageReader(args, tokenizer.special_tokens) if args.vision_config else None
     check_vocabulary(tokenizer, args.vocab_size, images.tokens if images else ())
     ends = end_token_ids(args, tokenizer)
