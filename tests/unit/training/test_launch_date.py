@@ -1,4 +1,4 @@
-"""The date that chat templates print, on ranks whose clocks are on two sides of midnight."""
+"""The date that chat templates print: on ranks whose clocks are on two sides of midnight, and in a resumed run."""
 
 import datetime
 import json
@@ -29,14 +29,14 @@ def test_all_ranks_print_the_date_of_rank_0(tmp_path, monkeypatch):
         parse_args([*map(str, words), "--reward-funcs", "exact_match"]), vocab_size=len(ids) + 256, vision_config=None
     )
     here, store, found = threading.local(), dist.HashStore(), [None, None]
-    now = SimpleNamespace(now=lambda: here.now)
+    now = SimpleNamespace(now=lambda: here.now, fromisoformat=datetime.datetime.fromisoformat)
     monkeypatch.setattr(setup, "datetime", SimpleNamespace(datetime=now))
     monkeypatch.setattr(setup, "launch_group", lambda: here.group)
 
     def rank(number):
         here.now = (datetime.datetime(2024, 7, 25, 23, 59), datetime.datetime(2024, 7, 26, 0, 1))[number]
         here.group = dist.ProcessGroupGloo(store, number, 2, datetime.timedelta(seconds=60))
-        found[number] = setup._read_inputs(args, []).train[0].ids
+        found[number] = setup._read_inputs(args, [], False).train[0].ids
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     for thread in threads:
@@ -47,3 +47,17 @@ def test_all_ranks_print_the_date_of_rank_0(tmp_path, monkeypatch):
         messages, add_generation_prompt=True, return_dict=False, date_string="25 Jul 2024"
     )
     assert found == [expected, expected]
+
+
+def test_a_resumed_run_prints_the_date_of_its_start(tmp_path):
+    """Its unfinished episodes have prompts with this date."""
+    directory = tmp_path / "iter_0000002"
+    directory.mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    args = replaced(parse_args([]), load=str(tmp_path))
+    (directory / "args.json").write_text(json.dumps({"started": "2024-07-25T23:59:00"}))
+    assert setup._started(args, resume=True) == "2024-07-25T23:59:00"
+    before = datetime.datetime.now()
+    assert datetime.datetime.fromisoformat(setup._started(args, resume=False)) >= before  # a run of its own
+    (directory / "args.json").write_text("{}")  # of a checkpoint of an earlier version
+    assert datetime.datetime.fromisoformat(setup._started(args, resume=True)) >= before
