@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +20,7 @@ from megatron_grpo.data.row_prompt import (
     parse_template_variables,
     parse_tools,
 )
-from megatron_grpo.data.tokenizer import Tokenizer, render
+from megatron_grpo.data.tokenizer import Tokenizer, arguments_object
 from megatron_grpo.utils import progress
 from megatron_grpo.utils.batch_sizes import longest_in_words, longest_sequence
 from megatron_grpo.utils.errors import GrpoError
@@ -111,7 +110,9 @@ class Demonstrations(PromptDataset):
             ids, turns = [*ids, *answer, self._tokenizer.eos_id], 1
         else:
             variables = (self._args.chat_template_kwargs or {}) | own
-            ids, mask = self._rendered([_with_objects(m) for m in said], first, tools or self._tools(row), variables)
+            for message in said:
+                _check_calls(message)
+            ids, mask = self._rendered(said, first, tools or self._tools(row), variables)
             turns = sum(message["role"] == "assistant" for message in said[first:])
         first = mask.index(1)
         if not first:
@@ -145,7 +146,7 @@ class Demonstrations(PromptDataset):
         A turn is the difference between two renderings: of the messages before it, as the policy receives them, and of
         those and itself. GrpoError unless both begin the rendering of the whole conversation.
         """
-        ids_of = partial(render, self._tokenizer.apply_chat_template, tools=tools, variables=variables)
+        ids_of = partial(self._tokenizer.apply_chat_template, tools=tools, variables=variables)
         whole = ids_of(messages, generation_prompt=False)
         mask, end = [0] * (len(whole) + 1), 0
         for number, message in enumerate(messages):
@@ -253,18 +254,11 @@ def prompt_key(ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.array(ids, np.int32).tobytes(), digest_size=16).digest()
 
 
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the arguments of its tool calls as objects; OpenAI's protocol has them as JSON text."""
-    calls = []
+def _check_calls(message: dict[str, Any]) -> None:
+    """Raise GrpoError for a tool call without a function, or with arguments that are neither an object nor JSON."""
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or "name" not in function or "arguments" not in function:
             raise GrpoError(f'a tool call must be {{"function": {{"name": .., "arguments": ..}}}}, found {call!r:.100}')
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
-                raise GrpoError(f"the arguments of a tool call are not JSON ({error}): {arguments!r:.100}") from error
-        calls.append({**call, "function": {**function, "arguments": arguments}})
-    return {**message, "tool_calls": calls} if calls else message
+        if isinstance(arguments_object(function["arguments"]), str):
+            raise GrpoError(f"the arguments of a tool call are not JSON: {function['arguments']!r:.100}")

@@ -3,10 +3,11 @@
 import argparse
 import base64
 import binascii
-import functools
+import datetime
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,7 +50,8 @@ class Tokenizer(Protocol):
     ) -> list[int]:
         """Return the ids of a conversation, with the generation prompt of the assistant's answer at the end or without.
 
-        ``variables`` are further variables of the chat template, such as ``{"enable_thinking": False}``.
+        The arguments of tool calls may be objects or JSON text. ``variables`` are further variables of the chat
+        template, such as ``{"enable_thinking": False}``.
         """
 
 
@@ -69,9 +71,17 @@ class HuggingFaceTokenizer:
     """A Hugging Face tokenizer directory, read by transformers offline.
 
     ``chat_template`` replaces the template of the directory. ``trust_remote_code`` runs Python code in the directory.
+    Templates that print the date print that of ``now``, by default the time of this call: the clock stands still.
     """
 
-    def __init__(self, path: str | Path, chat_template: str | None = None, trust_remote_code: bool = False):
+    def __init__(
+        self,
+        path: str | Path,
+        chat_template: str | None = None,
+        trust_remote_code: bool = False,
+        now: datetime.datetime | None = None,
+    ):
+        self._now = now or datetime.datetime.now()
         self.directory = Path(path)
         if not self.directory.is_dir():
             raise GrpoError(
@@ -154,7 +164,7 @@ class HuggingFaceTokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
-    @functools.cached_property
+    @cached_property
     def _template_variables(self) -> set[str]:
         """The variables that the chat template reads; raise GrpoError if it is not valid Jinja."""
         # transformers adds this tag, which marks the assistant's tokens and changes no text.
@@ -177,8 +187,7 @@ class HuggingFaceTokenizer:
                 f"chat messages need a chat template, and the tokenizer in {self.directory} has none; "
                 "give the prompts as plain strings (and no --system-prompt), or a template with --chat-template"
             )
-        # strftime_now is transformers' own, for every template: a caller can give another clock.
-        unknown = sorted(variables.keys() - self._template_variables - {"strftime_now"}) if variables else []
+        unknown = sorted(variables.keys() - self._template_variables) if variables else []
         if unknown:
             raise GrpoError(
                 f"the chat template has no variable {', '.join(unknown)}: correct --chat-template-kwargs, or the row's "
@@ -192,7 +201,7 @@ class HuggingFaceTokenizer:
     ) -> str:
         return self._apply(messages, tools, variables, add_generation_prompt=True, tokenize=False)
 
-    @functools.cached_property
+    @cached_property
     def _takes_parts_only(self) -> bool:
         """Whether the chat template drops a content that is a text and shows it as a list of parts (LLaVA-OneVision's).
 
@@ -216,8 +225,25 @@ class HuggingFaceTokenizer:
                 else message
                 for message in messages
             ]
+        # OpenAI's protocol has the arguments of tool calls as JSON text. Most templates expect objects, and encode a
+        # text once more or fail; DeepSeek's joins text.
+        objects = [with_arguments(message, arguments_object) for message in messages]
         try:
-            return self._tokenizer.apply_chat_template(messages, tools=tools, **options, **(variables or {}))
+            return self._rendered(objects, tools, variables, options)
+        except GrpoError as refused:
+            texts = [with_arguments(message, _arguments_text) for message in messages]
+            if texts == objects:
+                raise
+            try:
+                return self._rendered(texts, tools, variables, options)
+            except GrpoError:  # the reason is not the arguments
+                raise refused from None
+
+    def _rendered(self, messages, tools, variables, options) -> Any:
+        # transformers' own clock goes on: after midnight a conversation would be another one than its prompt.
+        variables = {"strftime_now": self._now.strftime} | dict(variables or {})
+        try:
+            return self._tokenizer.apply_chat_template(messages, tools=tools, **options, **variables)
         # A template is a program, and can raise any error for messages that it does not expect.
         except Exception as error:
             raise GrpoError(f"the chat template in {self.directory} refuses these messages: {error}") from error
@@ -377,40 +403,42 @@ def _check_tiktoken(path: Path) -> int:
     return len(seen)
 
 
-def render(
-    how: Callable[..., Any],
-    messages: Sequence[dict[str, Any]],
-    tools: list[Any] | None,
-    variables: Mapping[str, Any],
-    **options: Any,
-) -> Any:
-    """Return what ``how``, a method of a tokenizer, makes of a conversation.
+def with_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its tool calls as ``change`` makes them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return {**message}
+    return {**message, "tool_calls": [_call_with(call, change) for call in calls]}
 
-    A template gets the arguments of tool calls as objects, or as JSON text: OpenAI's protocol has text, most templates
-    expect objects, and DeepSeek's joins text.
-    """
+
+def _call_with(call: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return {**call, "function": _call_with(function, change)}
+    return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
+
+
+def arguments_object(arguments: Any) -> Any:
+    """Return the arguments of a tool call as an object: {} for an empty text; text that is not JSON stays."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        return how(list(messages), tools, variables, **options)
-    except GrpoError:
-        as_text = [_with_json_arguments(message) for message in messages]
-        if as_text == list(messages):
-            raise
-        return how(as_text, tools, variables, **options)
+        return json.loads(arguments) if arguments else {}
+    except (ValueError, RecursionError):
+        return arguments
 
 
-def _with_json_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", ())
-    ]
-    return {**message, "tool_calls": calls} if calls else message
+def _arguments_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
-def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """Build the tokenizer of --tokenizer-type from --tokenizer-model."""
+def build_tokenizer(args: argparse.Namespace, now: datetime.datetime | None = None) -> Tokenizer:
+    """Build the tokenizer of --tokenizer-type from --tokenizer-model; ``now`` as of `HuggingFaceTokenizer`."""
     match args.tokenizer_type:
         case "HuggingFaceTokenizer":
-            return HuggingFaceTokenizer(args.tokenizer_model, args.chat_template, args.trust_remote_code)
+            return HuggingFaceTokenizer(args.tokenizer_model, args.chat_template, args.trust_remote_code, now)
         case "SentencePieceTokenizer":
             return SentencePieceTokenizer(args.tokenizer_model)
         case "TikTokenizer":

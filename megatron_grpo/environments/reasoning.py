@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron_grpo.utils.errors import GrpoError
 
+_MOST_PARSERS = 20  # rows may each have variables of their own
 THINK = ("<think>", "</think>")
 _MARKS = (
     THINK,
@@ -56,13 +57,17 @@ class ReasoningParser:
     def _parser(self, variables: Mapping[str, Any]) -> Any:
         """Return the parser for these variables of the chat template: enable_thinking says how a turn begins."""
         key = repr(sorted(variables.items()))
-        if key not in self._made:
+        parser = self._made.pop(key, None)
+        if parser is None:
             try:
-                self._made[key] = self._kind(self._tokenizer, chat_template_kwargs=dict(variables))
+                parser = self._kind(self._tokenizer, chat_template_kwargs=dict(variables))
             # A parser looks up the family's special tokens, and raises RuntimeError if the vocabulary lacks them.
             except (RuntimeError, ValueError) as error:
                 raise GrpoError(f"--reasoning-parser {self._name} does not fit the tokenizer: {error}") from error
-        return self._made[key]
+        self._made[key] = parser
+        if len(self._made) > _MOST_PARSERS:
+            del self._made[next(iter(self._made))]  # the one that was not used for the longest time
+        return parser
 
     def marks(self, variables: Mapping[str, Any]) -> Marks | None:
         """Return the parser's marks; None if it has none."""

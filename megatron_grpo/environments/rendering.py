@@ -5,13 +5,12 @@ template's rendering of the whole conversation. Two renderings, with different m
 this place: they end alike from the end of the turn on.
 """
 
-import datetime
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_grpo.data.tokenizer import ChatTokenizer, render
+from megatron_grpo.data.tokenizer import ChatTokenizer
 from megatron_grpo.utils.errors import GrpoError
 
 Message = dict[str, Any]
@@ -30,17 +29,13 @@ class Mark(NamedTuple):
 
 
 class TurnRenderer:
-    """Renders messages behind a turn of the policy; ``end_token_ids`` are the tokens that end a turn.
-
-    The clock of templates that print the date stands still, so that two renderings differ in nothing else.
-    """
+    """Renders messages behind a turn of the policy; ``end_token_ids`` are the tokens that end a turn."""
 
     def __init__(self, tokenizer: ChatTokenizer, end_token_ids: Sequence[int]):
         self._tokenizer = tokenizer
         self._end_token_ids = end_token_ids
         self._special = set(tokenizer.special_tokens.values())
         self.ends = [tokenizer.decode([token], skip_special_tokens=False) for token in end_token_ids]
-        self._now = datetime.datetime.now()
 
     def after_turn(
         self,
@@ -57,7 +52,7 @@ class TurnRenderer:
         generation prompt. ``messages`` are those before the turn; of ``turn`` only the names of tool calls are read.
         GrpoError if the template refuses the messages or does not show them.
         """
-        tail = self._tail(messages, turn, new, tools, dict(variables or {}) | {"strftime_now": self._now.strftime})
+        tail = self._tail(messages, turn, new, tools, variables)
         ids = self._tokenizer.encode_after(last_token if last_token in self._special else self._end_token_ids[0], tail)
         return self._without_sampled_end(ids, last_token)
 
@@ -68,13 +63,11 @@ class TurnRenderer:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the ids of a conversation as the template renders it, with the generation prompt."""
-        variables = dict(variables or {}) | {"strftime_now": self._now.strftime}
-        return render(self._tokenizer.apply_chat_template, messages, tools, variables)
+        return self._tokenizer.apply_chat_template(list(messages), tools, variables)
 
     def text(self, messages: Sequence[Message], tools: list[Any] | None, variables: Mapping[str, Any]) -> str:
         """Return the text of `whole`."""
-        given = dict(variables) | {"strftime_now": self._now.strftime}
-        return render(self._tokenizer.render_chat, messages, tools, given)
+        return self._tokenizer.render_chat(list(messages), tools, variables)
 
     def rewritten(
         self,
@@ -125,7 +118,7 @@ class TurnRenderer:
     def _decoded(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
-    def _tail(self, messages, turn: Message, new: Sequence[Message], tools, variables: dict[str, Any]) -> str:
+    def _tail(self, messages, turn: Message, new: Sequence[Message], tools, variables: Mapping[str, Any] | None) -> str:
         """Return the rendered text from the end of the policy's turn on."""
 
         def rendered(text: str, messages_after: Sequence[Message]) -> str:
@@ -137,7 +130,7 @@ class TurnRenderer:
                     {**call, "function": {"name": call["function"]["name"], "arguments": {"a": text}}} for call in calls
                 ]
             conversation = [*messages, made_up, *messages_after]
-            return render(self._tokenizer.render_chat, conversation, tools, variables)
+            return self._tokenizer.render_chat(conversation, tools, variables)
 
         first, second = rendered("A", new), rendered("B", new)
         if first == second:

@@ -33,6 +33,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.packages import require
 
 OPENAI = "openai"
+_MOST_READERS = 128  # rows may each have tools of their own
 _MOST_ARGUMENTS = 200  # of a call: vLLM's parsers of texts take time with the square of their number
 
 
@@ -201,14 +202,17 @@ class ToolCallParser:
 
     def __init__(self, name: str, tokenizer: Any, reasoning: str | None = None):
         require(f"--tool-call-parser {name}, a parser of vLLM,", "vllm")
-        self.name, self._tokenizer = name, tokenizer
+        from vllm.tokenizers.hf import get_cached_tokenizer
+
+        # Each of vLLM's parsers asks for the vocabulary, and transformers makes another copy for each.
+        self.name, self._tokenizer = name, get_cached_tokenizer(tokenizer)
         if name == OPENAI and reasoning not in (None, "openai_gptoss"):
             raise GrpoError(
                 f"--reasoning-parser {reasoning} cannot be used with --tool-call-parser {OPENAI}, which reads the "
                 "channels of gpt-oss itself: leave it out"
             )
         self._kind = _harmony() if name == OPENAI else _parser_class(name)
-        self._reasoning = ReasoningParser(reasoning, tokenizer) if reasoning and name != OPENAI else None
+        self._reasoning = ReasoningParser(reasoning, self._tokenizer) if reasoning and name != OPENAI else None
         template = tokenizer.chat_template
         self._marks = marks_of(template if isinstance(template, str) else json.dumps(template))
         # vLLM logs a traceback for each malformed call; a policy makes many.
@@ -301,15 +305,19 @@ class ToolCallParser:
         wrapped = [tool if isinstance(tool.get("function"), Mapping) else {"function": tool} for tool in tools]
         named = [tool for tool in wrapped if isinstance(tool["function"].get("name"), str)]
         key = json.dumps(named, sort_keys=True, default=str)
-        if key not in self._readers:
+        reader = self._readers.pop(key, None)
+        if reader is None:
             # A parser looks up the family's special tokens, and raises RuntimeError if the vocabulary lacks them.
             try:
                 holds_types = self.name in (OPENAI, *_LLAMA, *_FORMATS) and not self._is_of_texts
-                self._readers[key] = _Reader(self._kind, self._tokenizer, named, holds_types)
+                reader = _Reader(self._kind, self._tokenizer, named, holds_types)
             except (RuntimeError, ValueError) as error:
                 what = "the tools" if named else "the tokenizer"
                 raise GrpoError(f"--tool-call-parser {self.name} does not fit {what}: {error}") from error
-        return self._readers[key]
+        self._readers[key] = reader
+        if len(self._readers) > _MOST_READERS:
+            del self._readers[next(iter(self._readers))]  # the one that was not used for the longest time
+        return reader
 
     def _calls_of(self, part: _Part, reader: _Reader) -> list[_Call]:
         if part.broken or (part.body is not None and _fault_of_json(part.body)):

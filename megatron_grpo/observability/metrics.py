@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_grpo.checkpointing.checkpoint_directory import room_in_words
+from megatron_grpo.checkpointing.checkpoint_directory import newest_in_words, room_in_words
 from megatron_grpo.estimate.throughput import peak_tflops, rates
 from megatron_grpo.observability import findings
 from megatron_grpo.observability.metric_guide import check_names
@@ -322,16 +322,17 @@ class MetricsLogger:
     def _to_trackers(self, method: str, *arguments: Any) -> None:
         """Call a method of all trackers.
 
-        An error of a tracker's files, such as a full disk, ends the run only with --on-save-error stop: the run goes on
-        without this tracker.
+        An error of a tracker, such as a full disk or a server that does not answer, ends the run only with
+        --on-save-error stop: the run goes on without this tracker.
         """
         for tracker in list(self.trackers):
             try:
                 getattr(tracker, method)(*arguments)
-            except OSError as error:
+            except (OSError, *tracker.errors) as error:
                 message = f"{type(tracker).__name__} cannot be written: {error}"
                 if self.args.on_save_error == "stop":
-                    raise GrpoError(f"{message}. {room_in_words(self.args.save)}") from error
+                    cure = room_in_words if isinstance(error, OSError) else newest_in_words
+                    raise GrpoError(f"{message}. {cure(self.args.save)}") from error
                 self.trackers.remove(tracker)
                 print_rank_0(f"{message}; the run goes on without it")
 

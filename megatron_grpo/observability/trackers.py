@@ -1,6 +1,7 @@
 """Trackers for rows of metrics and tables of completions: TensorBoard, W&B, SwanLab, MLflow, trackio.
 
-A tracker has ``log_row``, ``log_table``, ``flush`` and ``close``. All but TensorBoard are optional packages. A run's
+A tracker has ``log_row``, ``log_table``, ``flush`` and ``close``, and ``errors``: the exceptions of these besides
+OSError, such as that of a server that does not answer. All but TensorBoard are optional packages. A run's
 name in each of them is in ``{save}/trackers.json``, so that a resumed run continues it (`run_ids`).
 """
 
@@ -8,6 +9,7 @@ import json
 import math
 import os
 import secrets
+import sqlite3
 import threading
 import time
 from argparse import Namespace
@@ -75,6 +77,8 @@ def completion_table(samples: Sequence[dict[str, Any]]) -> tuple[list[str], Rows
 class TensorBoard:
     """Scalars and Markdown tables in ``--tensorboard-dir``; a resumed run replaces later steps."""
 
+    errors: tuple[type[Exception], ...] = ()
+
     def __init__(self, args: Namespace, start_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
@@ -128,6 +132,7 @@ class _HostedTracker:
     """Base class of trackers for services with an interface like W&B's."""
 
     run: Any
+    errors: tuple[type[Exception], ...]
 
     def log_row(self, iteration: int, row: dict[str, float]) -> None:
         """Add a point to each metric's chart."""
@@ -150,7 +155,7 @@ class Wandb(_HostedTracker):
     def __init__(self, args: Namespace, id: str, resumed: bool):
         import wandb
 
-        self.wandb, self.id = wandb, id
+        self.wandb, self.id, self.errors = wandb, id, (wandb.Error,)
         try:
             self.run = wandb.init(
                 project=args.wandb_project,
@@ -173,6 +178,8 @@ class Wandb(_HostedTracker):
 
 class SwanLab(_HostedTracker):
     """A run in SwanLab."""
+
+    errors = (RuntimeError,)
 
     def __init__(self, args: Namespace, id: str, resumed: bool):
         import swanlab
@@ -209,7 +216,7 @@ class Mlflow:
     def __init__(self, args: Namespace, id: str, resumed: bool):
         import mlflow
 
-        self.mlflow = mlflow
+        self.mlflow, self.errors = mlflow, (mlflow.exceptions.MlflowException,)
         try:
             self.client = mlflow.MlflowClient()
             found = self.client.get_experiment_by_name(args.mlflow_project)
@@ -253,6 +260,8 @@ class Trackio(_HostedTracker):
 
     trackio knows a run by its name. It is ``--trackio-exp-name`` and the run's identifier.
     """
+
+    errors = (sqlite3.Error,)  # of its file
 
     def __init__(self, args: Namespace, id: str, resumed: bool):
         import trackio

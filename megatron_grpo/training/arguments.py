@@ -218,6 +218,7 @@ DERIVED = (
     "engine_decodes",
     "engine_sees_videos",
     "end_token_ids",
+    "started",
     "world_size",
     "data_parallel_size",
     "updates_per_rollout",
@@ -352,7 +353,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Arguments:
     load_plugins(plugin_files(words))
     args = parse_words(_parser_with(repr([(list(r.entries), r.flags, r.owners) for r in (LOSSES, ADVANTAGES)])), words)
     check_values(args)
-    return replaced(args, padded_vocab_size=None, engine_decodes=None, engine_sees_videos=None, end_token_ids=())
+    unknown = dict.fromkeys(("padded_vocab_size", "engine_decodes", "engine_sees_videos", "started"))
+    return replaced(args, **unknown, end_token_ids=())
 
 
 def flag_kinds() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Set-up of a run before its first rollout: check the arguments, then build all parts."""
 
 import contextlib
+import datetime
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_grpo.algorithm.arguments import has_reference
 from megatron_grpo.checkpointing import checkpoint
+from megatron_grpo.checkpointing.checkpoint_directory import stored_args
 from megatron_grpo.checkpointing.run_lock import RunLock
 from megatron_grpo.data.demonstrations import Demonstrations
 from megatron_grpo.data.end_of_turn import describe, end_token_ids, turn_end_token_ids
@@ -165,7 +167,7 @@ def _setup(args, model_provider: Callable, forward_step: Callable) -> Trainer | 
     set_log_level(args.log_level)
     roles = joint()
     progress.step("data")
-    inputs = _read_inputs(args, teach_args)
+    inputs = _read_inputs(args, teach_args, resume)
     if not args.watchdog_timeout:
         wait_with_time_out()
     args = resolved(args, partial(resolve_data, inputs=inputs), check_warmup)
@@ -440,6 +442,7 @@ class Inputs:
     reward_models: Mapping[str, RewardModelSpec]
     isolation: str | None  # of generated code, with the reward "code"
     end_token_ids: tuple[int, ...]  # of completions
+    started: str  # time of the run's first launch, which templates with a date print; ISO 8601
 
     def images_of(self, row: int) -> RowImages:
         """Return the images of a row: those of the demonstrations follow the training prompts."""
@@ -448,7 +451,7 @@ class Inputs:
         return self.demonstrations.images_of(row - len(self.train))
 
 
-def _read_inputs(args, teach_args) -> Inputs:
+def _read_inputs(args, teach_args, resume: bool) -> Inputs:
     """Return the inputs of a run, all of them checked."""
     models = reward_models(args)
     names = [name for name in args.reward_funcs if name not in models]
@@ -456,7 +459,9 @@ def _read_inputs(args, teach_args) -> Inputs:
     get_rewards(names, vars(args))
     check_models(models, args.reward_model_max_tokens)
     isolation = isolation_here(args.code_sandbox == "strict") if "code" in args.reward_funcs else None
-    tokenizer = build_tokenizer(args)
+    # The ranks' clocks may be on two sides of midnight.
+    started = on_rank_0(_started, args, resume, group=launch_group())
+    tokenizer = build_tokenizer(args, datetime.datetime.fromisoformat(started))
     images = ImageReader(args, tokenizer.special_tokens) if args.vision_config else None
     check_vocabulary(tokenizer, args.vocab_size, images.tokens if images else ())
     ends = end_token_ids(args, tokenizer)
@@ -478,17 +483,24 @@ def _read_inputs(args, teach_args) -> Inputs:
         train = valid
     else:
         train = _read_data(PromptDataset, args.train_data_path, tokenizer, args, **parts)
-    return Inputs(tokenizer, images, train, valid, demonstrations, models, isolation, ends)
+    return Inputs(tokenizer, images, train, valid, demonstrations, models, isolation, ends, started)
+
+
+def _started(args, resume: bool) -> str:
+    """Return the time of the run's first launch: the prompts of its unfinished episodes have this date."""
+    stored = stored_args(checkpoint.find(args.load)[1]) if resume else {}
+    return stored.get("started") or datetime.datetime.now().isoformat()
 
 
 def resolve_data(args, inputs: Inputs) -> dict[str, Any]:
-    """Return what tokenizer and data say: end tokens, what the engine must do, and the updates of --num-epochs."""
+    """Return what tokenizer and data say: end tokens, date, what the engine must do, the updates of --num-epochs."""
     datasets = [data for data in (inputs.train, inputs.valid) if data]
     shown = inputs.images is not None and args.environment is not None and videos_are_shown()
     # The calls of an agent can have stop words.
     decodes = args.engine_decodes or args.agent is not None or any(data.engine_decodes for data in datasets)
     return {
         "end_token_ids": inputs.end_token_ids,
+        "started": inputs.started,
         "engine_decodes": decodes,
         "engine_sees_videos": shown or any(data.has_videos for data in datasets),
         "train_iters": _train_iters(args, len(inputs.train)) if args.train_iters is None else args.train_iters,

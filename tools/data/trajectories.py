@@ -47,7 +47,7 @@ from megatron_grpo.data.end_of_turn import describe, turn_end_token_ids
 from megatron_grpo.data.json_column import json_column, kind
 from megatron_grpo.data.prompts import LeftOut, Prompt
 from megatron_grpo.data.row_prompt import parse_conversation, parse_prompt
-from megatron_grpo.data.tokenizer import build_tokenizer, render
+from megatron_grpo.data.tokenizer import build_tokenizer
 from megatron_grpo.environments.registry import tools_of
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.rollout.ledger.content import BatchRecord, Content, GroupKey, segments
@@ -132,7 +132,7 @@ class Trajectories(Demonstrations):
         *prompt, said = messages
         if first != len(prompt) or said.keys() > {"role", "content"}:
             return super()._rendered(messages, first, tools, variables)
-        ids_of = partial(render, self._tokenizer.apply_chat_template, tools=tools, variables=variables)
+        ids_of = partial(self._tokenizer.apply_chat_template, tools=tools, variables=variables)
         one, two = (ids_of([*prompt, said | {"content": text}], generation_prompt=False) for text in ("1", "2"))
         places = (place for place, ids in enumerate(zip(one, two, strict=False)) if ids[0] != ids[1])
         place = next(places, len(one))  # of the text in its turn

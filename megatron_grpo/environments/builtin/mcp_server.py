@@ -1,7 +1,7 @@
 """Tools of an MCP server (https://modelcontextprotocol.io), by the package mcp: on stdin and stdout, or behind a URL.
 
-Each environment worker starts one server with its first call, and another one after the server has ended. To a URL it
-connects by the transport "streamable HTTP". All episodes of the worker share the server.
+Each environment worker starts one server with its first call, and another one after the server has ended or hangs. To
+a URL it connects by the transport "streamable HTTP". All episodes of the worker share the server.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.utils.packages import require
 
 _START_LIMIT = 60.0  # s
+_ANSWER_LIMIT = 2.0  # s for the answer to a ping; the worker waits longer for a call that it has cancelled
 _URLS = ("http://", "https://")
 
 
@@ -99,8 +100,18 @@ class _Server:
 
     async def described(self) -> list[dict[str, Any]]:
         """Return the protocol's descriptions of all tools, by a server that ends then."""
+        from mcp.types import PaginatedRequestParams
+
+        tools: list[dict[str, Any]] = []
+        cursor: str | None = None
         async with self._connected() as session:
-            return _of_protocol(await session.list_tools())["tools"]
+            while True:
+                given = {"params": PaginatedRequestParams(cursor=cursor)} if cursor else {}
+                page = _of_protocol(await session.list_tools(**given))
+                tools += page["tools"]
+                cursor = page.get("nextCursor")
+                if not cursor:
+                    return tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Return the text of a tool's result; ToolError for what the server calls an error."""
@@ -113,10 +124,16 @@ class _Server:
         session = await asyncio.shield(waited)
         try:
             result = _of_protocol(await session.call_tool(name, arguments))
-        except Exception as error:  # the connection: the next call starts the server again
-            lost.set()
+        except (Exception, asyncio.CancelledError) as error:  # cancelled at --environment-timeout
+            if await _answers(session):  # the other calls of the session go on
+                if isinstance(error, _error_of_server()):
+                    raise ToolError(error.error.message) from error
+                raise
+            lost.set()  # the next call starts the server again
             if self._session is waited:
                 self._session = None
+            if isinstance(error, asyncio.CancelledError):
+                raise
             raise ConnectionError(f"the MCP server {' '.join(self._command)}: {_first(error)}") from error
         texts = [block["text"] if block["type"] == "text" else json.dumps(block) for block in result["content"]]
         if result.get("isError"):
@@ -125,13 +142,31 @@ class _Server:
 
     async def _hold(self, ready: asyncio.Future, lost: asyncio.Event) -> None:
         try:
-            async with self._connected() as session:
+            # A call that is cancelled while the server starts leaves the start to the next call: the limit ends it.
+            async with asyncio.timeout(_START_LIMIT) as limit, self._connected() as session:
+                limit.reschedule(None)
                 ready.set_result(session)
                 await lost.wait()
         except Exception as error:
             if not ready.done():
                 self._session = None
                 ready.set_exception(ConnectionError(f"the MCP server does not start: {_first(error)}"))
+
+
+async def _answers(session: Any) -> bool:
+    """Return whether the server answers a ping, which the protocol asks of every server."""
+    try:
+        await asyncio.wait_for(session.send_ping(), _ANSWER_LIMIT)
+    except Exception:  # the errors of a lost connection are those of the transport
+        return False
+    return True
+
+
+def _error_of_server() -> Any:
+    """Return the class of JSON-RPC errors: its name differs between versions 1 and 2 of the package."""
+    import mcp
+
+    return mcp.MCPError if hasattr(mcp, "MCPError") else mcp.McpError  # type: ignore[attr-defined]
 
 
 def _of_protocol(answer: Any) -> dict[str, Any]:

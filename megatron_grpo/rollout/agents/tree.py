@@ -7,12 +7,12 @@ share is trained in the first of them only.
 """
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatron_grpo.data.tokenizer import arguments_object
 from megatron_grpo.environments.rendering import Mark
 from megatron_grpo.rollout.engine import Completion
 from megatron_grpo.utils.errors import GrpoError
@@ -114,7 +114,7 @@ def normalised(message: Message) -> Message:
     Images are those of `without_images`.
     """
     calls = [
-        {"type": "function", "function": {"name": call["function"]["name"], "arguments": _object(call["function"])}}
+        {"type": "function", "function": _normalised_function(call["function"])}
         for call in message.get("tool_calls") or ()
     ]
     content = message.get("content")
@@ -123,6 +123,10 @@ def normalised(message: Message) -> Message:
     made = {"role": message["role"], "content": content or ""}
     made |= {key: message[key] for key in ("name", "reasoning_content") if message.get(key)}
     return made | ({"tool_calls": calls} if calls else {})
+
+
+def _normalised_function(function: dict[str, Any]) -> dict[str, Any]:
+    return {"name": function["name"], "arguments": arguments_object(function.get("arguments") or {})}
 
 
 def without_images(message: Message) -> tuple[Message, list[bytes]]:
@@ -158,13 +162,3 @@ def without_hashes(message: Message) -> Message:
     if isinstance(content, list):
         content = [{"type": "image"} if part["type"] == "image" else part for part in content]
     return message | {"content": content}
-
-
-def _object(function: dict[str, Any]) -> Any:
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            return json.loads(arguments)
-        except ValueError:
-            return arguments
-    return arguments

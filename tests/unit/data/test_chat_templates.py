@@ -86,6 +86,47 @@ def test_prompts_have_transformers_ids(name, directory, tmp_path):
     assert set(prompt.ids) & {theirs.convert_tokens_to_ids(token) for token in tokens["special"]}  # not their letters
 
 
+CALLING = ["Llama-3.1-8B-Instruct", "Kimi-K2-Instruct", "GLM-4.5-Air", "Qwen3-8B", "Qwen3.5-27B", "MiniMax-M2.5"]
+
+
+@pytest.mark.parametrize("name", [*CALLING, "gpt-oss-20b", "gemma-4-E2B-it", "DeepSeek-V3-0324"])
+def test_earlier_calls_in_openais_form(name, directory, tmp_path):
+    """Arguments as JSON text are those of an object, which templates expect; DeepSeek's joins the text."""
+
+    def called(arguments):
+        call = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": arguments}}
+        answer = {"role": "tool", "name": "find", "tool_call_id": "call00001", "content": "3 trains"}
+        return [
+            {"role": "user", "content": "When?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            answer,
+        ]
+
+    variables = VARIABLES.get(name, {})
+    args = arguments(directory(name), "--chat-template-kwargs", json.dumps(variables))
+    made, text = {"to": "Zürich", "stops": [1, None]}, '{"to": "Zürich", "stops": [1, null]}'
+    theirs = AutoTokenizer.from_pretrained(directory(name))
+    expected = theirs.apply_chat_template(
+        called(text if name == "DeepSeek-V3-0324" else made), add_generation_prompt=True, return_dict=False, **variables
+    )
+    of_object, of_text = prompts(tmp_path, args, *({"prompt": called(arguments)} for arguments in (made, text)))
+    assert of_text.ids == expected
+    if name != "DeepSeek-V3-0324":
+        assert of_object.ids == expected
+    assert "Zürich" in theirs.decode(of_text.ids)
+
+
+def test_earlier_calls_that_are_no_openai_calls(directory, tmp_path):
+    """Templates read calls without "function" around them; text that is no JSON is shown as it is."""
+    flat = [{"name": "find", "arguments": text} for text in ('{"a": 1}', "{a", "")]
+    user, answer = {"role": "user", "content": "?"}, {"role": "tool", "content": "3"}
+    rows = [{"prompt": [user, {"role": "assistant", "tool_calls": [call]}, answer]} for call in flat]
+    found = prompts(tmp_path, arguments(directory("Qwen3-8B")), *rows)
+    texts = [AutoTokenizer.from_pretrained(directory("Qwen3-8B")).decode(prompt.ids) for prompt in found]
+    for text, shown in zip(texts, ('{"a": 1}', "{a", "{}"), strict=True):
+        assert f'"arguments": {shown}}}' in text
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_end_tokens_are_the_models(name, directory):
     args = arguments(directory(name))

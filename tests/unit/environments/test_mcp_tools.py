@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(int(MCP.partition(".")[0]) < 2, reason="needs mc
 
 SERVER = """
 import os, sys
+from mcp import MCPError
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -49,6 +50,14 @@ def variables() -> str:
 @server.tool()
 def fail() -> str:
     raise ToolError("no such page")
+
+@server.tool()
+def refuse() -> str:
+    raise MCPError(-32602, "no city of this name")
+
+@server.tool()
+async def hang(fifo: str) -> str:
+    return open(fifo).read()  # in the event loop: the server answers nothing
 
 if len(sys.argv) > 1:
     server.run(transport="streamable-http", port=int(sys.argv[1]))
@@ -77,6 +86,8 @@ def test_schemas(tools):
         "authorization",
         "variables",
         "fail",
+        "refuse",
+        "hang",
     ]
     add = schemas[0]["function"]
     assert add["description"] == "Add two numbers." and add["parameters"]["required"] == ["a", "b"]
@@ -95,7 +106,10 @@ def test_calls(tools):
         wrong, failed = await said(("add", {"a": "x", "b": 1}), ("fail", {}))
         assert wrong.startswith("error: ") and "valid integer" in wrong
         assert failed.startswith("error: ") and "no such page" in failed
-        first, again = await said(("process", {}), ("process", {}))
+        (first,) = await said(("process", {}))
+        # A JSON-RPC error is an answer (https://www.jsonrpc.org/specification#error_object), no lost connection.
+        refused, again = await said(("refuse", {}), ("process", {}))
+        assert refused == "error: no city of this name"
         assert first == again and int(first) != os.getpid()  # one server for all calls
         os.kill(int(first), signal.SIGKILL)
         with pytest.raises(ConnectionError, match=r"the MCP server .*server\.py"):
@@ -106,6 +120,42 @@ def test_calls(tools):
 
     process = asyncio.run(asyncio.wait_for(all_calls(), 60))
     assert not Path(f"/proc/{process}").exists()  # it has ended with the loop
+
+
+def answer_of(pool):
+    while not (answers := pool.poll(1.0)):
+        pass
+    return answers[0]
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_is_replaced(server, tmp_path):
+    """A call blocks the server's event loop until its file is opened, which nothing does: the next episode goes on."""
+    os.mkfifo(tmp_path / "fifo")
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(
+        "from megatron_grpo.environments.builtin import mcp_server\n"
+        "from megatron_grpo.environments.registry import register_tools\n"
+        "mcp_server._ANSWER_LIMIT = 0.5\n"
+        f"tools = mcp_server.mcp_tools({sys.executable!r}, {server!r})\n"
+        "register_tools('mcp_that_hangs', tools)\n"
+    )
+    pool = EnvironmentPool(["mcp_that_hangs"], [plugin], timeout=10.0, retries=0)
+    try:
+        processes = []
+        for key in range(2):
+            pool.begin(key, "mcp_that_hangs", {})
+            assert answer_of(pool).error is None
+            pool.step(key, Turn("", [ToolCall("process", {}, "0")]))
+            answer = answer_of(pool)
+            assert answer.error is None
+            processes.append(answer.messages[0]["content"])
+            if not key:
+                pool.step(key, Turn("", [ToolCall("hang", {"fifo": str(tmp_path / "fifo")}, "1")]))
+                assert "took longer than 10 s" in answer_of(pool).error
+    finally:
+        pool.close()
+    assert processes[0] != processes[1]
 
 
 @pytest.mark.slow
@@ -187,21 +237,42 @@ def test_a_worker_ends_its_server(server, tmp_path):
     )
     pool = EnvironmentPool(["mcp_of_test"], [plugin])
 
-    def answer():
-        while not (answers := pool.poll(1.0)):
-            pass
-        return answers[0]
-
     pool.begin(0, "mcp_of_test", {})
-    assert answer().error is None
+    assert answer_of(pool).error is None
     pool.step(0, Turn("", [ToolCall("process", {}, "0")]))
-    process = Path("/proc") / answer().messages[0]["content"]
+    process = Path("/proc") / answer_of(pool).messages[0]["content"]
     assert process.exists()
     pool.close()
     deadline = time.monotonic() + 60
     while process.exists():  # its input has ended
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+PAGES = """
+import json, sys
+
+def tool(name):
+    return {"name": name, "inputSchema": {"type": "object"}}
+
+pages = {None: {"tools": [tool("a")], "nextCursor": "x"}, "x": {"tools": [tool("b"), tool("c")], "nextCursor": "y"}}
+pages["y"] = {"tools": [tool("d")]}
+for line in sys.stdin:
+    asked = json.loads(line)
+    result = {}
+    if asked["method"] == "initialize":
+        result = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
+        result["serverInfo"] = {"name": "pages", "version": "1"}
+    elif asked["method"] == "tools/list":
+        result = pages[(asked.get("params") or {}).get("cursor")]
+    if "id" in asked:
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+def test_all_pages_of_tools():
+    """A server of the specification's messages, without the package, lists its tools in three pages."""
+    assert [tool.__name__ for tool in mcp_tools(sys.executable, "-c", PAGES)] == ["a", "b", "c", "d"]
 
 
 def test_a_program_that_is_no_server_is_refused():

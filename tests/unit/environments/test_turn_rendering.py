@@ -1,10 +1,12 @@
 """Tokens behind a sampled turn: prompt, sampled ids and what is appended are the template's rendering of the whole."""
 
+import datetime
 from types import SimpleNamespace
 
 import pytest
 from instruct_models import NAMES, build_tokenizer
 from slow import slow_except
+from transformers.utils import chat_template_utils
 
 from megatron_grpo.data.end_of_turn import turn_end_token_ids
 from megatron_grpo.data.tokenizer import HuggingFaceTokenizer
@@ -140,6 +142,27 @@ def test_another_end_than_the_templates(published):
     assert tokenizer.decode(other, False).startswith("<|user|>\ny")
 
 
+@pytest.mark.parametrize("name", ["Llama-3.2-3B-Instruct", "gpt-oss-20b"])
+def test_a_template_that_prints_the_date_rewrites_nothing_after_midnight(name, published, monkeypatch):
+    """Prompts have the date of the launch, too: they follow no clock of transformers."""
+    tokenizer, renderer = published(name)
+    messages, spoken = [{"role": "user", "content": "hi"}], {"role": "assistant", "content": "x"}
+    before = tokenizer.apply_chat_template(messages)
+
+    class Tomorrow(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls.fromisoformat("2099-12-31")
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Tomorrow)
+    assert tokenizer.apply_chat_template(messages) == before
+    sampled = "<|channel|>final<|message|>x" if name == "gpt-oss-20b" else "x"
+    so_far = [*before, *tokenizer.encode_rest(sampled), renderer._end_token_ids[0]]
+    again = [*messages, spoken, {"role": "user", "content": "y"}]
+    assert renderer.rewritten(so_far, again)[0] is None
+    assert "2099" not in tokenizer.render_chat(again)
+
+
 def test_a_template_that_changes_the_past_is_detected(published):
     """Qwen3 leaves out the reasoning of turns before the newest question, and writes spaces into tool calls."""
     tokenizer, renderer = published("Qwen3-8B")
@@ -193,7 +216,6 @@ def test_a_turn_is_compared_by_what_is_new(name, rewrites, published):
     tokenizer, renderer = published(name)
     counted = Counted(tokenizer)
     quick = TurnRenderer(counted, renderer._end_token_ids)
-    quick._now = renderer._now
     messages, marks, work = [{"role": "user", "content": "one and one?"}], (), []
     ids = tokenizer.apply_chat_template(messages)
     for turn in range(30):

@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -149,6 +149,61 @@ def stand_in(monkeypatch, package):
     module.echarts.Table, module.calls = Table, calls
     monkeypatch.setitem(sys.modules, package, module)
     return module
+
+
+def mlflow_stand_in(monkeypatch):
+    module = ModuleType("mlflow")
+    module.__spec__ = importlib.util.spec_from_loader("mlflow", None)
+    module.exceptions, module.entities = ModuleType("exceptions"), ModuleType("entities")
+    module.exceptions.MlflowException = type("MlflowException", (Exception,), {})
+    module.entities.Param = module.entities.Metric = lambda *parts: parts
+
+    class Client:
+        log_batch = log_text = set_terminated = lambda self, *_, **__: None
+        get_experiment_by_name = create_run = lambda self, *_, **__: SimpleNamespace(
+            experiment_id="0", info=SimpleNamespace(run_id="1")
+        )
+
+    module.MlflowClient = Client
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    return module
+
+
+@pytest.mark.parametrize("action", ["continue", "stop"])
+@pytest.mark.parametrize("package", ["wandb", "swanlab", "mlflow"])
+def test_a_run_goes_on_without_a_tracker_that_raises_its_own_error(package, action, tmp_path, monkeypatch, capsys):
+    """As a lost network is one: of W&B and MLflow a class of the package, of SwanLab RuntimeError."""
+    rows = []
+
+    def log(*_, **__):
+        rows.append(1)
+        if len(rows) == 2:
+            raise error("the server does not answer")
+
+    if package == "mlflow":
+        module = mlflow_stand_in(monkeypatch)
+        error = module.exceptions.MlflowException
+    else:
+        module = stand_in(monkeypatch, package)
+        error = module.Error if package == "wandb" else RuntimeError
+    args = parsed(f"--{package}-project", "p", "--save", tmp_path, "--on-save-error", action)
+    logger = MetricsLogger(args, 0, 3, 0)
+    (tracker,) = logger.trackers
+    if package == "mlflow":
+        tracker.client.log_batch = log
+    else:
+        tracker.run.log = log
+    line = rf"{type(tracker).__name__} cannot be written: the server does not answer"
+    logger.log(1, {"lr": 0.1})
+    if action == "stop":
+        with pytest.raises(GrpoError, match=rf"{line}\. (?!Make room)"):
+            logger.log(2, {"lr": 0.1})
+        return
+    for iteration in (2, 3):
+        logger.log(iteration, {"lr": 0.1})
+    logger.close()
+    assert len(rows) == 2 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert capsys.readouterr().out.count(f"{line}; the run goes on without it") == 1
 
 
 PLACES = {"wandb": ("dir", "entity", ""), "swanlab": ("log_dir", "workspace", "/swanlog")}
