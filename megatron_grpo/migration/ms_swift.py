@@ -200,6 +200,23 @@ def _distils(settings: Settings) -> bool:
     return settings.text("rlhf_type", "grpo") == "gkd"
 
 
+def _over_batch(settings: Settings) -> bool:
+    """Return whether REINFORCE++ divides by the std over the batch; by that of a group it is GRPO."""
+    if settings.text("advantage_estimator") != "reinforce_plus_plus":
+        return False
+    return scaled_rewards(settings.text("scale_rewards", "batch"), settings) in (None, "batch")
+
+
+def _estimator(value: object, settings: Settings) -> Converted:
+    if value != "reinforce_plus_plus":
+        return SAME.apply(value, settings)
+    return "reinforce_plus_plus_baseline" if _over_batch(settings) else "grpo"
+
+
+def _scale(value: object, settings: Settings) -> Converted:
+    return None if _over_batch(settings) else scaled_rewards(value, settings)
+
+
 def _teacher_server(value: object, settings: Settings) -> Converted:
     if str(value).lstrip().startswith("["):
         raise Undecided("of several servers give SOURCE=URL of each, where SOURCE is a row's data_source")
@@ -379,11 +396,22 @@ ALGORITHM = (
     Row("--epsilon_high", "--epsilon-high"),
     Row("--delta", "--dual-clip"),
     Row("--importance_sampling_level", "--importance-sampling-level"),
-    Row("--advantage_estimator", "--advantage-estimator"),
+    Row(
+        "--advantage_estimator",
+        "--advantage-estimator",
+        Conversion(
+            "reinforce_plus_plus → reinforce_plus_plus_baseline, with scale_rewards group or none grpo; others → the "
+            "same",
+            _estimator,
+        ),
+    ),
     Row(
         "--scale_rewards",
         "--scale-rewards",
-        Conversion("true → group; false → none; group, batch, none → the same", scaled_rewards),
+        Conversion(
+            "true → group; false → none; group, batch, none → the same; nothing with reinforce_plus_plus of a batch",
+            _scale,
+        ),
     ),
     Row("--kl_in_reward", "--kl-in-reward", SWITCH),
     Row("--dynamic_sample", "--dynamic-sample", SWITCH),

@@ -433,6 +433,79 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             {"grpo__normalize_rewards": "true", "grpo__adv_estimator__name": "gdpo"},
             {"--advantage-estimator": "gdpo", "--scale-rewards": None},
         ),
+        # ms-swift subtracts the mean of the group, then divides by the std of the differences: over the batch by
+        # default; over the group it is that of the rewards, as GRPO's
+        (
+            "ms-swift",
+            {"advantage_estimator": "reinforce_plus_plus"},
+            {"--advantage-estimator": "reinforce_plus_plus_baseline", "--scale-rewards": None},
+        ),
+        (
+            "ms-swift",
+            {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "batch"},
+            {"--advantage-estimator": "reinforce_plus_plus_baseline", "--scale-rewards": None},
+        ),
+        (
+            "ms-swift",
+            {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "group"},
+            {"--advantage-estimator": "grpo", "--scale-rewards": "group"},
+        ),
+        (
+            "ms-swift",
+            {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "false"},
+            {"--advantage-estimator": "grpo", "--scale-rewards": "none"},
+        ),
+        (
+            "ms-swift",
+            {"advantage_estimator": "rloo", "scale_rewards": "batch"},
+            {"--advantage-estimator": "rloo", "--scale-rewards": "batch"},
+        ),
+        # NeMo-RL: minus_baseline is true by default; keys outside adv_estimator count without that block only
+        (
+            "NeMo-RL",
+            {"grpo__adv_estimator__name": "reinforce_plus_plus", "grpo__normalize_rewards": "true"},
+            {"--advantage-estimator": "reinforce_plus_plus_baseline", "--scale-rewards": None},
+        ),
+        (
+            "NeMo-RL",
+            {
+                "grpo__adv_estimator__name": "reinforce_plus_plus",
+                "grpo__adv_estimator__minus_baseline": "true",
+                "grpo__adv_estimator__normalize_rewards": "true",
+                "grpo__adv_estimator__use_leave_one_out_baseline": "true",
+            },
+            {"--advantage-estimator": "reinforce_plus_plus_baseline", "--scale-rewards": None},
+        ),
+        (
+            "NeMo-RL",
+            {"grpo__adv_estimator__name": "reinforce_plus_plus", "grpo__adv_estimator__minus_baseline": "false"},
+            {"--advantage-estimator": "reinforce_plus_plus", "--scale-rewards": None},
+        ),
+        (
+            "NeMo-RL",
+            {
+                "grpo__adv_estimator__name": "grpo",
+                "grpo__adv_estimator__normalize_rewards": "false",
+                "grpo__adv_estimator__use_leave_one_out_baseline": "true",
+                "grpo__normalize_rewards": "true",
+                "grpo__use_leave_one_out_baseline": "false",
+            },
+            {"--advantage-estimator": "rloo", "--scale-rewards": "none"},
+        ),
+        (
+            "NeMo-RL",
+            {
+                "grpo__adv_estimator__name": "grpo",
+                "grpo__adv_estimator__use_leave_one_out_baseline": "false",
+                "grpo__use_leave_one_out_baseline": "true",
+            },
+            {"--advantage-estimator": None, "--scale-rewards": None},
+        ),
+        (  # normalize_rewards is true by default there, --scale-rewards of rloo is none here
+            "NeMo-RL",
+            {"grpo__use_leave_one_out_baseline": "true"},
+            {"--advantage-estimator": "rloo", "--scale-rewards": "group"},
+        ),
     ],
 )
 def test_values_are_converted(system, settings, expected):
