@@ -590,6 +590,22 @@ def test_a_person_decides(system, settings, question):
             },
             "max_resp_len=1024: soft_overlong ends at --max-completion-length (2048)",
         ),
+        # TRL sums the log-ratios of a completion, compares the exponential and multiplies by it
+        ("TRL", {"use_vllm": "true"}, "sequence_mask, the default there: the product of a completion's ratios"),
+        (
+            "TRL",
+            {"use_vllm": "true", "vllm_importance_sampling_mode": "sequence_truncate"},
+            "vllm_importance_sampling_mode=sequence_truncate: the product of a completion's ratios",
+        ),
+        (
+            "Oumi",
+            {
+                "training__trainer_type": "TRL_GRPO",
+                "training__grpo__use_vllm": "true",
+                "vllm_importance_sampling_mode": "sequence_mask",
+            },
+            "vllm_importance_sampling_mode=sequence_mask: the product of a completion's ratios",
+        ),
         ("TRL", {"use_adaptive_entropy": "true"}, "use_adaptive_entropy=true: --entropy-coef is constant"),
         ("slime", {"eval_top_p": "0.7"}, "sampled evaluation has the rollout's settings"),
     ],
@@ -598,6 +614,19 @@ def test_what_changes_behaviour_is_said(system, settings, change):
     values = {name.replace("__", "."): value for name, value in settings.items()}
     changes = translate(SYSTEMS[system], Settings(values), GROUPS).changes
     assert any(change in point for point in changes), changes
+
+
+@pytest.mark.parametrize(
+    "system, settings, name",
+    [
+        ("TRL", {"use_vllm": "true", "vllm_importance_sampling_correction": "false"}, "importance_sampling"),
+        ("TRL", {"use_vllm": "true", "vllm_importance_sampling_mode": "token_mask"}, "importance_sampling"),
+        ("TRL", {"vllm_importance_sampling_mode": "sequence_mask"}, "importance_sampling"),
+    ],
+)
+def test_what_a_run_does_in_the_same_way_is_no_change(system, settings, name):
+    changes = translate(SYSTEMS[system], Settings(settings), GROUPS).changes
+    assert not any(name in point for point in changes), changes
 
 
 @pytest.mark.parametrize(
