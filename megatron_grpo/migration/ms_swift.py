@@ -120,6 +120,10 @@ def _thinking(value: object, settings: Settings) -> Converted:
     return f'{{"enable_thinking": {str(truth(value)).lower()}}}'
 
 
+def _bounds_prompts(settings: Settings) -> bool:
+    return settings.given("max_length")
+
+
 INTERVAL = multiple_of(_updates_per_rollout)
 
 BATCH = (
@@ -184,7 +188,11 @@ DATA = (
     Row(
         "--truncation_strategy",
         "--truncation-strategy",
-        choice({"left": "left", "delete": "delete", "raise": "raise", "none": None}, "left, delete or raise"),
+        only_if(
+            "with max_length, which is the model's maximum by default there",
+            _bounds_prompts,
+            choice({"left": "left", "delete": "delete", "raise": "raise", "none": None}, "left, delete or raise"),
+        ),
     ),
     Row("--system", "--system-prompt", Conversion("the text; a file: its text", _system)),
     Row("--template", None, ask("--chat-template gives a Jinja template; the tokenizer's is the default")),
@@ -559,7 +567,11 @@ SYSTEM = System(
         ("--weight-decay", constant("0.1"), "ms-swift's default"),
         ("--adam-beta2", constant("0.95"), "ms-swift's default"),
         ("--temperature", constant("0.9"), "ms-swift's default"),
-        ("--truncation-strategy", constant("left"), "ms-swift's default in GRPO"),
+        (
+            "--truncation-strategy",
+            lambda s: "left" if _bounds_prompts(s) else "raise",
+            "left by default in GRPO there; without max_length no prompt is cut: set --max-prompt-length",
+        ),
         ("--vllm-gpu-memory-utilization", constant("0.9"), "ms-swift's default"),
         ("--use-distributed-optimizer", constant(True), "on by default there, and the closest to DeepSpeed"),
         ("--recompute-granularity", _default("selective", None), "ms-swift's default"),

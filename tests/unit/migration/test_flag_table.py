@@ -501,6 +501,11 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             },
             {"--advantage-estimator": None, "--scale-rewards": None},
         ),
+        # max_length bounds the prompt, and is the model's maximum where it is not given; --max-prompt-length is 512
+        ("ms-swift", {}, {"--truncation-strategy": "raise", "--max-prompt-length": None}),
+        ("ms-swift", {"truncation_strategy": "delete"}, {"--truncation-strategy": "raise"}),
+        ("ms-swift", {"max_length": "4096"}, {"--truncation-strategy": "left", "--max-prompt-length": "4096"}),
+        ("ms-swift", {"max_length": "4096", "truncation_strategy": "delete"}, {"--truncation-strategy": "delete"}),
         (  # normalize_rewards is true by default there, --scale-rewards of rloo is none here
             "NeMo-RL",
             {"grpo__use_leave_one_out_baseline": "true"},
