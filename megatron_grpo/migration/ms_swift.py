@@ -46,6 +46,9 @@ from megatron_grpo.migration.rows import (
 from megatron_grpo.migration.trl import DATA_FILES, DECAYS, reported, scaled_rewards, server_urls
 
 REWARDS_OF_BOTH = ("accuracy", "format", "react_format", "cosine", "repetition", "soft_overlong")
+TEACHER = "teacher_model"
+OWN_COMPLETIONS = "all completions are the policy's; --train-only learns recorded ones"
+BOTH_SIDES = "weights are clipped on both sides"
 SERVERS = "stock vLLM servers take the place of swift rollout: docs/choose_engine.md"
 
 
@@ -393,7 +396,7 @@ ALGORITHM = (
         only_if(
             "with rlhf_type gkd",
             _distils,
-            differs("all completions are the policy's; --train-only learns recorded ones", "1", "1.0"),
+            differs(OWN_COMPLETIONS, "1", "1.0"),
         ),
     ),
     Row("--sft_alpha", None, differs("there is no supervised term next to the teacher's: --sft-iters come before")),
@@ -435,7 +438,7 @@ ALGORITHM = (
     Row("--real_tau", "--real-tau"),
     Row("--fipo_decay_rate", "--fipo-decay-rate"),
     Row("--fipo_clip_range", "--fipo-clip-range"),
-    Row("--fipo_clip_high_only", None, differs("weights are clipped on both sides")),
+    Row("--fipo_clip_high_only", None, differs(BOTH_SIDES)),
     Row("--fipo_safety_threshold", "--fipo-safety-threshold"),
     Row("--top_entropy_quantile", "--top-entropy-quantile"),
     Row("--log_entropy", None, None, "the entropy is always a metric"),
@@ -551,6 +554,22 @@ def _decide(settings: Settings) -> list[str]:
     return points
 
 
+def _kl_in_reward(settings: Settings) -> Converted:
+    """Return the switch where --kl_in_reward is not given: its default follows from the estimator."""
+    estimators = ("rloo", "reinforce_plus_plus")
+    default = settings.text("advantage_estimator") in estimators and not settings.given("kl_in_reward")
+    return True if default and not _distils(settings) else None
+
+
+def _differences(settings: Settings) -> list[str]:
+    points = []
+    if _distils(settings) and not settings.given("lmbda"):
+        points.append(f"--lmbda is 0.5, the default there: {OWN_COMPLETIONS}")
+    if settings.text("loss_type") == "fipo" and not settings.given("fipo_clip_high_only"):
+        points.append(f"--fipo_clip_high_only is true, the default there: {BOTH_SIDES}")
+    return points
+
+
 SYSTEM = System(
     name="ms-swift",
     sources="modelscope/ms-swift: examples/megatron/grpo, examples/train/grpo, swift/megatron/arguments",
@@ -585,8 +604,15 @@ SYSTEM = System(
             "ms-swift's default",
         ),
         ("--beta", lambda s: "0" if _distils(s) else None, "GKD has no reference model"),
+        (
+            "--teacher-kl-coef",
+            lambda s: "1" if not _distils(s) and (s.given(TEACHER) or s.given(f"{TEACHER}_server")) else None,
+            "ms-swift's default in GRPO with a teacher",
+        ),
+        ("--kl-in-reward", _kl_in_reward, "ms-swift's default of rloo and reinforce_plus_plus"),
         ("--sft-loss-type", lambda s: "sft" if s.given("chord_sft_dataset") else None, "CHORD without phi"),
         ("--reward-funcs", constant("accuracy"), "decide: docs/rewards.md lists the rewards"),
     ),
     decide=_decide,
+    differences=_differences,
 )

@@ -538,6 +538,15 @@ ALGORITHM = (
         ),
     ),
     Row(
+        f"{TIS}ratio_min",
+        None,
+        only_if(
+            "with seq-mask-tis",
+            lambda s: s.text(f"{TIS}type") == "seq-mask-tis" and s.true(f"{LOSS}use_importance_sampling_correction"),
+            differs("--rollout-importance-sampling-mode sequence_mask has no lower bound: such completions are kept"),
+        ),
+    ),
+    Row(
         f"{LOSS}positive_example_nll_weight",
         None,
         only_if(

@@ -506,6 +506,15 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
         ("ms-swift", {"truncation_strategy": "delete"}, {"--truncation-strategy": "raise"}),
         ("ms-swift", {"max_length": "4096"}, {"--truncation-strategy": "left", "--max-prompt-length": "4096"}),
         ("ms-swift", {"max_length": "4096", "truncation_strategy": "delete"}, {"--truncation-strategy": "delete"}),
+        # kl_in_reward is true by default of these estimators, and teacher_kl_coef 1 in GRPO
+        ("ms-swift", {"advantage_estimator": "rloo", "beta": "0.001"}, {"--kl-in-reward": "", "--beta": "0.001"}),
+        ("ms-swift", {"advantage_estimator": "reinforce_plus_plus"}, {"--kl-in-reward": ""}),
+        ("ms-swift", {"advantage_estimator": "rloo", "kl_in_reward": "false"}, {"--kl-in-reward": None}),
+        ("ms-swift", {"advantage_estimator": "rloo", "beta": "0"}, {"--kl-in-reward": None}),
+        ("ms-swift", {"advantage_estimator": "grpo"}, {"--kl-in-reward": None, "--teacher-kl-coef": None}),
+        ("ms-swift", {"teacher_model": "/t"}, {"--teacher-load-hf": "/t", "--teacher-kl-coef": "1"}),
+        ("ms-swift", {"teacher_model": "/t", "teacher_kl_coef": "0.5"}, {"--teacher-kl-coef": "0.5"}),
+        ("ms-swift", {"teacher_model": "/t", "rlhf_type": "gkd"}, {"--teacher-kl-coef": None}),
         (  # normalize_rewards is true by default there, --scale-rewards of rloo is none here
             "NeMo-RL",
             {"grpo__use_leave_one_out_baseline": "true"},
@@ -611,6 +620,18 @@ def test_a_person_decides(system, settings, question):
             },
             "vllm_importance_sampling_mode=sequence_mask: the product of a completion's ratios",
         ),
+        ("ms-swift", {"rlhf_type": "gkd"}, "--lmbda is 0.5, the default there: all completions are the policy's"),
+        ("ms-swift", {"loss_type": "fipo"}, "--fipo_clip_high_only is true, the default there: weights are clipped on"),
+        (  # a completion is kept where ratio_min <= g <= ratio
+            "NeMo-RL",
+            {
+                "loss_fn__use_importance_sampling_correction": "true",
+                "loss_fn__truncated_importance_sampling_type": "seq-mask-tis",
+                "loss_fn__truncated_importance_sampling_ratio": "1.002",
+                "loss_fn__truncated_importance_sampling_ratio_min": "0.999",
+            },
+            "ratio_min=0.999: --rollout-importance-sampling-mode sequence_mask has no lower bound",
+        ),
         ("TRL", {"use_adaptive_entropy": "true"}, "use_adaptive_entropy=true: --entropy-coef is constant"),
         ("slime", {"eval_top_p": "0.7"}, "sampled evaluation has the rollout's settings"),
     ],
@@ -627,6 +648,10 @@ def test_what_changes_behaviour_is_said(system, settings, change):
         ("TRL", {"use_vllm": "true", "vllm_importance_sampling_correction": "false"}, "importance_sampling"),
         ("TRL", {"use_vllm": "true", "vllm_importance_sampling_mode": "token_mask"}, "importance_sampling"),
         ("TRL", {"vllm_importance_sampling_mode": "sequence_mask"}, "importance_sampling"),
+        ("ms-swift", {"rlhf_type": "gkd", "lmbda": "1"}, "lmbda"),
+        ("ms-swift", {"rlhf_type": "grpo"}, "lmbda"),
+        ("ms-swift", {"loss_type": "fipo", "fipo_clip_high_only": "false"}, "fipo"),
+        ("ms-swift", {"loss_type": "grpo"}, "fipo"),
     ],
 )
 def test_what_a_run_does_in_the_same_way_is_no_change(system, settings, name):
