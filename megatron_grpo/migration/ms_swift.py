@@ -46,6 +46,9 @@ from megatron_grpo.migration.rows import (
 from megatron_grpo.migration.trl import DATA_FILES, DECAYS, reported, scaled_rewards, server_urls
 
 REWARDS_OF_BOTH = ("accuracy", "format", "react_format", "cosine", "repetition", "soft_overlong")
+TEACHER = "teacher_model"
+OWN_COMPLETIONS = "all completions are the policy's; --train-only learns recorded ones"
+BOTH_SIDES = "weights are clipped on both sides"
 SERVERS = "stock vLLM servers take the place of swift rollout: docs/choose_engine.md"
 
 
@@ -120,6 +123,10 @@ def _thinking(value: object, settings: Settings) -> Converted:
     return f'{{"enable_thinking": {str(truth(value)).lower()}}}'
 
 
+def _bounds_prompts(settings: Settings) -> bool:
+    return settings.given("max_length")
+
+
 INTERVAL = multiple_of(_updates_per_rollout)
 
 BATCH = (
@@ -184,7 +191,11 @@ DATA = (
     Row(
         "--truncation_strategy",
         "--truncation-strategy",
-        choice({"left": "left", "delete": "delete", "raise": "raise", "none": None}, "left, delete or raise"),
+        only_if(
+            "with max_length, which is the model's maximum by default there",
+            _bounds_prompts,
+            choice({"left": "left", "delete": "delete", "raise": "raise", "none": None}, "left, delete or raise"),
+        ),
     ),
     Row("--system", "--system-prompt", Conversion("the text; a file: its text", _system)),
     Row("--template", None, ask("--chat-template gives a Jinja template; the tokenizer's is the default")),
@@ -198,6 +209,23 @@ DATA = (
 
 def _distils(settings: Settings) -> bool:
     return settings.text("rlhf_type", "grpo") == "gkd"
+
+
+def _over_batch(settings: Settings) -> bool:
+    """Return whether REINFORCE++ divides by the std over the batch; by that of a group it is GRPO."""
+    if settings.text("advantage_estimator") != "reinforce_plus_plus":
+        return False
+    return scaled_rewards(settings.text("scale_rewards", "batch"), settings) in (None, "batch")
+
+
+def _estimator(value: object, settings: Settings) -> Converted:
+    if value != "reinforce_plus_plus":
+        return SAME.apply(value, settings)
+    return "reinforce_plus_plus_baseline" if _over_batch(settings) else "grpo"
+
+
+def _scale(value: object, settings: Settings) -> Converted:
+    return None if _over_batch(settings) else scaled_rewards(value, settings)
 
 
 def _teacher_server(value: object, settings: Settings) -> Converted:
@@ -368,7 +396,7 @@ ALGORITHM = (
         only_if(
             "with rlhf_type gkd",
             _distils,
-            differs("all completions are the policy's; --train-only learns recorded ones", "1", "1.0"),
+            differs(OWN_COMPLETIONS, "1", "1.0"),
         ),
     ),
     Row("--sft_alpha", None, differs("there is no supervised term next to the teacher's: --sft-iters come before")),
@@ -379,11 +407,22 @@ ALGORITHM = (
     Row("--epsilon_high", "--epsilon-high"),
     Row("--delta", "--dual-clip"),
     Row("--importance_sampling_level", "--importance-sampling-level"),
-    Row("--advantage_estimator", "--advantage-estimator"),
+    Row(
+        "--advantage_estimator",
+        "--advantage-estimator",
+        Conversion(
+            "reinforce_plus_plus → reinforce_plus_plus_baseline, with scale_rewards group or none grpo; others → the "
+            "same",
+            _estimator,
+        ),
+    ),
     Row(
         "--scale_rewards",
         "--scale-rewards",
-        Conversion("true → group; false → none; group, batch, none → the same", scaled_rewards),
+        Conversion(
+            "true → group; false → none; group, batch, none → the same; nothing with reinforce_plus_plus of a batch",
+            _scale,
+        ),
     ),
     Row("--kl_in_reward", "--kl-in-reward", SWITCH),
     Row("--dynamic_sample", "--dynamic-sample", SWITCH),
@@ -399,7 +438,7 @@ ALGORITHM = (
     Row("--real_tau", "--real-tau"),
     Row("--fipo_decay_rate", "--fipo-decay-rate"),
     Row("--fipo_clip_range", "--fipo-clip-range"),
-    Row("--fipo_clip_high_only", None, differs("weights are clipped on both sides")),
+    Row("--fipo_clip_high_only", None, differs(BOTH_SIDES)),
     Row("--fipo_safety_threshold", "--fipo-safety-threshold"),
     Row("--top_entropy_quantile", "--top-entropy-quantile"),
     Row("--log_entropy", None, None, "the entropy is always a metric"),
@@ -515,6 +554,22 @@ def _decide(settings: Settings) -> list[str]:
     return points
 
 
+def _kl_in_reward(settings: Settings) -> Converted:
+    """Return the switch where --kl_in_reward is not given: its default follows from the estimator."""
+    estimators = ("rloo", "reinforce_plus_plus")
+    default = settings.text("advantage_estimator") in estimators and not settings.given("kl_in_reward")
+    return True if default and not _distils(settings) else None
+
+
+def _differences(settings: Settings) -> list[str]:
+    points = []
+    if _distils(settings) and not settings.given("lmbda"):
+        points.append(f"--lmbda is 0.5, the default there: {OWN_COMPLETIONS}")
+    if settings.text("loss_type") == "fipo" and not settings.given("fipo_clip_high_only"):
+        points.append(f"--fipo_clip_high_only is true, the default there: {BOTH_SIDES}")
+    return points
+
+
 SYSTEM = System(
     name="ms-swift",
     sources="modelscope/ms-swift: examples/megatron/grpo, examples/train/grpo, swift/megatron/arguments",
@@ -531,7 +586,11 @@ SYSTEM = System(
         ("--weight-decay", constant("0.1"), "ms-swift's default"),
         ("--adam-beta2", constant("0.95"), "ms-swift's default"),
         ("--temperature", constant("0.9"), "ms-swift's default"),
-        ("--truncation-strategy", constant("left"), "ms-swift's default in GRPO"),
+        (
+            "--truncation-strategy",
+            lambda s: "left" if _bounds_prompts(s) else "raise",
+            "left by default in GRPO there; without max_length no prompt is cut: set --max-prompt-length",
+        ),
         ("--vllm-gpu-memory-utilization", constant("0.9"), "ms-swift's default"),
         ("--use-distributed-optimizer", constant(True), "on by default there, and the closest to DeepSpeed"),
         ("--recompute-granularity", _default("selective", None), "ms-swift's default"),
@@ -545,8 +604,15 @@ SYSTEM = System(
             "ms-swift's default",
         ),
         ("--beta", lambda s: "0" if _distils(s) else None, "GKD has no reference model"),
+        (
+            "--teacher-kl-coef",
+            lambda s: "1" if not _distils(s) and (s.given(TEACHER) or s.given(f"{TEACHER}_server")) else None,
+            "ms-swift's default in GRPO with a teacher",
+        ),
+        ("--kl-in-reward", _kl_in_reward, "ms-swift's default of rloo and reinforce_plus_plus"),
         ("--sft-loss-type", lambda s: "sft" if s.given("chord_sft_dataset") else None, "CHORD without phi"),
         ("--reward-funcs", constant("accuracy"), "decide: docs/rewards.md lists the rewards"),
     ),
     decide=_decide,
+    differences=_differences,
 )

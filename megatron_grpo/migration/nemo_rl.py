@@ -45,6 +45,7 @@ DTENSOR = "policy.dtensor_cfg."
 GENERATION = "policy.generation."
 VLLM = "policy.generation.vllm_cfg."
 LOSS = "loss_fn."
+ESTIMATOR = "grpo.adv_estimator."
 ROLLOUTS = "rollouts there, updates here: x num_prompts_per_step x num_generations_per_prompt / train_global_batch_size"
 
 
@@ -79,16 +80,27 @@ def _packed(settings: Settings) -> bool:
     return settings.true(f"{POLICY}sequence_packing.enabled") or settings.true(f"{POLICY}dynamic_batching.enabled")
 
 
-def _estimator(value: object, settings: Settings) -> Converted:
-    if truth(value) and settings.text("grpo.adv_estimator.name", "grpo") == "grpo":
-        return "rloo"
-    return None
+def _top_level(settings: Settings) -> bool:
+    """Return whether the keys outside grpo.adv_estimator count: only without that block."""
+    return not any(key.startswith(ESTIMATOR) for key in settings.values)
 
 
-def _scale(value: object, settings: Settings) -> Converted:
-    if settings.text("grpo.adv_estimator.name") == "gdpo":  # it has a scale of its own
-        return None
-    return "group" if truth(value) else "none"
+def _centred(settings: Settings) -> bool:
+    """Return whether the advantages are GRPO's or RLOO's: the other estimators have a scale of their own."""
+    return settings.text(f"{ESTIMATOR}name", "grpo") == "grpo"
+
+
+def _reinforce(settings: Settings) -> str:
+    return f"reinforce_plus_plus{'_baseline' * settings.true(f'{ESTIMATOR}minus_baseline', True)}"
+
+
+def _rloo_scale(settings: Settings) -> Converted:
+    prefix = "grpo." if _top_level(settings) else ESTIMATOR
+    return "group" if settings.true(f"{prefix}use_leave_one_out_baseline") and _centred(settings) else None
+
+
+RLOO = Conversion("true → rloo; false → grpo, the default", lambda v, s: "rloo" if truth(v) else None)
+SCALE = Conversion("true → group; false → none", lambda v, s: "group" if truth(v) else "none")
 
 
 def _loss(settings: Settings) -> str:
@@ -526,6 +538,15 @@ ALGORITHM = (
         ),
     ),
     Row(
+        f"{TIS}ratio_min",
+        None,
+        only_if(
+            "with seq-mask-tis",
+            lambda s: s.text(f"{TIS}type") == "seq-mask-tis" and s.true(f"{LOSS}use_importance_sampling_correction"),
+            differs("--rollout-importance-sampling-mode sequence_mask has no lower bound: such completions are kept"),
+        ),
+    ),
+    Row(
         f"{LOSS}positive_example_nll_weight",
         None,
         only_if(
@@ -545,18 +566,28 @@ ALGORITHM = (
     Row(
         "grpo.use_leave_one_out_baseline",
         "--advantage-estimator",
-        Conversion("true → rloo; false → grpo, the default", _estimator),
+        only_if("without grpo.adv_estimator", _top_level, RLOO),
     ),
-    Row("grpo.normalize_rewards", "--scale-rewards", Conversion("true → group; false → none", _scale)),
+    Row("grpo.normalize_rewards", "--scale-rewards", only_if("without grpo.adv_estimator", _top_level, SCALE)),
     Row(
-        "grpo.adv_estimator.name",
+        f"{ESTIMATOR}name",
         "--advantage-estimator",
-        choice(
-            {"grpo": None, "gdpo": "gdpo", "reinforce_plus_plus": "reinforce_plus_plus"},
-            "docs/algorithms.md lists the estimators",
+        Conversion(
+            "grpo → nothing; gdpo → gdpo; reinforce_plus_plus → reinforce_plus_plus_baseline, with minus_baseline "
+            "false the same",
+            lambda value, settings: choice(
+                {"grpo": None, "gdpo": "gdpo", "reinforce_plus_plus": _reinforce(settings)},
+                "docs/algorithms.md lists the estimators",
+            ).apply(value, settings),
         ),
     ),
-    Row("grpo.adv_estimator.*", None, None, "as grpo.normalize_rewards and grpo.use_leave_one_out_baseline"),
+    Row(
+        f"{ESTIMATOR}use_leave_one_out_baseline",
+        "--advantage-estimator",
+        only_if("with the name grpo", _centred, RLOO),
+    ),
+    Row(f"{ESTIMATOR}normalize_rewards", "--scale-rewards", only_if("with the name grpo", _centred, SCALE)),
+    Row(f"{ESTIMATOR}minus_baseline", None, None, "with the name reinforce_plus_plus"),
     Row("grpo.overlong_filtering", "--overlong-filter", SWITCH),
     Row("grpo.use_dynamic_sampling", "--dynamic-sample", SWITCH),
     Row(
@@ -660,6 +691,7 @@ SYSTEM = System(
         ("--max-completion-length", _lengths, "half of max_total_sequence_length"),
         ("--truncation-strategy", constant("delete"), "longer prompts are left out there"),
         ("--loss-type", _loss, "NeMo-RL's default"),
+        ("--scale-rewards", _rloo_scale, "NeMo-RL's default"),
         ("--use-distributed-optimizer", constant(True), "the closest to DTensor's sharding"),
         ("--sleep-level", constant("2"), "colocated engines free their memory there"),
         ("--offload-model", constant(True), "the trainer moves to the host there"),

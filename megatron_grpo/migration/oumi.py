@@ -24,7 +24,7 @@ from megatron_grpo.migration.rows import (
     scaled,
     switch_for,
 )
-from megatron_grpo.migration.trl import DATA_FILES, DECAYS, FILES
+from megatron_grpo.migration.trl import DATA_FILES, DECAYS, FILES, sequence_ratios
 from megatron_grpo.migration.verl import updates_per_rollout
 
 T = "training."
@@ -243,4 +243,5 @@ SYSTEM = System(
     ),
     decide=_decide,
     hands_on=("TRL", "verl"),
+    differences=lambda settings: sequence_ratios(settings) if _trl(settings) else [],
 )

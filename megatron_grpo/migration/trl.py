@@ -105,6 +105,19 @@ def _correction(settings: Settings) -> bool:
     return used and settings.true("vllm_importance_sampling_correction", True)
 
 
+def sequence_ratios(settings: Settings, default: str = "") -> list[str]:
+    """Return how the weights of a sequence mode, given or by ``default``, differ from those here."""
+    mode = settings.text("vllm_importance_sampling_mode", default)
+    if not _correction(settings) or not mode.startswith("sequence_"):
+        return []
+    there = "" if settings.given("vllm_importance_sampling_mode") else ", the default there"
+    weight = "each token's own ratio" if mode == "sequence_mask" else "that mean"
+    return [
+        f"vllm_importance_sampling_mode={mode}{there}: the product of a completion's ratios is compared with the "
+        f"threshold and is its weight there; here their geometric mean is compared, and the weight is {weight}"
+    ]
+
+
 def _multiple(value: object, settings: Settings) -> Converted:
     """Return warm-up of 1 or more as updates; TRL reads a smaller value as a share."""
     size = parse_number(str(value))
@@ -404,4 +417,5 @@ SYSTEM = System(
         ("--reward-funcs", constant("accuracy"), "not in a configuration of TRL"),
     ),
     decide=_decide,
+    differences=lambda settings: sequence_ratios(settings, "sequence_mask"),
 )

@@ -433,6 +433,93 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
             {"grpo__normalize_rewards": "true", "grpo__adv_estimator__name": "gdpo"},
             {"--advantage-estimator": "gdpo", "--scale-rewards": None},
         ),
+        # ms-swift subtracts the mean of the group, then divides by the std of the differences: over the batch by
+        # default; over the group it is that of the rewards, as GRPO's
+        (
+            "ms-swift",
+            {"advantage_estimator": "reinforce_plus_plus"},
+            {"--advantage-estimator": "reinforce_plus_plus_baseline", "--scale-rewards": None},
+        ),
+        (
+            "ms-swift",
+            {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "batch"},
+            {"--advantage-estimator": "reinforce_plus_plus_baseline", "--scale-rewards": None},
+        ),
+        (
+            "ms-swift",
+            {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "group"},
+            {"--advantage-estimator": "grpo", "--scale-rewards": "group"},
+        ),
+        (
+            "ms-swift",
+            {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "false"},
+            {"--advantage-estimator": "grpo", "--scale-rewards": "none"},
+        ),
+        (
+            "ms-swift",
+            {"advantage_estimator": "rloo", "scale_rewards": "batch"},
+            {"--advantage-estimator": "rloo", "--scale-rewards": "batch"},
+        ),
+        # NeMo-RL: minus_baseline is true by default; keys outside adv_estimator count without that block only
+        (
+            "NeMo-RL",
+            {"grpo__adv_estimator__name": "reinforce_plus_plus", "grpo__normalize_rewards": "true"},
+            {"--advantage-estimator": "reinforce_plus_plus_baseline", "--scale-rewards": None},
+        ),
+        (
+            "NeMo-RL",
+            {
+                "grpo__adv_estimator__name": "reinforce_plus_plus",
+                "grpo__adv_estimator__minus_baseline": "true",
+                "grpo__adv_estimator__normalize_rewards": "true",
+                "grpo__adv_estimator__use_leave_one_out_baseline": "true",
+            },
+            {"--advantage-estimator": "reinforce_plus_plus_baseline", "--scale-rewards": None},
+        ),
+        (
+            "NeMo-RL",
+            {"grpo__adv_estimator__name": "reinforce_plus_plus", "grpo__adv_estimator__minus_baseline": "false"},
+            {"--advantage-estimator": "reinforce_plus_plus", "--scale-rewards": None},
+        ),
+        (
+            "NeMo-RL",
+            {
+                "grpo__adv_estimator__name": "grpo",
+                "grpo__adv_estimator__normalize_rewards": "false",
+                "grpo__adv_estimator__use_leave_one_out_baseline": "true",
+                "grpo__normalize_rewards": "true",
+                "grpo__use_leave_one_out_baseline": "false",
+            },
+            {"--advantage-estimator": "rloo", "--scale-rewards": "none"},
+        ),
+        (
+            "NeMo-RL",
+            {
+                "grpo__adv_estimator__name": "grpo",
+                "grpo__adv_estimator__use_leave_one_out_baseline": "false",
+                "grpo__use_leave_one_out_baseline": "true",
+            },
+            {"--advantage-estimator": None, "--scale-rewards": None},
+        ),
+        # max_length bounds the prompt, and is the model's maximum where it is not given; --max-prompt-length is 512
+        ("ms-swift", {}, {"--truncation-strategy": "raise", "--max-prompt-length": None}),
+        ("ms-swift", {"truncation_strategy": "delete"}, {"--truncation-strategy": "raise"}),
+        ("ms-swift", {"max_length": "4096"}, {"--truncation-strategy": "left", "--max-prompt-length": "4096"}),
+        ("ms-swift", {"max_length": "4096", "truncation_strategy": "delete"}, {"--truncation-strategy": "delete"}),
+        # kl_in_reward is true by default of these estimators, and teacher_kl_coef 1 in GRPO
+        ("ms-swift", {"advantage_estimator": "rloo", "beta": "0.001"}, {"--kl-in-reward": "", "--beta": "0.001"}),
+        ("ms-swift", {"advantage_estimator": "reinforce_plus_plus"}, {"--kl-in-reward": ""}),
+        ("ms-swift", {"advantage_estimator": "rloo", "kl_in_reward": "false"}, {"--kl-in-reward": None}),
+        ("ms-swift", {"advantage_estimator": "rloo", "beta": "0"}, {"--kl-in-reward": None}),
+        ("ms-swift", {"advantage_estimator": "grpo"}, {"--kl-in-reward": None, "--teacher-kl-coef": None}),
+        ("ms-swift", {"teacher_model": "/t"}, {"--teacher-load-hf": "/t", "--teacher-kl-coef": "1"}),
+        ("ms-swift", {"teacher_model": "/t", "teacher_kl_coef": "0.5"}, {"--teacher-kl-coef": "0.5"}),
+        ("ms-swift", {"teacher_model": "/t", "rlhf_type": "gkd"}, {"--teacher-kl-coef": None}),
+        (  # normalize_rewards is true by default there, --scale-rewards of rloo is none here
+            "NeMo-RL",
+            {"grpo__use_leave_one_out_baseline": "true"},
+            {"--advantage-estimator": "rloo", "--scale-rewards": "group"},
+        ),
     ],
 )
 def test_values_are_converted(system, settings, expected):
@@ -517,6 +604,34 @@ def test_a_person_decides(system, settings, question):
             },
             "max_resp_len=1024: soft_overlong ends at --max-completion-length (2048)",
         ),
+        # TRL sums the log-ratios of a completion, compares the exponential and multiplies by it
+        ("TRL", {"use_vllm": "true"}, "sequence_mask, the default there: the product of a completion's ratios"),
+        (
+            "TRL",
+            {"use_vllm": "true", "vllm_importance_sampling_mode": "sequence_truncate"},
+            "vllm_importance_sampling_mode=sequence_truncate: the product of a completion's ratios",
+        ),
+        (
+            "Oumi",
+            {
+                "training__trainer_type": "TRL_GRPO",
+                "training__grpo__use_vllm": "true",
+                "vllm_importance_sampling_mode": "sequence_mask",
+            },
+            "vllm_importance_sampling_mode=sequence_mask: the product of a completion's ratios",
+        ),
+        ("ms-swift", {"rlhf_type": "gkd"}, "--lmbda is 0.5, the default there: all completions are the policy's"),
+        ("ms-swift", {"loss_type": "fipo"}, "--fipo_clip_high_only is true, the default there: weights are clipped on"),
+        (  # a completion is kept where ratio_min <= g <= ratio
+            "NeMo-RL",
+            {
+                "loss_fn__use_importance_sampling_correction": "true",
+                "loss_fn__truncated_importance_sampling_type": "seq-mask-tis",
+                "loss_fn__truncated_importance_sampling_ratio": "1.002",
+                "loss_fn__truncated_importance_sampling_ratio_min": "0.999",
+            },
+            "ratio_min=0.999: --rollout-importance-sampling-mode sequence_mask has no lower bound",
+        ),
         ("TRL", {"use_adaptive_entropy": "true"}, "use_adaptive_entropy=true: --entropy-coef is constant"),
         ("slime", {"eval_top_p": "0.7"}, "sampled evaluation has the rollout's settings"),
     ],
@@ -525,6 +640,23 @@ def test_what_changes_behaviour_is_said(system, settings, change):
     values = {name.replace("__", "."): value for name, value in settings.items()}
     changes = translate(SYSTEMS[system], Settings(values), GROUPS).changes
     assert any(change in point for point in changes), changes
+
+
+@pytest.mark.parametrize(
+    "system, settings, name",
+    [
+        ("TRL", {"use_vllm": "true", "vllm_importance_sampling_correction": "false"}, "importance_sampling"),
+        ("TRL", {"use_vllm": "true", "vllm_importance_sampling_mode": "token_mask"}, "importance_sampling"),
+        ("TRL", {"vllm_importance_sampling_mode": "sequence_mask"}, "importance_sampling"),
+        ("ms-swift", {"rlhf_type": "gkd", "lmbda": "1"}, "lmbda"),
+        ("ms-swift", {"rlhf_type": "grpo"}, "lmbda"),
+        ("ms-swift", {"loss_type": "fipo", "fipo_clip_high_only": "false"}, "fipo"),
+        ("ms-swift", {"loss_type": "grpo"}, "fipo"),
+    ],
+)
+def test_what_a_run_does_in_the_same_way_is_no_change(system, settings, name):
+    changes = translate(SYSTEMS[system], Settings(settings), GROUPS).changes
+    assert not any(name in point for point in changes), changes
 
 
 @pytest.mark.parametrize(
