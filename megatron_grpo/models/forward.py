@@ -330,7 +330,7 @@ def log_probs(
 
 
 def budget_of_scores(args) -> int | None:
-    """Return the token budget of the policy's passes without gradients; None: that of updates."""
+    """Return the token budget of a model's passes without gradients; None: that of updates."""
     return None if _replays_shared_tokens(args) else args.logprobs_max_tokens_per_microbatch
 
 
