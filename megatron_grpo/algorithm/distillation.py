@@ -3,8 +3,6 @@
 import numpy as np
 import numpy.typing as npt
 
-from megatron_grpo.utils.errors import GrpoError
-
 Float32 = npt.NDArray[np.float32]
 
 
@@ -28,21 +26,14 @@ def on_policy_distillation(
         coefficient: C.
 
     Returns:
-        [total], 0 on tokens that are not in the loss.
-
-    Raises:
-        GrpoError: a log-probability of a token in the loss is NaN or infinite.
+        [total], 0 on tokens that are not in the loss, NaN where a log-probability is NaN or infinite.
 
     Source: Thinking Machines Lab 2025, "On-policy distillation"; the divergence is that of Gu et al. 2023, "MiniLLM",
     arXiv:2306.08543.
     """
     in_loss = response_mask == 1
     result = np.zeros(len(response_mask))
-    difference = teacher_log_probs[in_loss].astype(np.float64) - old_log_probs[in_loss]
-    if not np.isfinite(difference).all():
-        raise GrpoError(
-            f"log-probabilities under teacher or old policy are NaN or infinite for {(~np.isfinite(difference)).sum()} "
-            f"of {in_loss.sum()} tokens in the loss; check the teacher's weights and vocabulary"
-        )
-    result[in_loss] = advantages[in_loss] + coefficient * difference
+    with np.errstate(invalid="ignore"):
+        difference = teacher_log_probs[in_loss].astype(np.float64) - old_log_probs[in_loss]
+    result[in_loss] = advantages[in_loss] + coefficient * np.where(np.isfinite(difference), difference, np.nan)
     return result.astype(np.float32)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from megatron_grpo.algorithm.losses import MAX_LOG_RATIO
-from megatron_grpo.utils.errors import GrpoError
 
 KLEstimator = Literal["k1", "k2", "k3", "unbiased"]
 KL_ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
@@ -102,17 +101,10 @@ def kl_penalties(
         beta: weight.
 
     Returns:
-        [total], 0 on tokens that are not in the loss.
-
-    Raises:
-        GrpoError: a log-probability of a token in the loss is NaN or infinite.
+        [total], 0 on tokens that are not in the loss, NaN where a log-probability is NaN or infinite.
     """
     in_loss = response_mask == 1
     penalties = np.zeros(len(response_mask))
-    penalties[in_loss] = beta * (log_probs[in_loss].astype(np.float64) - ref_log_probs[in_loss])
-    if not np.isfinite(penalties).all():
-        raise GrpoError(
-            f"--kl-in-reward: log-probabilities under policy or reference are NaN or infinite for "
-            f"{(~np.isfinite(penalties)).sum()} of {in_loss.sum()} tokens in the loss; check the weights loaded"
-        )
-    return penalties
+    with np.errstate(invalid="ignore"):
+        penalties[in_loss] = beta * (log_probs[in_loss].astype(np.float64) - ref_log_probs[in_loss])
+    return np.where(np.isfinite(penalties), penalties, np.nan)

@@ -19,12 +19,15 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> tuple
     """Return the batch with ``advantages`` (``token_advantages`` if they can differ in a completion), and the metrics.
 
     ``rewards`` [n] are the weighted sums. --kl-in-reward needs log-probabilities under the old policy and the
-    reference model; a teacher needs log-probabilities under the old policy and the teacher.
+    reference model; a teacher needs log-probabilities under the old policy and the teacher. Where these are not finite
+    the advantages are NaN, so that the loss is, and --on-bad-update decides.
     """
-    metrics, penalties = {}, None
+    metrics, penalties, spoiled = {}, None, np.zeros(batch.num_completions, bool)
     if args.kl_in_reward:
         assert batch.old_log_probs is not None and batch.ref_log_probs is not None
         penalties = kl_penalties(batch.old_log_probs, batch.ref_log_probs, batch.response_mask, args.beta)
+        spoiled = _sum_per_completion(batch, np.isnan(penalties)) > 0
+        penalties = np.nan_to_num(penalties)  # for the other completions of the group
         metrics["reward/kl_penalty"] = float(_sum_per_completion(batch, penalties).mean())
     advantages, of_tokens = _estimate(args, batch, rewards, penalties)
     if batch.teacher_log_probs is not None:
@@ -41,9 +44,11 @@ def estimate_advantages(args, batch: RolloutBatch, rewards: np.ndarray) -> tuple
             args.teacher_kl_coef,
         )
     if of_tokens is not None:  # of a completion: the mean over its tokens in the loss
+        of_tokens = np.where(np.repeat(spoiled, batch.held_lengths), np.float32(np.nan), of_tokens)
         means = _sum_per_completion(batch, of_tokens) / np.maximum(batch.response_lengths, 1)
         advantages = means.astype(np.float32)
     assert advantages is not None
+    advantages = np.where(spoiled, np.float32(np.nan), advantages)
     return replace(batch, advantages=advantages, token_advantages=of_tokens), metrics | _metrics(advantages)
 
 

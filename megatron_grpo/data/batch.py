@@ -57,7 +57,6 @@ class ArrayField:
     columns: int = 0  # number of axes after the first
     # A pack holds one value per label, one per label that the rank's head computes, or one per token.
     packed: Literal["label", "own_label", "token"] | None = None
-    complete: bool = False  # NaN is an error on a token in the loss
     padding: int = 0  # value of padding tokens in a pack
     dtype: Any = None  # of the annotated type
     optional: bool = False  # None until it is computed: the default is None
@@ -97,10 +96,9 @@ class RolloutBatch:
     # said before the turn (equal texts have equal numbers; 0 before the first turn and after the last).
     turn_rewards: Annotated[Float32 | None, ArrayField("completion", columns=1)] = None
     turn_states: Annotated[Int64 | None, ArrayField("completion", columns=1)] = None
-    # Under the weights before the first update; NaN on other tokens.
-    old_log_probs: Annotated[Float32 | None, ArrayField("token", packed="label", complete=True)] = None
-    # Under the reference model; NaN on other tokens.
-    ref_log_probs: Annotated[Float32 | None, ArrayField("token", packed="label", complete=True)] = None
+    # Under the weights before the first update; NaN on other tokens, and where the model gives NaN.
+    old_log_probs: Annotated[Float32 | None, PER_LABEL] = None
+    ref_log_probs: Annotated[Float32 | None, PER_LABEL] = None  # the same under the reference model
     # With --max-staleness: 1 on tokens that the engine sampled with the trainer's weights (`weight_check`).
     newest: Annotated[Float32 | None, PER_LABEL] = None
     # 0 where an update leaves the policy term out: algorithm/masks.py.
@@ -113,9 +111,7 @@ class RolloutBatch:
     # (with several teachers as many columns as the widest has);
     # or its k most likely tokens [total, k], and log-probabilities of these and of all others together [total, k + 1].
     teacher_token_ids: Annotated[Int32 | None, ArrayField("token", columns=1, packed="own_label")] = None
-    teacher_token_log_probs: Annotated[
-        Float32 | None, ArrayField("token", columns=1, packed="own_label", complete=True)
-    ] = None
+    teacher_token_log_probs: Annotated[Float32 | None, ArrayField("token", columns=1, packed="own_label")] = None
     # Which of several teachers the completion has: `reference.teacher.Teachers`.
     teacher_numbers: Annotated[Int32 | None, ArrayField("completion", packed="own_label")] = None
     # 1 on the first token of every further sample of a completion. Samples do not see each other: each is a sequence of

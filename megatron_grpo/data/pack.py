@@ -32,7 +32,6 @@ from megatron_grpo.data.prefix_tree import (
     token_rows,
 )
 from megatron_grpo.parallel.zigzag import padded_lengths, sequence_multiple, zigzag
-from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.pack_images import PackImages
 
 Bool = npt.NDArray[np.bool_]
@@ -206,8 +205,6 @@ def pack_completions(
 
     Raises:
         ValueError: `total_length` is too small or no such multiple, or this rank does not hold the tokens.
-        GrpoError: log-probabilities under the old policy or the reference are NaN for a token in the loss: the
-            pass that should have computed them did not reach it, or gave NaN.
     """
     chosen = np.asarray(indices, dtype=np.int64)
     flat, sequences, owner, real, own, tree = layout or lay_out(batch, chosen, cp_size, share_prompts, mtp_layers)
@@ -273,7 +270,7 @@ def pack_completions(
     of_labels = _label_values(batch, "label", token_index, completion)
     if batch.advantages is not None:
         of_labels["advantages"] = batch.advantages_of(token_index, completion)
-    pack = Pack(
+    return Pack(
         indices=chosen,
         cp_size=cp_size,
         cp_rank=cp_rank,
@@ -300,14 +297,6 @@ def pack_completions(
         demonstrations=False,
         **_further_tokens(batch, flat, sequences, index[held], in_loss, own_labels, first_labels, mtp_layers),
     )
-    for name, values in (pack.of_labels | pack.of_own_labels).items():
-        if FIELDS[name].complete and np.isnan(values).any():
-            samples = batch.sample_ids[chosen].tolist()
-            raise GrpoError(
-                f"{name} is NaN for {np.isnan(values).sum()} of {len(values)} tokens in the loss of samples "
-                f"{samples}: the pass that computes it missed them or the model gives NaN; check the weights loaded"
-            )
-    return pack
 
 
 def _first_labels(predicted_at: Int64, token_index: Int64, completion: Int64, batch: RolloutBatch) -> Int64:

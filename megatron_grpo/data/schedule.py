@@ -59,13 +59,14 @@ def schedule(
     """Divide n completions over data-parallel ranks and micro-batches, balanced by work = length + c length^2.
 
     Each completion is assigned exactly once. Every rank gets the same number M of micro-batches, a multiple of
-    `microbatch_multiple`, and no micro-batch is empty. The result is the same on every rank: ties are broken by index.
-    Each rank computes its micro-batches in descending order of work, so that ranks stay synchronous.
+    `microbatch_multiple`. The result is the same on every rank: ties are broken by index. Each rank computes its
+    micro-batches in descending order of work, so that ranks stay synchronous.
 
     *Fixed* (`micro_batch_size` b): M = n / (dp_size b), each micro-batch with exactly b completions.
 
     *Budget* (`max_tokens`, replaces `micro_batch_size` when both are given): the smallest M for which the greedy
-    packing below succeeds; no micro-batch has more than `max_tokens` tokens.
+    packing below succeeds; no micro-batch has more than `max_tokens` tokens. None is empty if that is possible:
+    three completions that fill a micro-batch each are four micro-batches on two ranks, one of them empty.
 
     Bounds, for P = M dp_size micro-batches of mean work `mean`, where "longest" and "shortest" denote the work of the
     longest and the shortest completion:
@@ -76,8 +77,8 @@ def schedule(
       heaviest of the optimal division into P. While the lightest always has room, as at c = 0, micro-batches differ by
       at most longest, and the heaviest is at most 4/3 - 1/(3P) times the optimal one (Graham 1969).
     * Budget: M is at most 2 total tokens / (dp_size max_tokens), twice the minimum for that number of tokens, rounded
-      up to a multiple of `microbatch_multiple`, if n is large enough. If n is a multiple of dp_size
-      microbatch_multiple, a schedule always exists.
+      up to a multiple of `microbatch_multiple`. If n is a multiple of dp_size microbatch_multiple, no micro-batch is
+      empty.
     * Budget with `together`: completions with equal values are divided into the fewest packs that first fit finds, and
       such pieces are then distributed as one completion each. If that takes more than 5/4 of the micro-batches that
       single completions take, or leaves one empty, single completions are distributed instead. `prefixes` have
@@ -105,8 +106,8 @@ def schedule(
         [rank][micro-batch] -> list of completion indices, ascending.
 
     Raises:
-        GrpoError: a completion is longer than the budget, or n is too small for, or not divisible by, dp_size and
-            microbatch_multiple.
+        GrpoError: a completion is longer than the budget, n is 0, or without a budget n is not divisible by dp_size,
+            micro_batch_size and microbatch_multiple.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     work = (sizes + attention_coefficient * sizes**2).tolist()
@@ -142,14 +143,15 @@ def hybrid_schedule(
 
     In a micro-batch of degree c, a power of two, c neighbouring context-parallel ranks hold a pack together, each of
     them 1 / c of its tokens. The cp_size ranks of a group thus compute cp_size / c packs at the same time. Micro-batch
-    i has the same degree on all ranks, and no pack is empty. The work of a rank is that of its packs, divided by their
-    degrees. Micro-batches are in descending order of degree, then of work.
+    i has the same degree on all ranks. The work of a rank is that of its packs, divided by their degrees. Micro-batches
+    are in descending order of degree, then of work.
 
     A completion needs the smallest degree c for which its padded length is at most c max_tokens. Of every degree above
     1 there are as many micro-batches as the completions that need it fill with one in each pack (two of them share no
     pack of this degree, because each is longer than half of it). There are as many of degree 1 as make the greedy
     packing of `schedule` succeed; it may put a completion into a pack of a larger degree than it needs. If there are
-    too few completions for one in each pack, the smallest degree is 2 instead, then 4, up to cp_size.
+    too few completions for one in each pack, the smallest degree is 2 instead, then 4, up to cp_size. If they are too
+    few for that, too, some packs are empty.
 
     With lengths of at most max_tokens the result is that of `schedule` for dp_size cp_size ranks, if n is large enough.
 
@@ -168,8 +170,7 @@ def hybrid_schedule(
         The c ranks that share a pack have equal lists.
 
     Raises:
-        GrpoError: a completion is longer than cp_size max_tokens, or n is too small for, or not divisible by, dp_size
-            and microbatch_multiple.
+        GrpoError: a completion is longer than cp_size max_tokens, or n is 0.
     """
     length = np.asarray(lengths, dtype=np.int64)
     work = (length + attention_coefficient * length**2).tolist()
@@ -284,26 +285,20 @@ def _divisions(completions: _Completions, ranks: int, max_tokens: int, multiple:
     """Return the packs of all ranks, for each way of dividing groups into pieces that is worth comparing."""
     sizes, work, groups = completions.sizes, completions.work, completions.groups
     n, widest = len(work), max(sizes)
-    dp_size, limit = ranks // widest, widest * max_tokens
-    most = n // dp_size // multiple * multiple
-    if most == 0:
-        raise GrpoError(
-            f"{n} completions are too few for {dp_size} data-parallel ranks with at least {multiple} micro-batches "
-            f"each, none of them empty: raise --global-batch-size to at least {dp_size * multiple}"
-        )
+    limit = widest * max_tokens
+    if not n:
+        raise GrpoError("there are no completions to divide into micro-batches: raise --global-batch-size")
     budget = f"--max-tokens-per-microbatch {max_tokens}" + f" x --context-parallel-size {widest}" * (widest > 1)
     if (longest := max(sizes[widest])) > limit:
         raise GrpoError(
             f"completion {sizes[widest].index(longest)} has {longest} tokens with its prompt, more than {budget}: "
             "raise it to at least --max-prompt-length + --max-completion-length"
         )
-    found = _fewest(sizes, work, ranks, max_tokens, multiple)
-    if found is None:
-        raise GrpoError(
-            f"{n} completions do not fit into {dp_size} x {most} micro-batches of {limit} tokens, the largest number "
-            f"of micro-batches without an empty one on {dp_size} data-parallel ranks in multiples of {multiple}: raise "
-            f"--max-tokens-per-microbatch, or make --global-batch-size a multiple of {dp_size * multiple}"
-        )
+    # Equal numbers of micro-batches on all ranks can be more than the completions, or than those that share none.
+    found = _fewest(sizes, work, ranks, max_tokens, multiple) or _fewest(
+        sizes, work, ranks, max_tokens, multiple, some_empty=True
+    )
+    assert found is not None
     if completions.trees is None:
         if groups is None:
             return [found]
@@ -350,10 +345,12 @@ def _fewest(
     max_tokens: int,
     multiple: int,
     most: int | None = None,
+    some_empty: bool = False,
 ) -> Packs | None:
     """Return packs for the smallest number of micro-batches that the greedy packing finds; None if there is none.
 
-    ``most`` is the largest number to try; without it, the largest without an empty pack.
+    ``most`` is the largest number to try; without it, the largest without an empty pack. With ``some_empty`` packs can
+    be empty, and packs are always found: with as many as items, each item has one.
     """
     needed = [next(c for c in sizes if sizes[c][i] <= c * max_tokens) for i in range(len(work))]
     for smallest in sizes:
@@ -368,10 +365,10 @@ def _fewest(
         for number in itertools.count(fewest, multiple):
             numbers[smallest] = number - wide
             packs = [c for c in degrees for _ in range(numbers[c] * ranks // c)]
-            if len(packs) > len(work) or (most is not None and number > most):
+            if (len(packs) > len(work) and not some_empty) or (most is not None and number > most):
                 break
             filled = _longest_first(sizes, work, least, packs, max_tokens)
-            if filled is not None and all(filled):
+            if filled is not None and (some_empty or all(filled)):
                 return list(zip(packs, filled, strict=True))
     return None
 

@@ -145,14 +145,16 @@ def _of_all_ranks(counts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _size(packs: Sequence[Pack], mtp_layers: int) -> UpdateSize:
-    """Return the tokens and sequences of all ranks' packs. Collective."""
+    """Return the tokens, sequences and micro-batches of all ranks' packs. Collective."""
     whole = [pack.sequence_lengths for pack in packs if pack.cp_rank == 0]
     lengths = np.concatenate([np.zeros(0, np.int64), *whole])
     rest = np.maximum(lengths - np.arange(1 + mtp_layers)[:, None], 0)
-    sums = torch.from_numpy(np.stack([rest.sum(1), (rest > 0).sum(1)])).to(device())
+    filled = np.full(len(rest), sum(own.any() for own in whole))
+    sums = torch.from_numpy(np.stack([rest.sum(1), (rest > 0).sum(1), filled])).to(device())
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    tokens, sequences = sums.tolist()
-    return UpdateSize(tokens, sequences, scale=len(packs) * parallel_state.get_data_parallel_world_size())
+    tokens, sequences, (micro_batches, *_) = sums.tolist()
+    scale = len(packs) * parallel_state.get_data_parallel_world_size()
+    return UpdateSize(tokens, sequences, micro_batches, scale)
 
 
 def _without_labels(pack: Pack) -> Pack:

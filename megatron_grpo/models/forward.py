@@ -38,6 +38,7 @@ from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.device import device
 
 Model = list[torch.nn.Module]
+NOT_FINITE = float("inf")  # what a pass returns for nan, which stands for tokens that no pass has computed
 
 
 def build_model(args, model_provider: Callable) -> Model:
@@ -310,6 +311,11 @@ def scores(args, model: Model, forward_step: Callable, batch: RolloutBatch, comp
     """Return log-probability and entropy of these completions' tokens under the model's present weights, ``[2,
     total]``; nan elsewhere. Collective.
     """
+    return not_finite_as_nan(_scores(args, model, forward_step, batch, completions))
+
+
+def _scores(args, model: Model, forward_step: Callable, batch: RolloutBatch, completions: np.ndarray) -> np.ndarray:
+    """Return `scores` with NOT_FINITE."""
     packs = micro_batches(args, batch, completions, budget_of_scores(args))
     step = partial(forward_step, args=args, num_microbatches=len(packs))
     return forward_scores(step, packs, model, batch)
@@ -320,17 +326,32 @@ def log_probs(
 ) -> np.ndarray:
     """Return the log-probabilities of a rollout's tokens under the model's present weights, ``[total]``. Collective.
 
-    ``updates`` are the completions of each update that follows, for `parts_of_old_policy`.
+    ``updates`` are the completions of each update that follows, for `parts_of_old_policy`. The value of a token in the
+    loss is nan if the model gives nan: the update with the token judges it (`training.bad_updates`).
     """
     found = np.full(len(batch.tokens), np.nan, np.float32)
     for completions in parts_of_old_policy(args, batch.num_completions, updates):
-        values = scores(args, model, forward_step, batch, completions)[0]
+        values = _scores(args, model, forward_step, batch, completions)[0]
         found = np.where(np.isnan(values), found, values)
-    return found
+    check_computed(batch, found)
+    return not_finite_as_nan(found)
+
+
+def check_computed(batch: RolloutBatch, values: np.ndarray) -> None:
+    """Raise ValueError if no pass has computed the ``values`` [total] of some tokens in the loss: they are nan."""
+    missed = np.isnan(values) & (batch.response_mask == 1)
+    if missed.any():
+        samples = np.unique(batch.sample_ids[batch.completion_of_tokens[missed]]).tolist()
+        raise ValueError(f"the pass has missed {missed.sum()} tokens in the loss, of samples {samples}")
+
+
+def not_finite_as_nan(values: np.ndarray) -> np.ndarray:
+    """Return ``values`` with nan for NOT_FINITE."""
+    return np.where(values == NOT_FINITE, np.float32(np.nan), values)
 
 
 def budget_of_scores(args) -> int | None:
-    """Return the token budget of the policy's passes without gradients; None: that of updates."""
+    """Return the token budget of a model's passes without gradients; None: that of updates."""
     return None if _replays_shared_tokens(args) else args.logprobs_max_tokens_per_microbatch
 
 
@@ -350,7 +371,8 @@ def _replays_shared_tokens(args) -> bool:
 def forward_scores(forward_step: Callable, packs: Sequence[Pack], model: Model, batch: RolloutBatch) -> np.ndarray:
     """Compute log-probability and entropy of every label token of all ranks' ``packs``, which are of ``batch``.
 
-    Returns float32 ``[2, total]`` on every rank that holds the tokens, nan for tokens that are not labels.
+    Returns float32 ``[2, total]`` on every rank that holds the tokens: nan for tokens that are not labels, NOT_FINITE
+    for labels of which the model gives nan.
     """
     nothing = np.full((len(batch.tokens), 2), np.nan, np.float32)
     return np.ascontiguousarray(forward_rows(forward_step, packs, model, batch, nothing).T)
@@ -363,7 +385,8 @@ def forward_rows(
     """Compute the model's output for every label token of all ranks' ``packs``, which are of ``batch``.
 
     Returns ``[total, columns]`` on every rank that holds the tokens, and ``nothing``, of this shape and type, for
-    tokens that are not labels. Of int16 the values are the bits of the model's dtype.
+    tokens that are not labels. Of int16 the values are the bits of the model's dtype; of float32, NOT_FINITE stands for
+    nan.
     """
     dtype = unwrap_model(model[-1]).config.params_dtype  # megatron-core gives 16-bit outputs as float32
     results = run_schedule(forward_step, packs, model, forward_only=True)
@@ -372,7 +395,10 @@ def forward_rows(
         for pack, rows in zip(packs, results, strict=True):
             if pack.cp_rank == 0:
                 values = rows.T.contiguous().cpu()
-                values = values.to(dtype).view(torch.int16) if flat.dtype == np.int16 else values.float()
+                if flat.dtype == np.int16:
+                    values = values.to(dtype).view(torch.int16)
+                else:
+                    values = values.float().masked_fill(values.isnan(), NOT_FINITE)
                 flat[pack.token_index] = values.numpy()
                 computed[pack.indices] = True
     return spread(batch, [flat], computed)[0]

@@ -5,7 +5,7 @@ tokens with expert i among their K largest scores, and T the number of tokens. P
 E sum_i f_i P_i with f_i = n_i / (K T) and P_i = sum_x p_i(x) / T (arXiv:2101.03961, section 2.2). They differ in the
 tokens:
 
-    aux_loss         those of a micro-batch; the mean over micro-batches
+    aux_loss         those of a micro-batch; the mean over the update's micro-batches that have tokens
     seq_aux_loss     those of a sequence (arXiv:2412.19437, equations 17 to 20); the mean over the update's sequences
     global_aux_loss  those of the update (arXiv:2501.11873, section 3)
 
@@ -92,6 +92,7 @@ class UpdateSize:
 
     tokens: list[int]  # [1 + layers]
     sequences: list[int]  # [1 + layers], those with such tokens
+    micro_batches: int  # those with tokens
     scale: int  # micro-batches x data-parallel size, by which megatron-core divides the gradient
 
 
@@ -188,11 +189,13 @@ class Router(TopKRouter):
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient == 0:
             return probs
+        assert self.update is not None
         counts = self._times(routing_map).sum(0)
         dist.all_reduce(counts, group=self.tp_cp_group)
         tokens = counts.sum().clamp(min=1) / self.topk  # not 0 in a pack of padding
         weights = counts * (self.config.num_moe_experts / self.topk) / tokens.square()
-        return self._attach(probs, coefficient, (self._times(scores_for_aux_loss).sum(0) * weights).sum())
+        total = (self._times(scores_for_aux_loss).sum(0) * weights).sum()
+        return self._attach(probs, coefficient, total * (self.update.scale / max(self.update.micro_batches, 1)))
 
     def _apply_seq_aux_loss(self, probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask=False):
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")

@@ -293,11 +293,6 @@ def _check_interleaved_schedule(args: Namespace, pp: int) -> None:
             f"multiple of --pipeline-model-parallel-size ({pp}): change --global-batch-size or --micro-batch-size, "
             "or give --max-tokens-per-microbatch"
         )
-    if args.global_batch_size % (args.data_parallel_size * pp):
-        raise GrpoError(
-            f"global_batch_size ({args.global_batch_size}) must be divisible by dp_size x pipeline parallel size "
-            f"({args.data_parallel_size} x {pp}): virtual stages need a multiple of {pp} micro-batches"
-        )
 
 
 def _check_stages(args: Namespace, pp: int, virtual: int) -> None:

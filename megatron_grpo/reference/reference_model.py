@@ -86,9 +86,8 @@ class ReferenceModel:
         nothing: np.ndarray,
     ) -> np.ndarray:
         """Return this model's output for the tokens of ``completions``, ``nothing`` elsewhere; collective."""
-        budget = self.args.logprobs_max_tokens_per_microbatch
         with self.ready(policy):
-            packs = forward.micro_batches(self.args, batch, completions, budget)
+            packs = forward.micro_batches(self.args, batch, completions, forward.budget_of_scores(self.args))
             step = partial(forward_step, args=self.args, num_microbatches=len(packs))
             return forward.forward_rows(step, packs, self.model, batch, nothing)
 
@@ -221,7 +220,7 @@ class BaseReference:
 
 def _own_completions(args: Namespace, batch: RolloutBatch, completions: np.ndarray | None = None) -> np.ndarray:
     completions = np.arange(batch.num_completions) if completions is None else completions
-    return forward.own_completions(args, batch, completions, args.logprobs_max_tokens_per_microbatch)
+    return forward.own_completions(args, batch, completions, forward.budget_of_scores(args))
 
 
 def _log_probs(

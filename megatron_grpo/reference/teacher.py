@@ -154,7 +154,10 @@ class Teachers:
                 found = model.rows(plain, chosen, policy, forward_step, nothing[:, :columns])
             own = batch.token_positions(np.flatnonzero(mine))
             result[own, : found.shape[1]] = found[own]
-        return result
+        if result.dtype == np.int16:
+            return result
+        forward.check_computed(batch, result[:, 0])
+        return forward.not_finite_as_nan(result)
 
     @contextlib.contextmanager
     def heads_on_device(self, policy: forward.Model) -> Iterator[None]:

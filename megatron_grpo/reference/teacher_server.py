@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_grpo.data.batch import RolloutBatch
 from megatron_grpo.data.share import first_holders, spread
+from megatron_grpo.models.forward import NOT_FINITE
 from megatron_grpo.parallel.initialize import all_finish, host_group, led_by_rank_0
 from megatron_grpo.utils.batch_sizes import longest_sequence
 from megatron_grpo.utils.errors import GrpoError
@@ -58,6 +59,7 @@ class TeacherServer(Client):
             if mine.any():
                 slots = max(1, self._args.vllm_max_num_seqs // len(np.unique(senders)))
                 values = self._run(self._of_batch(batch, np.flatnonzero(mine), slots))
+                values = np.where(np.isnan(values), np.float32(NOT_FINITE), values)
                 found[batch.token_positions(np.flatnonzero(mine)), : values.shape[1]] = values
         found[batch.response_mask == 0] = nothing[batch.response_mask == 0]
         return spread(batch, [found], mine)[0]

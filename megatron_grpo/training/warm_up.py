@@ -27,6 +27,7 @@ SETTINGS: dict[str, Any] = {
     "router_replay_mode": "disabled",
     **dict.fromkeys("clip_cov_ratio kl_cov_ratio m2po_threshold off_policy_sequence_mask_delta".split()),
     "rollout_importance_sampling_mode": None,
+    "exact_log_probs": False,  # no engine has sampled a demonstration
 }
 KEPT = ("lr", "grad_norm", "mtp/grad_norm", "update/skipped", "moe/balance_loss")  # metrics of any update
 

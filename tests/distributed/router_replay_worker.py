@@ -25,6 +25,7 @@ from megatron.core.utils import unwrap_model
 import pretrain_grpo
 from megatron_grpo.models import forward, router_replay
 from megatron_grpo.parallel.initialize import destroy_rank_groups, initialize_distributed
+from megatron_grpo.reference.reference_model import BaseReference
 from megatron_grpo.training.entry_point import run
 
 MOE = "--recompute-granularity selective --recompute-modules moe"
@@ -90,9 +91,13 @@ def prepare(args, trainer):
         prepared = made_up.off_policy(args, trainer, batch)
     batch = with_experts(batch)
     if args.router_replay_mode == "R2":  # as in a run, where a rank holds the tokens that it computes
-        share = replace(made_up.share(args, batch, halves(batch)), routed_experts=None)
+        # The reference of a policy with adapters has the policy's arguments.
+        reference = BaseReference(args, trainer.model)
+        share = replace(made_up.share(args, batch, halves(batch), reference), routed_experts=None)
         with router_replay.recording(args, trainer.model) as with_experts:
-            forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, share, halves(batch))
+            of_policy = forward.log_probs(args, trainer.model, pretrain_grpo.forward_step, share, halves(batch))
+        of_reference = reference.log_probs(share, trainer.model, pretrain_grpo.forward_step)
+        np.testing.assert_allclose(of_reference, of_policy, rtol=0, atol=1e-5)  # of the same weights
         share = with_experts(share)
         tokens = batch.token_positions(np.flatnonzero(share.held))
         np.testing.assert_array_equal(share.routed_experts, batch.routed_experts[tokens])

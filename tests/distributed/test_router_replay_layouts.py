@@ -20,7 +20,9 @@ LAYOUTS = {
         "EP2": f"--expert-model-parallel-size 2 {MOE}",
         "CP2 EP2": f"--context-parallel-size 2 --expert-model-parallel-size 2 {MOE}",
         "CP2, hybrid": f"{SHARED} 17 --no-share-prompts --context-parallel-size 2 --hybrid-context-parallel {MOE}",
-        "DP2, shared prompts": f"{SHARED} 50 --moe-token-dispatcher-type allgather",
+        "DP2, shared prompts": (
+            f"{SHARED} 50 --moe-token-dispatcher-type allgather --logprobs-max-tokens-per-microbatch 100"
+        ),
         "TP2 SP, shared prompts": f"{SHARED} 70 --tensor-model-parallel-size 2 --sequence-parallel",
         "PP2 VPP2, shared prompts": (
             f"{SHARED} 50 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 {MOE}"

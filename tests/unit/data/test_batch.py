@@ -317,14 +317,6 @@ def test_pack_of_an_empty_completion_has_no_label():
     )
 
 
-def test_pack_refuses_log_probs_that_were_never_computed():
-    batch = hand_batch()
-    batch.old_log_probs = np.float32([NAN, NAN, -1, NAN, NAN, NAN, NAN, NAN, -1])
-    pack_completions(batch, [2])
-    with pytest.raises(GrpoError, match=r"old_log_probs is NaN for 1 of 2 tokens in the loss of samples \[0\]"):
-        pack_completions(batch, [0])
-
-
 @settings(deadline=None)
 @given(
     batch=batches(min_size=1),

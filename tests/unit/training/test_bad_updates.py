@@ -1,5 +1,6 @@
 """Bad updates: what is one, what each choice of --on-bad-update does, and the files for a replay."""
 
+import itertools
 import json
 import math
 import re
@@ -16,10 +17,13 @@ cpu_backend.install()
 from megatron.core import parallel_state
 
 import pretrain_grpo
+from megatron_grpo.algorithm.rollout_advantages import estimate_advantages
 from megatron_grpo.data.batch import RolloutBatch
+from megatron_grpo.models import forward
 from megatron_grpo.parallel import initialize
 from megatron_grpo.training.bad_updates import ENOUGH, IN_A_ROW, BadUpdates
 from megatron_grpo.training.train_step import _parameters
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 from tools import made_up
 
@@ -207,6 +211,72 @@ def fp16_update():
 
     yield updates
     parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture
+def off_policy():
+    """Return arguments, a trainer, a rollout, and a function that computes its old log-probabilities.
+
+    The function takes a change ``(number of the micro-batch, output [2, l])`` of what the model returns.
+    """
+    args = made_up.parse([*MODEL[:-1], "--beta", "0"], 1)
+    initialize.initialize_distributed(args)
+    trainer, batch = made_up.trainer(args), made_up.rollout(args)
+    trainer.bad_updates = BadUpdates("skip", None, None)
+
+    def log_probs(change):
+        numbers = itertools.count()
+
+        def forward_step(*arguments, **options):
+            output, loss = pretrain_grpo.forward_step(*arguments, **options)
+            return change(next(numbers), output), loss
+
+        return forward.log_probs(args, trainer.model, forward_step, batch)
+
+    yield args, trainer, batch, log_probs
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("kl_in_reward", [False, True])
+def test_a_nan_of_the_old_policy_costs_the_update_that_has_it(off_policy, kl_in_reward):
+    args, trainer, batch, log_probs = off_policy
+
+    def change(number, output):
+        spoiled = output.clone()
+        spoiled[0, -1] = math.nan
+        return spoiled if number == 0 else output
+
+    in_loss = batch.response_mask == 1
+    batch.old_log_probs = log_probs(change)
+    (token,) = np.flatnonzero(np.isnan(batch.old_log_probs) & in_loss)
+    completion = batch.completion_of_tokens[token]
+    batch.ref_log_probs = log_probs(lambda number, output: output)
+    if kl_in_reward:
+        args = replaced(args, beta=0.1, kl_in_reward=True)
+        batch, metrics = estimate_advantages(args, batch, batch.rewards[:, 0])
+        assert np.flatnonzero(np.isnan(batch.advantages)).tolist() == [completion]
+        assert metrics["reward/kl_penalty"] == 0  # of the other tokens: both passes have the same weights
+    halves = np.split(np.arange(batch.num_completions), 2)
+    rows = [pretrain_grpo.update(args, trainer, batch, half) for half in halves]
+    assert [row["update/skipped"] for row in rows] == [completion in half for half in halves]
+    assert [math.isfinite(row["loss"]) for row in rows] == [completion not in half for half in halves]
+
+
+def test_a_pass_that_misses_tokens_is_an_error(off_policy, monkeypatch):
+    _, _, batch, log_probs = off_policy
+    divided, lost = forward.micro_batches, []
+
+    def without_last(*arguments):
+        *packs, last = divided(*arguments)
+        lost.append(last)
+        return packs
+
+    monkeypatch.setattr(forward, "micro_batches", without_last)
+    with pytest.raises(ValueError, match="the pass has missed") as error:
+        log_probs(lambda number, output: output)
+    (last,) = lost
+    samples = batch.sample_ids[np.sort(last.indices)].tolist()
+    assert f"missed {last.num_labels} tokens in the loss, of samples {samples}" in str(error.value)
 
 
 @pytest.mark.slow

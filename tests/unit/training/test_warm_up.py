@@ -6,6 +6,7 @@ pretrain_grpo.py runs in this process, with a stub as engine.
 import json
 import signal
 
+import numpy as np
 import pytest
 import torch
 from bad_input_bench import Bench
@@ -19,9 +20,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from vision_models import make, picture
 
 from megatron_grpo.algorithm.losses import sft_loss
+from megatron_grpo.algorithm.policy_term import update_statistics
+from megatron_grpo.data.demonstrations import Demonstration, batch_of
 from megatron_grpo.estimate.dry_run import dry_run_report
 from megatron_grpo.training.bad_updates import BadUpdates
-from megatron_grpo.training.warm_up import WarmUp
+from megatron_grpo.training.warm_up import SETTINGS, WarmUp
+from megatron_grpo.utils.arguments import replaced
 from megatron_grpo.utils.errors import GrpoError
 
 TEMPLATE = (
@@ -193,6 +197,22 @@ def test_the_loss_is_the_negative_log_probability():
     loss = sft_loss(log_probs).loss
     loss.sum().backward()
     assert loss.tolist() == [1.5, 0.25] and log_probs.grad.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16 --exact-log-probs --kv-channels 64 --dry-run",
+        "--rollout-importance-sampling-mode token_truncate",
+        "--off-policy-sequence-mask-delta 0.5",
+        "--m2po-threshold 0.04 --steps-per-generation 2",
+    ],
+)
+def test_no_flag_asks_demonstrations_for_the_log_probabilities_of_an_engine(flags):
+    args = replaced(validated(f"{flags} --beta 0 --loss-type grpo"), **SETTINGS)
+    batch = batch_of([Demonstration(0, [5, 6], {}, "a row", completion=[7, 8], mask=[1, 1])])
+    same, metrics = update_statistics(args, batch, np.arange(1), -1, scores=None)
+    assert same is batch and metrics == {}
 
 
 SFT = "--sft-iters 5 --sft-data-path demos.jsonl --sft-lr 1e-5"
