@@ -605,11 +605,12 @@ def _check_unfinished(args, position: dict[str, Any]) -> None:
         raise GrpoError(
             f"{args.load} holds unfinished completions: add --partial-rollouts --max-staleness {staleness}, or {remedy}"
         )
-    was, now = position.get("updates_per_rollout"), args.updates_per_rollout  # earlier versions did not note it
-    if (args.rollout_ranks or args.partial_rollouts) and was not in (None, now):
+    was = position.get("updates_per_rollout")  # earlier versions did not note it
+    if was is not None and (args.rollout_ranks or args.partial_rollouts) and was != args.updates_per_rollout:
         raise GrpoError(
             f"{args.load} holds unfinished completions, whose age is counted in rollouts of {was} updates, and now "
-            f"there are {now} (--steps-per-generation x --num-iterations): give both as before, or {remedy}"
+            f"there are {args.updates_per_rollout} (--steps-per-generation x --num-iterations): give both as before, "
+            f"or {remedy}"
         )
 
 
