@@ -30,6 +30,7 @@ export PET_SHUTDOWN_TIMEOUT=$((GRACE + 30))
 # the queue. torchrun returns 1 after a signal, whatever its ranks return: the run marks a preemption by a file.
 train() {
     local status=0
+    rm -f "$SAVE/preempted" # of an earlier job: a run that fails before it starts would leave it, and be requeued without end
     srun --nodes "$NNODES" --ntasks "$NNODES" --ntasks-per-node 1 --kill-on-bad-exit=0 "${SRUN_ARGS[@]}" "$@" \
         --exit-signal-handler --exit-grace-seconds "$GRACE" || status=$?
     if [[ -e $SAVE/preempted ]]; then

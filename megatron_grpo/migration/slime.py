@@ -31,6 +31,7 @@ from megatron_grpo.migration.rows import (
     upper_bound,
 )
 
+PENALISED = "above 0, with the estimators of REINFORCE++, without --use-kl-loss"
 ROLLOUTS = "rollouts there, updates here: x updates of a rollout"
 
 
@@ -56,6 +57,16 @@ def _dynamic(settings: Settings) -> bool:
 
 def _kl_loss(settings: Settings) -> bool:
     return settings.true("--use-kl-loss")
+
+
+def _penalised(settings: Settings) -> bool:
+    """Return whether the KL is taken off the advantages: by the estimators of REINFORCE++, not by GRPO's."""
+    estimator = settings.text("--advantage-estimator")
+    return (
+        not _kl_loss(settings)
+        and settings.number("--kl-coef", 0) > 0
+        and estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    )
 
 
 def _data(value: object, settings: Settings) -> Converted:
@@ -288,20 +299,8 @@ ALGORITHM = (
         only_if("with --use-kl-loss", _kl_loss, choice({"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"})),
     ),
     Row("--use-unbiased-kl", "--kl-estimator", fixed("unbiased")),
-    Row(
-        "--kl-coef",
-        "--beta",
-        only_if("above 0, without --use-kl-loss", lambda s: not _kl_loss(s) and s.number("--kl-coef", 0) > 0),
-    ),
-    Row(
-        "--kl-coef",
-        "--kl-in-reward",
-        only_if(
-            "above 0, without --use-kl-loss",
-            lambda s: not _kl_loss(s) and s.number("--kl-coef", 0) > 0,
-            ON,
-        ),
-    ),
+    Row("--kl-coef", "--beta", only_if(PENALISED, _penalised)),
+    Row("--kl-coef", "--kl-in-reward", only_if(PENALISED, _penalised, ON)),
     Row("--disable-grpo-std-normalization", "--scale-rewards", fixed("none")),
     Row("--disable-rewards-normalization", None, ask("--advantage-estimator: every estimator here has a baseline")),
     Row("--normalize-advantages", "--scale-rewards", fixed("batch")),

@@ -235,6 +235,18 @@ def test_a_preempted_job_goes_back_to_the_queue_with_the_code_of_its_run(slurm, 
     assert (tmp_path / "requeued").read_text() == "4242\n"
 
 
+def test_a_job_that_fails_before_its_run_starts_does_not_go_back_to_the_queue(slurm, tmp_path):
+    """A file of an earlier job stays until a run starts, or ends regularly."""
+    marker = Path(slurm["SAVE"], "preempted")
+    marker.parent.mkdir(exist_ok=True)
+    marker.touch()
+    stand_in(tmp_path / "torchrun", "exit 1")
+    stand_in(tmp_path / "python", "")  # of the check of flags
+    command = ["bash", "examples/slurm/train.sbatch", "examples/grpo/recipe.sh", "dapo"]
+    done = subprocess.run(command, cwd=REPO, env=slurm, capture_output=True, text=True)
+    assert done.returncode == 1 and not (tmp_path / "requeued").exists()
+
+
 PLUGIN = """
 from megatron_grpo.rewards.registry import Sample, register_reward
 

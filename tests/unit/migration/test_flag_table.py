@@ -39,7 +39,19 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
         ),
         ("verl", {"actor_rollout_ref__nccl_timeout": "7200"}, {"--distributed-timeout-minutes": "120"}),
         ("verl", {"trainer__test_freq": "-1"}, {"--eval-interval": None}),
-        ("slime", {"kl_coef": "0.1"}, {"--beta": "0.1", "--kl-in-reward": ""}),
+        # get_grpo_returns takes only the shape of the KL
+        ("slime", {"kl_coef": "0.1"}, {"--beta": "0", "--kl-in-reward": None}),
+        ("slime", {"kl_coef": "0.1", "advantage_estimator": "gspo"}, {"--beta": "0", "--kl-in-reward": None}),
+        (
+            "slime",
+            {"kl_coef": "0.1", "advantage_estimator": "reinforce_plus_plus"},
+            {"--beta": "0.1", "--kl-in-reward": ""},
+        ),
+        (
+            "slime",
+            {"kl_coef": "0.1", "advantage_estimator": "reinforce_plus_plus_baseline"},
+            {"--beta": "0.1", "--kl-in-reward": ""},
+        ),
         ("slime", {"over_sampling_batch_size": "48", "rollout_batch_size": "32"}, {"--over-sampling-ratio": "1.5"}),
         (
             "slime",
