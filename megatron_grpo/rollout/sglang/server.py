@@ -180,15 +180,20 @@ class SglangServer(Server):
 
     async def wake(self, part: str) -> None:
         if part in self._released:
-            await self.call("POST", "/resume_memory_occupation", {"tags": [part]}, timeout=PROBE_TIMEOUT)
             await self._set_weight_version(self.process, [other for other in self._released if other != part])
+            await self._occupy("resume", [part])
 
     async def sleep(self) -> None:
         parts = [part for part in ("kv_cache", "weights") if part not in self._released]
         if parts:
             await self._flush_cache()
-            await self.call("POST", "/release_memory_occupation", {"tags": parts}, timeout=PROBE_TIMEOUT)
             await self._set_weight_version(self.process, [*self._released, *parts])
+            await self._occupy("release", parts)
+
+    async def _occupy(self, what: str, parts: list[str]) -> None:
+        """Release or resume memory; the server copies the weights with --sleep-level 1, and ends what it has begun."""
+        timeout = self._args.sglang_server_timeout
+        await self.call("POST", f"/{what}_memory_occupation", {"tags": parts}, timeout=timeout)
 
     async def _set_weight_version(self, name: str, released: list[str]) -> None:
         """Store version and released parts of memory in the name of the weights, where a later run reads them.

@@ -80,7 +80,7 @@ class VllmServer(Server):
     """One vLLM server."""
 
     key_flag = "--api-key: --vllm-server-api-key here, or VLLM_API_KEY in the environment"
-    shared = (*Server.shared, "model", "adapter", "load")
+    shared = (*Server.shared, "model", "adapter", "load", "method")
 
     def __init__(self, url: str, args):
         super().__init__(url, args.vllm_server_api_key or os.environ.get("VLLM_API_KEY"))
@@ -88,6 +88,7 @@ class VllmServer(Server):
         self.model = ""  # the model's name at the server
         self.adapter: str | None = None  # name of the adapter that completes requests
         self.load = ""  # name of the newest load of weights
+        self.method: str | None = None  # of speculative decoding
         self._records_versions = False  # of the tokens of streams, while weights change under them
         self._video_flags: dict[str, Any] = {}  # of its --media-io-kwargs
 
@@ -147,7 +148,12 @@ class VllmServer(Server):
             )
         returned = model.get("enable_return_routed_experts")  # vLLM 0.26; later versions have the other
         returned = returned or (config.get("aux_output_config") or {}).get("enable_return_routed_experts")
-        check_experts(args, bool(returned), (config.get("speculative_config") or {}).get("method"))
+        self.method = (config.get("speculative_config") or {}).get("method")
+        check_experts(args, bool(returned), self.method)
+        if args.stop_words:
+            self._refuse_stop_words("", ", or leave --stop-words out")
+        if args.agent:
+            self._refuse_stop_words(", which programs of --agent can give")
         mode, right, replayed = model["logprobs_mode"], [], replays_top_k(args)
         right += ["raw_logprobs"] if args.temperature == 1 and not replayed else []
         right += ["processed_logprobs"] if replayed or not probability_changes(args) else []
@@ -203,6 +209,14 @@ class VllmServer(Server):
                 """'{"custom_ops": ["-rotary_embedding"]}'"""
             )
 
+    def _refuse_stop_words(self, whose: str, cure: str = "") -> None:
+        """Raise Fault if the server drafts."""
+        if self.method:
+            raise Fault(
+                f"it drafts ({self.method}), and vLLM keeps tokens of a draft behind a stop word{whose}: start it "
+                f"without --speculative-config{cure}"
+            )
+
     def _check_adapters(self, config: dict[str, Any] | None, environment: dict[str, Any]) -> None:
         rank = slot_rank(self._args.lora_rank)
         if config is None:
@@ -248,6 +262,8 @@ class VllmServer(Server):
     async def generate(self, requests: Sequence[Request], seed: int) -> list[Completion]:
         prompt, version = list(requests[0].prompt_ids), self.version
         assert version is not None
+        if requests[0].sampling.stop:
+            self._refuse_stop_words(" of sampling_params", ", or leave stop out of the rows")
         if _has_images(requests[0]):
             answer = await self.call("POST", _GENERATE, self._body_of_token_ids(requests, seed))
             choices = [_as_of_completions(choice, answer) for choice in answer["choices"]]

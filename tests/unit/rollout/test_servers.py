@@ -176,6 +176,17 @@ def test_a_rows_own_sampling_reaches_the_server(start, weights, tmp_path):
     pool.close()
 
 
+def test_a_row_with_stop_words_is_not_sent_to_a_server_that_drafts(start, weights, tmp_path):
+    """Without stop words the server serves."""
+    double = start(drafts="ngram")
+    pool = synced_pool([double], weights, tmp_path)
+    assert len(finish(pool, REQUESTS[:1])) == 1
+    with pytest.raises(GrpoError, match=r"it drafts \(ngram\), and vLLM keeps tokens of a draft behind a stop word"):
+        finish(pool, [replace(REQUESTS[1], sampling=replace(SAMPLING, stop=(".",)))])
+    assert called(double, "/v1/completions") == 1
+    pool.close()
+
+
 def test_a_server_returns_the_kept_tokens(start, weights, tmp_path):
     double = start()
     pool = synced_pool([double], weights, tmp_path, top_k=5, temperature=0.6)
@@ -583,6 +594,8 @@ REFUSED = {
         "keeps the old convolutions of Mamba-2",
     ),
     "latent": ({}, {"multi_latent_attention": True}, "VLLM_MLA_DISABLE=1"),
+    "drafts and words": ({"drafts": "ngram"}, {"stop_words": ["."]}, r"it drafts \(ngram\), .* leave --stop-words out"),
+    "drafts and programs": ({"drafts": "ngram"}, {"agent": "a:b"}, r"it drafts \(ngram\), .*: start it without"),
 }
 
 
@@ -858,6 +871,37 @@ def test_sglang_servers_sleep(start, weights, one_process, level, monkeypatch):
             engine.sleep()
             assert all(double.asleep == {"kv_cache", "weights"} for double in doubles)
         engine.close()
+
+
+def test_an_sglang_server_has_its_time_out_to_move_weights(start, monkeypatch):
+    """A release of level 1 copies weights. The state is recorded first: the server ends what a killed run began."""
+    double = start("sglang", enable_memory_saver=True, enable_weights_cpu_backup=True)
+    found, call = [], SglangServer.call
+
+    async def noted(self, method, path, body=None, timeout=None):
+        if path.endswith(("_occupation", "_version")):
+            found.append((path, double.weight_version))
+            assert timeout == 77.0 or "occupation" not in path
+        return await call(self, method, path, body, timeout)
+
+    monkeypatch.setattr(SglangServer, "call", noted)
+    server = SglangServer(double.url, arguments(sleep_level=1, sglang_server_timeout=77.0))
+
+    async def around():
+        server.process = (await server.status(5.0)).process
+        await server.sleep()
+        await server.wake("weights")
+        await server.wake("kv_cache")
+
+    asyncio.run(around())
+    assert [state for path, state in found if path == "/release_memory_occupation"] == [
+        "default/asleep kv_cache weights"
+    ]
+    assert [state for path, state in found if path == "/resume_memory_occupation"] == [
+        "default/asleep kv_cache",
+        "default",
+    ]
+    assert not double.asleep
 
 
 def test_a_bucket_is_copied_into_one_block():
