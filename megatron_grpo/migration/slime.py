@@ -62,11 +62,8 @@ def _kl_loss(settings: Settings) -> bool:
 def _penalised(settings: Settings) -> bool:
     """Return whether the KL is taken off the advantages: by the estimators of REINFORCE++, not by GRPO's."""
     estimator = settings.text("--advantage-estimator")
-    return (
-        not _kl_loss(settings)
-        and settings.number("--kl-coef", 0) > 0
-        and estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-    )
+    of_kl = estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline") and not _kl_loss(settings)
+    return of_kl and settings.number("--kl-coef", 0) > 0
 
 
 def _data(value: object, settings: Settings) -> Converted:
