@@ -83,8 +83,32 @@ def _normalised(value: object, settings: Settings) -> Converted:
     names = {"group": "group", "batch": "batch"}
     if str(value) == "running":
         raise Undecided("running statistics of rewards are not there: --scale-rewards group, batch or none")
-    return names.get(str(value))
+    return None if _whitened(settings) else names.get(str(value))
 
+
+def _of_groups(settings: Settings) -> bool:
+    """Return whether REINFORCE's rewards are centred in their group, which its namesake here does not do."""
+    return settings.text("adv_estimator") == "reinforce" and settings.text("norm_mean_type") == "group"
+
+
+def _whitened(settings: Settings) -> bool:
+    """Return whether the differences to the group's mean are divided by their std over the batch alone."""
+    whitened = _of_groups(settings) and settings.true("whiten_advantages")
+    return whitened and settings.text("norm_std_type") != "group"
+
+
+def _estimator(value: object, settings: Settings) -> Converted:
+    if not _of_groups(settings):
+        return ESTIMATORS.apply(value, settings)
+    if settings.number("gamma", 1) != 1:
+        raise Undecided("no estimator has both gamma and norm_mean_type group: docs/algorithms.md")
+    return "reinforce_plus_plus_baseline" if _whitened(settings) else "grpo"
+
+
+ESTIMATORS = choice(
+    {"grpo": "grpo", "reinforce": "reinforce_plus_plus"},
+    "docs/algorithms.md lists the estimators; there is no critic",
+)
 
 BATCH = (
     Row(
@@ -324,9 +348,10 @@ ALGORITHM = (
     Row(
         "adv_estimator",
         "--advantage-estimator",
-        choice(
-            {"grpo": "grpo", "reinforce": "reinforce_plus_plus"},
-            "docs/algorithms.md lists the estimators; there is no critic",
+        Conversion(
+            f"{ESTIMATORS.words}, with norm_mean_type group grpo, or reinforce_plus_plus_baseline with "
+            "whiten_advantages",
+            _estimator,
         ),
     ),
     Row("use_kl_loss", None, None, "--beta above 0 switches the KL term on"),
@@ -363,7 +388,11 @@ ALGORITHM = (
     ),
     Row("value_clip", None, None, "there is no critic"),
     Row("lambd", None, None, "there is no critic"),
-    Row("gamma", "--gamma", only_if("with reinforce", lambda s: s.text("adv_estimator") == "reinforce")),
+    Row(
+        "gamma",
+        "--gamma",
+        only_if("with reinforce_plus_plus", lambda s: s.text("adv_estimator") == "reinforce" and not _of_groups(s)),
+    ),
     Row("entropy_loss_coef", "--entropy-coef"),
     Row("reward_clip", "--reward-clip"),
     Row("advantage_clip", None, differs("advantages are not clipped: --reward-clip bounds the rewards")),
@@ -377,7 +406,10 @@ ALGORITHM = (
         None,
         only_if(
             "with grpo, if true",
-            lambda s: s.true("whiten_advantages") and s.text("adv_estimator") == "grpo",
+            lambda s: (
+                s.true("whiten_advantages")
+                and (s.text("adv_estimator") == "grpo" or (_of_groups(s) and not _whitened(s)))
+            ),
             differs("advantages of groups are not whitened once more; --scale-rewards batch is the closest"),
         ),
     ),
@@ -467,6 +499,11 @@ SYSTEM = System(
             "--loss-type",
             lambda s: "gspo" if s.text("importance_sampling") == "seq" else "grpo",
             "ROLL's default (seq-mean-token-mean)",
+        ),
+        (
+            "--scale-rewards",
+            lambda s: "none" if _of_groups(s) and not _whitened(s) else None,
+            "norm_mean_type group without norm_std_type",
         ),
         ("--recompute-method", _recompute("uniform"), "of recompute_granularity full"),
         ("--recompute-num-layers", _recompute("1"), "of recompute_granularity full"),

@@ -518,6 +518,34 @@ ROWS = [(system.name, row) for system in SYSTEMS.values() for row in system.rows
         ("ms-swift", {"truncation_strategy": "delete"}, {"--truncation-strategy": "raise"}),
         ("ms-swift", {"max_length": "4096"}, {"--truncation-strategy": "left", "--max-prompt-length": "4096"}),
         ("ms-swift", {"max_length": "4096", "truncation_strategy": "delete"}, {"--truncation-strategy": "delete"}),
+        # ROLL centres the rewards of reinforce in the group with norm_mean_type group, divides them by the std of
+        # norm_std_type, and whitens the advantages over the batch with whiten_advantages
+        (
+            "ROLL",
+            {
+                "adv_estimator": "reinforce",
+                "norm_mean_type": "group",
+                "norm_std_type": "batch",
+                "whiten_advantages": "true",
+                "gamma": "1.0",
+            },
+            {"--advantage-estimator": "reinforce_plus_plus_baseline", "--scale-rewards": None, "--gamma": None},
+        ),
+        (
+            "ROLL",
+            {"adv_estimator": "reinforce", "norm_mean_type": "group", "norm_std_type": "batch"},
+            {"--advantage-estimator": "grpo", "--scale-rewards": "batch"},
+        ),
+        (
+            "ROLL",
+            {"adv_estimator": "reinforce", "norm_mean_type": "group"},
+            {"--advantage-estimator": "grpo", "--scale-rewards": "none"},
+        ),
+        (
+            "ROLL",
+            {"adv_estimator": "reinforce", "gamma": "0.9"},
+            {"--advantage-estimator": "reinforce_plus_plus", "--scale-rewards": None, "--gamma": "0.9"},
+        ),
         # kl_in_reward is true by default of these estimators, and teacher_kl_coef 1 in GRPO
         ("ms-swift", {"advantage_estimator": "rloo", "beta": "0.001"}, {"--kl-in-reward": "", "--beta": "0.001"}),
         ("ms-swift", {"advantage_estimator": "reinforce_plus_plus"}, {"--kl-in-reward": ""}),
@@ -569,6 +597,11 @@ def test_values_are_converted(system, settings, expected):
         ("TRL", {"steps_per_generation": "3", "gradient_accumulation_steps": "2"}, "3 micro-batches of 2 an update"),
         ("TRL", {"loss_type": "luspo"}, "there is no 'luspo' here"),
         ("ms-swift", {"reward_funcs": ["accuracy", "mine"]}, "mine: register it with @register_reward"),
+        (
+            "ROLL",
+            {"adv_estimator": "reinforce", "norm_mean_type": "group", "gamma": "0.9"},
+            "no estimator has both gamma and norm_mean_type group",
+        ),
         ("slime", {"spec": ["my.models", "get_spec"]}, "a layer of another model"),
         ("slime", {"custom_generate_function_path": "a.b"}, "write it as an --environment or as a program of --agent"),
         (
