@@ -58,6 +58,7 @@ class ArrayField:
     # A pack holds one value per label, one per label that the rank's head computes, or one per token.
     packed: Literal["label", "own_label", "token"] | None = None
     padding: int = 0  # value of padding tokens in a pack
+    fill: float | None = None  # of further columns: batches of different widths go together
     dtype: Any = None  # of the annotated type
     optional: bool = False  # None until it is computed: the default is None
 
@@ -92,10 +93,10 @@ class RolloutBatch:
     malformed_calls: Annotated[Int32 | None, PER_COMPLETION] = None  # of tools, in all turns; None: not counted
     # Sequences of the model: 1 + the number of ``sample_starts``. None: each completion is one.
     samples: Annotated[Int32 | None, PER_COMPLETION] = None
-    # Of episodes with an environment, [n, --max-turns]: its reward for each turn (NaN: none), and a number for what it
-    # said before the turn (equal texts have equal numbers; 0 before the first turn and after the last).
-    turn_rewards: Annotated[Float32 | None, ArrayField("completion", columns=1)] = None
-    turn_states: Annotated[Int64 | None, ArrayField("completion", columns=1)] = None
+    # Of episodes with an environment, [n, --max-turns or more]: its reward for each turn (NaN: none), and a number for
+    # what it said before the turn (equal for equal texts; 0 before the first turn and after the last).
+    turn_rewards: Annotated[Float32 | None, ArrayField("completion", columns=1, fill=np.nan)] = None
+    turn_states: Annotated[Int64 | None, ArrayField("completion", columns=1, fill=0)] = None
     # Under the weights before the first update; NaN on other tokens, and where the model gives NaN.
     old_log_probs: Annotated[Float32 | None, PER_LABEL] = None
     ref_log_probs: Annotated[Float32 | None, PER_LABEL] = None  # the same under the reference model
@@ -349,7 +350,7 @@ class RolloutBatch:
         parts = [batch.arrays() for batch in batches]
         if any(part.keys() != parts[0].keys() for part in parts):
             raise ValueError(f"batches with different arrays: {[sorted(part) for part in parts]}")
-        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        arrays = {name: np.concatenate(of_one_width(name, [part[name] for part in parts])) for name in parts[0]}
         lengths = np.concatenate([batch.held_lengths for batch in batches])
         return RolloutBatch(**arrays | {"cu_seqlens": offsets(lengths)})
 
@@ -456,6 +457,18 @@ FIELDS = _declared_arrays()
 def _columns(array: Array | None, spec: ArrayField) -> tuple[int, ...]:
     """Return the sizes of the axes after the first; 0 for each that the array lacks."""
     return (*(() if array is None else array.shape[1:]), *(0,) * spec.columns)[: spec.columns]
+
+
+def of_one_width(name: str, arrays: Sequence[Array]) -> list[Array]:
+    """Return arrays [..., columns] of a field, all as wide as the widest if the field has a `ArrayField.fill`."""
+    fill = FIELDS[name].fill
+    if fill is None:
+        return list(arrays)
+    most = max((array.shape[-1] for array in arrays), default=0)
+    return [
+        np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, most - array.shape[-1])], constant_values=fill)
+        for array in arrays
+    ]
 
 
 def offsets(lengths: Array) -> Int64:

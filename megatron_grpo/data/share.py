@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.data.batch import FIELDS, Array, Bool, Int64, RolloutBatch, offsets
+from megatron_grpo.data.batch import FIELDS, Array, Bool, Int64, RolloutBatch, of_one_width, offsets
 from megatron_grpo.parallel.exchange import concatenated, exchange_tokens, from_holders, of_every_rank
 from megatron_grpo.parallel.initialize import host_group
 
@@ -45,19 +45,26 @@ def of_all_ranks(own: RolloutBatch, group: dist.ProcessGroup | None = None) -> R
 
 
 def _with_common_arrays(own: RolloutBatch, group: dist.ProcessGroup) -> RolloutBatch:
-    """Return the batch, if it is empty with the optional arrays and the columns of the other ranks' batches."""
+    """Return the batch as wide as the widest one; if it is empty, with the optional arrays of the others, too."""
     arrays = own.arrays()
     shapes = [arrays[name].shape[1:] if name in arrays else (0,) * spec.columns for name, spec in FIELDS.items()]
     header = torch.tensor([*chain.from_iterable(shapes), *(name in arrays for name in FIELDS)])
     largest = torch.stack([header, -header] if own.num_completions else [torch.full_like(header, -(2**31))] * 2)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     present = largest[0] >= 0  # some rank has completions
-    if not torch.equal(largest[0][present], -largest[1][present]):
+    fields = (spec.fill for spec in FIELDS.values() for _ in range(spec.columns))
+    any_width = torch.tensor([*(fill is not None for fill in fields), *[False] * len(FIELDS)])
+    alike = present & ~any_width
+    if not torch.equal(largest[0][alike], -largest[1][alike]):
         raise ValueError(f"batches of two ranks with different arrays; this rank has {sorted(arrays)}")
-    if own.num_completions or not present.all():
+    if not present.all():
         return own
     numbers = iter(largest[0].tolist())
     shapes = [[next(numbers) for _ in range(spec.columns)] for spec in FIELDS.values()]
+    if own.num_completions:
+        widest = {n: np.empty((0, *s), FIELDS[n].dtype) for n, s in zip(FIELDS, shapes, strict=True) if n in arrays}
+        given = [name for name in widest if FIELDS[name].fill is not None]
+        return replace(own, **{name: of_one_width(name, [arrays[name], widest[name]])[0] for name in given})
     return RolloutBatch(
         **{
             name: np.zeros((int(spec.axis == "offset"), *shape), spec.dtype)

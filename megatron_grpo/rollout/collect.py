@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from megatron_grpo.data.batch import Bool, FinishReason, RolloutBatch
+from megatron_grpo.data.batch import Bool, FinishReason, RolloutBatch, of_one_width
 from megatron_grpo.data.prefix_tree import with_prefixes
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.share import of_all_ranks, with_tokens_of
@@ -213,7 +213,10 @@ def to_batch(
     )
     rewards = [c.turn_rewards for c in completions if c.turn_rewards is not None]
     states = [c.turn_states for c in completions if c.turn_states is not None]
-    return replace(batch, turn_rewards=np.stack(rewards), turn_states=np.stack(states)) if rewards else batch
+    if not rewards:
+        return batch
+    turn_rewards, turn_states = of_one_width("turn_rewards", rewards), of_one_width("turn_states", states)
+    return replace(batch, turn_rewards=np.stack(turn_rewards), turn_states=np.stack(turn_states))
 
 
 def shown_images(batch: RolloutBatch) -> dict[int, tuple[int, list[list[bytes]]]]:

@@ -129,7 +129,7 @@ class Completion:
     turns: int = 1
     malformed_calls: int = 0  # of tools, in all turns
     environment_reward: float | None = None
-    turn_rewards: npt.NDArray[np.float32] | None = None  # [--max-turns] of RolloutBatch, which has them of all
+    turn_rewards: npt.NDArray[np.float32] | None = None  # [--max-turns or more] as in `RolloutBatch`
     turn_states: npt.NDArray[np.int64] | None = None
     # Of each sample: what the environment or the agent showed, encoded; None without a vision-language model.
     shown_images: list[list[bytes]] | None = None

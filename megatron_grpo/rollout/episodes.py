@@ -554,7 +554,7 @@ class Episodes(Conversing):
         episode = self._episodes.pop(number)
         self._forget(episode)
         rewards = [reward for reward in episode.rewards if reward is not None]
-        most = self._args.max_turns
+        most = max(self._args.max_turns, episode.turns)  # a resume can have another limit
         turn_rewards, turn_states = np.full(most, np.nan, np.float32), np.zeros(most, np.int64)
         turn_rewards[: episode.turns] = [math.nan if r is None else r for r in episode.rewards[1:]]
         turn_states[: episode.turns] = episode.states[: episode.turns]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_grpo.data.batch import FinishReason, offsets
+from megatron_grpo.data.batch import FinishReason, of_one_width, offsets
 from megatron_grpo.data.prompts import Prompt, PromptDataset
 from megatron_grpo.rollout.engine import Completion, Engine, InterruptibleEngine
 from megatron_grpo.rollout.staleness import groups_to_start, groups_to_take
@@ -258,11 +258,11 @@ def _of_episodes(completions: Sequence[Completion | None]) -> dict[str, npt.NDAr
         arrays["shown_sizes"] = np.array([len(data) for data in shown], np.int64)
         arrays["shown_images"] = np.concatenate(shown)
     of_turns = [(c.turn_rewards, c.turn_states) for c in found]
-    most = next((len(own) for own, _ in of_turns if own is not None), None)
-    if most is not None:  # unfinished episodes have none
-        none = np.full(most, np.nan, np.float32), np.zeros(most, np.int64)
-        arrays["turn_rewards"] = np.stack([none[0] if own is None else own for own, _ in of_turns])
-        arrays["turn_states"] = np.stack([none[1] if own is None else own for _, own in of_turns])
+    if any(own is not None for own, _ in of_turns):  # unfinished episodes have none
+        turn_rewards = [np.zeros(0, np.float32) if own is None else own for own, _ in of_turns]
+        turn_states = [np.zeros(0, np.int64) if own is None else own for _, own in of_turns]
+        arrays["turn_rewards"] = np.stack(of_one_width("turn_rewards", turn_rewards))
+        arrays["turn_states"] = np.stack(of_one_width("turn_states", turn_states))
     return arrays
 
 

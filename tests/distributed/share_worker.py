@@ -38,7 +38,8 @@ def whole_rollout() -> RolloutBatch:
         kept_token_ids=[np.stack([c, np.full(len(c), -1)], 1).astype(np.int32) for c in completions],
     )
     batch.rewards = rng.random((NUMBER, 2)).astype(np.float32)
-    return batch
+    turns = np.stack([rng.random(NUMBER), *[np.full(NUMBER, np.nan)] * 2], 1).astype(np.float32)
+    return replace(batch, turn_rewards=turns, turn_states=np.array([[n + 1, 0, 0] for n in range(NUMBER)]))
 
 
 def made_by(number: int, world: int) -> int:
@@ -68,6 +69,9 @@ def main(out: Path) -> None:
     own = whole.select(np.flatnonzero(makers == rank)[::-1])  # in any order
     if not own.num_completions:  # as of a rank that does not lead: without optional arrays and columns
         own = replace(own, routed_experts=None, kept_token_ids=None, rewards=np.zeros((0, 0), np.float32))
+        own = replace(own, turn_rewards=None, turn_states=None)
+    elif rank:  # as of a replica whose episodes all began after a resume with a smaller --max-turns
+        own = replace(own, turn_rewards=own.turn_rewards[:, :1], turn_states=own.turn_states[:, :1])
     numbers = share.of_all_ranks(with_prefixes(own) if own.num_completions else own)
     save("made", numbers)
     save("everything", share.with_tokens_of(numbers, np.ones(NUMBER, bool)))

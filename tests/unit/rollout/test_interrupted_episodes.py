@@ -1,15 +1,18 @@
 """Episodes that are interrupted anywhere end as those that are not, whatever the order of answers and interruptions."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_grpo.data.prompts import Prompt
 from megatron_grpo.data.sampling_params import Sampling
 from megatron_grpo.environments.pool import Answer
+from megatron_grpo.rollout.collect import to_batch
 from megatron_grpo.rollout.engine import Completion, Request, generate
 from megatron_grpo.rollout.episodes import Episodes
 from megatron_grpo.rollout.unfinished import Group, from_arrays, to_arrays
@@ -121,10 +124,10 @@ def through_arrays(completions):
     return [group.completions[0] for group in from_arrays(to_arrays(groups), lambda row, ids: prompt).values()]
 
 
-def episodes_of(pool, environment, engine=None):
+def episodes_of(pool, environment, engine=None, max_turns=TURNS):
     flags = {"environment": environment, "prompt_key": "prompt", "system_prompt": None, "end_token_ids": (END,)}
     flags |= {
-        "max_turns": TURNS,
+        "max_turns": max_turns,
         "max_environment_tokens": 50,
         "max_prompt_length": 50,
         "on_rewritten_history": "keep",
@@ -136,6 +139,32 @@ def episodes_of(pool, environment, engine=None):
     )
     args = SimpleNamespace(**flags, chat_template_kwargs=None)
     return Episodes(engine or Stepper(), pool, renderer, None, tokenizer, args)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_a_resume_has_another_limit_of_turns(limit):
+    """An episode that has more turns ends with the one it is in; its arrays go into a batch with those of others."""
+    number = next(n for n in range(99) if sum(expected([0, n])[1]) < MOST)  # it has all turns
+    request = Request(number, [0, number], Sampling(MOST, log_probs=True), row={"prompt": "p", "number": number})
+    pool = Delayed(lambda: 1)
+    episodes = episodes_of(pool, "python")
+    episodes.submit([request])
+    while not (episodes._episodes[number].turns == 2 and episodes._generating):
+        episodes.poll()
+    (begun,) = through_arrays(episodes.interrupt())
+    pool = Delayed(lambda: 1)
+    (resumed,) = generate(episodes_of(pool, "python", max_turns=limit), [replace(request, begun=begun)])
+    ids, mask, reason = expected([0, number])
+    assert (resumed.token_ids, resumed.response_mask, resumed.finish_reason) == (ids, mask, reason)
+    assert resumed.turns == TURNS and not pool.open
+    short = replace(resumed, id=0, turn_rewards=np.ones(1, np.float32), turn_states=np.full(1, 7))
+    prompts, members = [SimpleNamespace(ids=[0], id=0)], {n: SimpleNamespace(group=0, place=n, size=2) for n in (0, 1)}
+    batch = to_batch(prompts, [short, replace(resumed, id=1)], members, [0], 0)
+    more = max(limit, TURNS) - 1
+    assert batch.turn_states[0].tolist() == [7, *[0] * more]
+    np.testing.assert_array_equal(batch.turn_rewards[0], [1, *[math.nan] * more])
+    np.testing.assert_array_equal(batch.turn_rewards[1], resumed.turn_rewards)
+    assert resumed.turn_rewards[:TURNS].tolist() == [1, 1, 1]
 
 
 @settings(max_examples=60, deadline=None)

@@ -33,6 +33,12 @@ def test_episodes_come_back():
     of_turns = replace(group, completions=(replace(one, turn_rewards=turns[0], turn_states=turns[1]), failed))
     kept = from_arrays(to_arrays({3: of_turns}), lambda row, ids: PROMPT)[3].completions[0]
     assert np.array_equal(kept.turn_rewards, turns[0], equal_nan=True) and np.array_equal(kept.turn_states, turns[1])
+    wider = replace(whole, turn_rewards=np.array([0, 1, 2], np.float32), turn_states=np.array([0, 4, 5]))
+    of_both = replace(group, completions=(wider, *of_turns.completions))  # before and after a change of --max-turns
+    both = from_arrays(to_arrays({3: of_both}), lambda row, ids: PROMPT)[3].completions
+    assert [c.turn_states.tolist() for c in both] == [[0, 4, 5], [0, -(2**62), 0], [0, 0, 0]]
+    expected = [[0, 1, 2], [0.5, math.nan, math.nan], [math.nan] * 3]
+    np.testing.assert_array_equal([c.turn_rewards for c in both], expected)
     back = found[1].completions
     assert back[1:] == group.completions[1:] and np.array_equal(found[1].rewards, group.rewards, equal_nan=True)
     assert back[0].log_probs[:2] == whole.log_probs[:2] and math.isnan(back[0].log_probs[2])
