@@ -142,11 +142,11 @@ class Saves:
 
     def restore(self) -> None:
         """Set model, optimizer and schedule to the newest checkpoint, if there is one; the next prompts follow."""
-        if on_rank_0(checkpoint.latest_iteration, self.args.save) is None:
-            print_rank_0(f"there is no checkpoint in {self.args.save} yet: the run goes on without the bad update")
-            return
         source = replaced(self.args, load=self.args.save, no_load_optim=False, no_load_rng=True)
         with self._complete():  # a load deletes what is not complete
+            if on_rank_0(checkpoint.latest_iteration, self.args.save) is None:
+                print_rank_0(f"there is no checkpoint in {self.args.save} yet: the run goes on without the bad update")
+                return
             iteration, _ = checkpoint.load_checkpoint(source, self.model, self.optimizer, self.scheduler)
         print_rank_0(f"model and optimizer are those of the checkpoint of iteration {iteration} again")
 
