@@ -76,6 +76,13 @@ def _encoded(part: Mapping[str, Any]) -> bytes:
     return frames[0] if part["type"] == "image" else as_one(frames, part["fps"])
 
 
+def before_stop_word(text: str, words: Sequence[str]) -> tuple[str, str]:
+    """Return (the text before the first of ``words``, this word); "" if there is none."""
+    found = [(place, word) for word in words if (place := text.find(word)) >= 0]
+    place, word = min(found, default=(len(text), ""))
+    return text[:place], word
+
+
 class FailureCounts:
     """Episodes that failed since the last report, by reason."""
 
@@ -163,18 +170,19 @@ class Conversing:
         return getattr(self._engine, name)
 
     def _read_turn(
-        self, ids: list[int], before: Sequence[int], with_calls: bool = True, **given: Any
+        self, ids: list[int], before: Sequence[int], with_calls: bool = True, stop: Sequence[str] = (), **given: Any
     ) -> tuple[str, ParsedTurn]:
-        """Return (the policy's text without its end of turn, what it says) of a turn.
+        """Return (the policy's text without its end of turn, what it says before the first word of ``stop``) of a turn.
 
         ``before`` are the tokens before it; ``given`` is what `ToolCallParser.parse` takes besides.
         """
         spoken = ids[:-1] if ids and ids[-1] in self._args.end_token_ids else ids
         raw = self._tokenizer.decode(spoken, skip_special_tokens=self._parser is None)
+        seen, _ = before_stop_word(raw, stop)
         if self._parser is None or not with_calls:
-            return raw, ParsedTurn(raw, text_with_malformed=raw)
+            return raw, ParsedTurn(seen, text_with_malformed=seen)
         end_of_prompt = self._tokenizer.decode(list(before[-_LOOK_BACK:]), skip_special_tokens=False)
-        return raw, self._parser.parse(raw, ids=ids, before=end_of_prompt, **given)
+        return raw, self._parser.parse(seen, ids=ids, before=end_of_prompt, **given)
 
     def failures(self) -> list[str]:
         """Return what went wrong since the last call, one line for each reason, on the lead rank."""

@@ -6,7 +6,8 @@ rendered, broadcast to the ranks of the replica, and generated; prompts and answ
 
 All calls of a run may sample --max-completion-length tokens; prompts, counted once for each sample, may have
 --max-prompt-length + --max-environment-tokens. A call beyond that is refused as OpenAI's servers refuse a prompt that
-is too long, and the run's finish reason is "length". A program that fails (environments/pool.py) is repeated with a new
+is too long, and the run's finish reason is "length". Calls side by side reserve what they may sample; a call waits
+while others have reserved what it asks for. A program that fails (environments/pool.py) is repeated with a new
 URL; if that fails, its finish reason is "failed": not scored, and not in the loss.
 
 Messages for a vision-language model can have images. The bytes of each go to all ranks of the replica once, with the
@@ -33,7 +34,7 @@ from megatron_grpo.parallel.agreement import of_lead
 from megatron_grpo.rollout.agents.endpoint import Call, Endpoint
 from megatron_grpo.rollout.agents.tree import Message, Node, Tree, normalised, without_hashes, without_images
 from megatron_grpo.rollout.engine import Completion, Request, request_seed
-from megatron_grpo.rollout.episodes import Conversing
+from megatron_grpo.rollout.episodes import Conversing, before_stop_word
 from megatron_grpo.utils.errors import GrpoError
 from megatron_grpo.vision.images import RowImages, opened
 
@@ -141,7 +142,7 @@ class Agents(Conversing):
         self._by_key: dict[int, _Run] = {}
         self._keys = itertools.count()
         self._calls: dict[int, _Asked] = {}  # by the engine's id
-        self._waiting_calls: list[Call] = []  # of paused runs
+        self._waiting_calls: list[Call] = []  # of paused runs, and for tokens that other calls have reserved
         self._waiting_ends: list[Answer] = []
 
     # ---- requests
@@ -224,11 +225,13 @@ class Agents(Conversing):
     def _new_calls(self, wait: float = 0.0) -> list[Any]:
         assert self._endpoint is not None
         accepted, calls = [], [*self._waiting_calls, *self._endpoint.calls(wait)]
-        self._waiting_calls = []
+        self._waiting_calls, waiting = [], set()
         for call in calls:
             run = self._sessions.get(call.session)
-            if run is not None and self._is_paused(run):
+            # In the order of their arrival: smaller calls do not pass.
+            if run is not None and (self._is_paused(run) or call.session in waiting or self._lacks_tokens(run, call)):
                 self._waiting_calls.append(call)
+                waiting.add(call.session)
             elif (news := self._accept(run, call)) is not None:
                 accepted.append(news)
         return accepted
@@ -263,6 +266,18 @@ class Agents(Conversing):
 
     # ---- calls
 
+    def _lacks_tokens(self, run: _Run, call: Call) -> bool:
+        """Return whether other calls under way have reserved tokens that a call asks for: they may need fewer."""
+        most = run.request.sampling.max_tokens
+        if call.run != run.program or call.abandoned:
+            return False
+        try:
+            needed = max(1, min(_most(call.body) or 1, most))
+        except (TypeError, ValueError):  # `_accept` refuses it
+            return False
+        lacks = most - run.sampled < needed
+        return lacks and any(asked.run is run and asked.call.run == run.program for asked in self._calls.values())
+
     def _accept(
         self, run: _Run | None, call: Call
     ) -> tuple[int, list[int], int, list[str], list[str], list[int]] | None:
@@ -282,7 +297,7 @@ class Agents(Conversing):
         try:
             prompt = self._prompt(run, call)
             stop = self._stop_words(call.body)
-            most = int(call.body.get("max_completion_tokens") or call.body.get("max_tokens") or left)
+            most = _most(call.body) or left
         except _AtLimit as error:
             run.over = True
             self._endpoint.refuse(call, str(error), "context_length_exceeded")
@@ -351,7 +366,10 @@ class Agents(Conversing):
                 so_far = earlier.collapse(so_far)
             marks: Sequence[Mark] = ()
             if self._args.on_rewritten_history != "keep":
-                whole, marks = self._renderer.rewritten(so_far, shown, tools, variables, parent.marks)
+                sampled = _as_sampled(shown, parent)
+                whole, marks = self._renderer.rewritten(so_far, sampled, tools, variables, parent.marks)
+                if whole is not None and sampled != shown:  # a new sample has what the program has sent
+                    whole, marks = self._renderer.rewritten(so_far, shown, tools, variables, parent.marks)
                 if whole is not None:
                     if self._args.on_rewritten_history == "refuse":
                         raise GrpoError("the chat template changes earlier turns (--on-rewritten-history refuse)")
@@ -406,7 +424,11 @@ class Agents(Conversing):
         parent = run.tree.continued_by_text(prompt)
         if parent is None:
             return self._expanded(None, self._tokenizer.encode(prompt), [], "", [])
-        return self._expanded(parent, self._tokenizer.encode_rest(prompt[len(parent.text) :]), [], "", [])
+        rest = prompt[len(parent.text) :]
+        if parent.stop_word and rest.startswith(parent.stop_word):  # its tokens are there
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(rest, parent.cut))
+            rest = rest[len(list(same)) :]
+        return self._expanded(parent, self._tokenizer.encode_rest(rest), [], "", [])
 
     def _shown(self, message: Message) -> Message:
         """Return a message as the chat template gets it: as `normalised`, with the ids of tool calls."""
@@ -422,6 +444,11 @@ class Agents(Conversing):
         words = [stop] if isinstance(stop, str) else list(stop)
         if not all(isinstance(word, str) and word for word in words):
             raise GrpoError("stop must be a text, or a list of texts")
+        if words and self._args.vllm_speculative_config:
+            raise GrpoError(
+                "stop and --vllm-speculative-config cannot both be given: vLLM keeps tokens of a draft behind a stop "
+                "word; send no stop, or leave the flag out"
+            )
         return words
 
     def _answer(self, completion: Completion) -> None:
@@ -437,6 +464,7 @@ class Agents(Conversing):
             asked.give_back()
             return
         run.sampled -= most - len(ids)
+        stop = self._stop_words(call.body) if completion.finish_reason == "stop" else []
         raw, said = self._read_turn(
             ids,
             [*(prompt.parent.ids if prompt.parent is not None else ()), *prompt.ids],
@@ -445,9 +473,11 @@ class Agents(Conversing):
             number=len(run.tree.nodes) + 1,
             cut=completion.finish_reason == "length",
             variables=self._variables(call),
+            stop=stop,
         )
         run.malformed_calls += len(said.malformed)
-        reply: Message = {"role": "assistant", "content": said.text_with_malformed or None}
+        content, _ = before_stop_word(said.text_with_malformed, stop)  # gpt-oss's is read from token ids
+        reply: Message = {"role": "assistant", "content": content or None}
         if said.calls:
             reply["tool_calls"] = [
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
@@ -455,11 +485,13 @@ class Agents(Conversing):
             ]
         images = None if self._images is None else prompt.images
         node = Node(prompt.parent, prompt.ids, completion, images=images, marks=prompt.marks)
+        raw, node.stop_word = before_stop_word(whole := raw, stop)
+        node.cut = whole[len(raw) :]
         if call.chat:
             node.messages, node.tools = [*prompt.messages, normalised(reply)], prompt.tools
         else:
-            before = prompt.parent.text if prompt.parent is not None else ""
-            node.text = f"{before}{self._tokenizer.decode(prompt.ids)}{raw}"
+            given = call.body["prompt"]
+            node.text = f"{given if isinstance(given, str) else self._tokenizer.decode(prompt.ids)}{raw}"
         run.tree.add(node)
         reason = "tool_calls" if said.calls else completion.finish_reason
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
@@ -557,3 +589,18 @@ class Agents(Conversing):
         if self._endpoint is not None:
             self._endpoint.shut_down()
         self._engine.close()
+
+
+def _most(body: dict[str, Any]) -> int:
+    """Return how many tokens a call asks for; 0 for all that are left."""
+    return int(body.get("max_completion_tokens") or body.get("max_tokens") or 0)
+
+
+def _as_sampled(messages: Sequence[Message], newest: Node) -> list[Message]:
+    """Return the messages that continue ``newest`` with the stop words that their answers were sampled with."""
+    found = list(messages)
+    for node in newest.path:
+        place = len(node.messages) - 1
+        if node.cut:
+            found[place] = found[place] | {"content": f"{found[place]['content']}{node.cut}"}
+    return found

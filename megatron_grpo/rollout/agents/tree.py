@@ -31,6 +31,8 @@ class Node:
     messages: list[Message] = field(default_factory=list)  # normalised: all before the answer, and the answer
     tools: str = ""
     text: str = ""  # of all tokens, for calls without messages
+    stop_word: str = ""  # that ended the answer; the program sees what is before it, as in OpenAI's protocol
+    cut: str = ""  # of the answer: the stop word and what follows it in its last token
     continued: bool = False  # by a call, whether it was answered or not
     trained: bool = False
     images: list[bytes] | None = None  # encoded, in ``prompt_ids``; None without a vision-language model

@@ -134,7 +134,7 @@ class VllmColocate:
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            if self._speculates and request.sampling.stop:  # of an agent's program; others are refused at the start
+            if self._speculates and request.sampling.stop:  # refused before: as a flag, of a row, in a call
                 raise GrpoError(
                     f"stop words {list(request.sampling.stop)} and --vllm-speculative-config cannot both be given: "
                     "vLLM keeps tokens of a draft behind a stop word; leave one of them out"

@@ -14,11 +14,12 @@ from megatron_grpo.environments.pool import EnvironmentPool
 from megatron_grpo.environments.rendering import TurnRenderer
 from megatron_grpo.environments.tool_calls import ToolCallParser
 from megatron_grpo.rollout.agents.agents import Agents
+from megatron_grpo.rollout.agents.endpoint import Endpoint
 from megatron_grpo.rollout.engine import Completion, Request, generate
 from tools.make_tiny_model import make_tokenizer
 
 PROGRAMS = '''
-import json, os, urllib.error, urllib.request
+import asyncio, json, os, urllib.error, urllib.request
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 def say(text): return {"role": "user", "content": text}
@@ -92,6 +93,33 @@ def two_answers(base_url, row, **metadata):
             raise
     return 1
 
+async def side_by_side(base_url, row, **metadata):
+    """Two calls at once, each of which may sample all."""
+    ask = AsyncOpenAI(base_url=base_url, api_key="any").chat.completions.create
+    await asyncio.gather(*(ask(model="policy", messages=[say("begin")]) for _ in range(2)))
+    return 1
+
+def stops(base_url, row, **metadata):
+    """Stop words, of which the client sees none: a second turn, and texts that go on with the word or without it."""
+    client = OpenAI(base_url=base_url, api_key="any")
+    def ask(messages):
+        return client.chat.completions.create(model="policy", messages=messages, stop=["STOP", "never"])
+    answer = ask([say("stop")]).choices[0]
+    found = [answer.message.content, answer.finish_reason]
+    ask([say("stop"), answer.message.model_dump(exclude_none=True), say("begin")])
+    text = client.completions.create(model="policy", prompt="say", stop="STOP").choices[0].text
+    for more in ("STOP", "STOP.", "STOP or", " then"):
+        client.completions.create(model="policy", prompt=f"say{text}{more}")
+    return float([*found, text] == ["ok ", "stop", "so "])
+
+def drafted(base_url, row, **metadata):
+    ask = OpenAI(base_url=base_url, api_key="any").chat.completions.create
+    try:
+        ask(model="policy", messages=[say("begin")], stop="STOP")
+    except BadRequestError as error:
+        ask(model="policy", messages=[say("begin")])
+        return float("--vllm-speculative-config" in str(error))
+
 def goes_on(base_url, row, **metadata):
     """A call is refused, the next one is answered; another reason ends the program."""
     two_answers(base_url, row | {"raises": False})
@@ -125,6 +153,8 @@ CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "12+7"}}</t
 CODED = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
 REPLIES = {"user: call": f"{CODED}<tool_call>f(5)</tool_call>", "user: 12+7=": CALL,
            "tool: 19": "19", "free": "text", "user: begin": "ok", "user: left": "to the left",
+           "user: stop": "ok STOP", "say": "so STOP.", "sayso STOP.": "1", "sayso STOP. or": "2",
+           "sayso STOP. then": "3",
            "user: right": "to the right", "user: more": "still more"}  # fmt: skip
 
 
@@ -141,7 +171,8 @@ class Script:
         request = self.running.pop(0)
         prompt = self.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
         reply = REPLIES[prompt.removesuffix("assistant: ").rstrip("\n").rpartition("<eos>")[2]]
-        ids = [*self.tokenizer.encode(reply), self.tokenizer.backend.eos_token_id]
+        stopped = any(word in reply for word in request.sampling.stop)
+        ids = [*self.tokenizer.encode(reply), *[self.tokenizer.backend.eos_token_id] * (not stopped)]
         reason = "stop" if len(ids) <= request.sampling.max_tokens else "length"
         ids = ids[: request.sampling.max_tokens]
         return [Completion(request.id, ids, [-1.0] * len(ids), reason, [3] * len(ids))]
@@ -160,7 +191,7 @@ def tokenizer(tmp_path_factory):
 def test_a_continued_text_has_no_second_start(tmp_path):
     """The tokenizer puts <|begin_of_text|> before a text: not before the part of it that follows an answer."""
     ids = build_tokenizer("Llama-3.1-8B-Instruct", tmp_path)
-    node = SimpleNamespace(text="<|begin_of_text|>ab")
+    node = SimpleNamespace(text="<|begin_of_text|>ab", stop_word="")
     agents = SimpleNamespace(
         _tokenizer=HuggingFaceTokenizer(tmp_path), _expanded=lambda parent, ids, *rest: (parent, ids)
     )
@@ -189,13 +220,22 @@ def pool(tmp_path_factory):
 
 @pytest.fixture
 def run(tokenizer, pool):
-    def start(program, max_tokens=60, max_environment_tokens=60, history="keep", parser="hermes", engine=None, **row):
+    def start(
+        program,
+        max_tokens=60,
+        max_environment_tokens=60,
+        history="keep",
+        parser="hermes",
+        engine=None,
+        drafts=None,
+        **row,
+    ):
         args = SimpleNamespace(
             environment=f"agent:programs:{program}", end_token_ids=(256,), on_rewritten_history=history,
             tool_role="tool", chat_template_kwargs=None, max_prompt_length=20, vocab_size=300,
-            max_environment_tokens=max_environment_tokens,
+            max_environment_tokens=max_environment_tokens, vllm_speculative_config=drafts,
         )  # fmt: skip
-        parser = ToolCallParser(parser, tokenizer.backend)
+        parser = ToolCallParser(parser, tokenizer.backend) if parser else None
         renderer = TurnRenderer(tokenizer, (256,))
         agents = Agents(engine or Script(tokenizer), pool, renderer, parser, tokenizer, args)
         try:
@@ -233,6 +273,50 @@ def test_calls_of_openais_client(run, tokenizer):
     assert done.environment_reward == 2.0
     assert [math.isnan(x) for x in done.log_probs] == [m == 0 for m in done.response_mask]
     assert done.messages[-1] == {"role": "assistant", "content": "19"}
+
+
+class Together(Script):
+    """It answers when the endpoint has handed over two calls, in however many steps."""
+
+    def __init__(self, tokenizer, monkeypatch):
+        super().__init__(tokenizer)
+        self.handed, calls = 0, Endpoint.calls
+
+        def counted(endpoint, wait=0.0):
+            found = calls(endpoint, wait)
+            self.handed += len(found)
+            return found
+
+        monkeypatch.setattr(Endpoint, "calls", counted)
+
+    def poll(self):
+        return super().poll() if self.handed == 2 else []
+
+
+def test_a_call_waits_for_what_others_have_reserved(run, tokenizer, monkeypatch):
+    """The first of two calls without max_tokens may sample all, and needs three tokens."""
+    engine = Together(tokenizer, monkeypatch)
+    done, failures = run("side_by_side", max_tokens=500, engine=engine)
+    assert done.finish_reason == "stop" and done.environment_reward == 1.0 and not failures
+    assert texts(tokenizer, done) == ["user: begin\nassistant: [ok<eos>]"] * 2
+
+
+@pytest.mark.parametrize("history", ["keep", "split", "refuse"])
+@pytest.mark.parametrize("parser", ["hermes", None])
+def test_an_answer_ends_before_its_stop_word(run, tokenizer, history, parser):
+    """The tokens keep it, and an answer that the client sends back without it goes on with them."""
+    done, failures = run("stops", 500, 500, history=history, parser=parser)
+    assert done.environment_reward == 1.0 and done.finish_reason == "stop" and not failures
+    first, *others = texts(tokenizer, done)
+    assert first.startswith("user: stop\nassistant: [ok STOP]") and first.endswith("user: begin\nassistant: [ok<eos>]")
+    assert [message["content"] for message in done.messages] == ["stop", "ok ", "begin", "ok"]
+    so = "sayso STOP."
+    assert others == ["say[so STOP.1<eos>]", f"{so}[1<eos>]", f"{so} or[2<eos>]", f"{so} then[3<eos>]"]
+
+
+def test_stop_words_are_refused_where_drafts_keep_what_follows(run):
+    done, failures = run("drafted", drafts={"method": "ngram"})
+    assert done.environment_reward == 1.0 and done.turns == 1 and not failures
 
 
 def test_types_are_those_of_the_requests_tools(run):
