@@ -602,5 +602,5 @@ def _as_sampled(messages: Sequence[Message], newest: Node) -> list[Message]:
     for node in newest.path:
         place = len(node.messages) - 1
         if node.cut:
-            found[place] = found[place] | {"content": f"{found[place]['content']}{node.cut}"}
+            found[place] = found[place] | {"content": f"{found[place].get('content') or ''}{node.cut}"}
     return found
