@@ -8,6 +8,8 @@ reaches to the end of the turn.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import cachetools
+
 from megatron_grpo.utils.errors import GrpoError
 
 _MOST_PARSERS = 20  # rows may each have variables of their own
@@ -51,23 +53,19 @@ class ReasoningParser:
         except ImportError as error:
             raise GrpoError(f"--reasoning-parser {name}: vLLM cannot import it: {error}") from error
         self._request = ChatCompletionRequest(messages=[], seed=None)
-        self._made: dict[str, Any] = {}
+        self._made: cachetools.LRUCache[str, Any] = cachetools.LRUCache(_MOST_PARSERS)
         self._parser({})
 
     def _parser(self, variables: Mapping[str, Any]) -> Any:
         """Return the parser for these variables of the chat template: enable_thinking says how a turn begins."""
         key = repr(sorted(variables.items()))
-        parser = self._made.pop(key, None)
-        if parser is None:
+        if key not in self._made:
             try:
-                parser = self._kind(self._tokenizer, chat_template_kwargs=dict(variables))
+                self._made[key] = self._kind(self._tokenizer, chat_template_kwargs=dict(variables))
             # A parser looks up the family's special tokens, and raises RuntimeError if the vocabulary lacks them.
             except (RuntimeError, ValueError) as error:
                 raise GrpoError(f"--reasoning-parser {self._name} does not fit the tokenizer: {error}") from error
-        self._made[key] = parser
-        if len(self._made) > _MOST_PARSERS:
-            del self._made[next(iter(self._made))]  # the one that was not used for the longest time
-        return parser
+        return self._made[key]
 
     def marks(self, variables: Mapping[str, Any]) -> Marks | None:
         """Return the parser's marks; None if it has none."""

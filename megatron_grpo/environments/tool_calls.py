@@ -27,6 +27,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import cachetools
+
 from megatron_grpo.environments.environment import MalformedCall, Message, ToolCall
 from megatron_grpo.environments.reasoning import Marks, ReasoningParser, marks_of
 from megatron_grpo.utils.errors import GrpoError
@@ -218,7 +220,7 @@ class ToolCallParser:
         # vLLM logs a traceback for each malformed call; a policy makes many.
         for module in (self._kind.__module__, "vllm.parser"):
             logging.getLogger(module).setLevel(logging.CRITICAL)
-        self._readers: dict[str, _Reader] = {}
+        self._readers: cachetools.LRUCache[str, _Reader] = cachetools.LRUCache(_MOST_READERS)
         self._reader(())
 
     @property
@@ -305,19 +307,15 @@ class ToolCallParser:
         wrapped = [tool if isinstance(tool.get("function"), Mapping) else {"function": tool} for tool in tools]
         named = [tool for tool in wrapped if isinstance(tool["function"].get("name"), str)]
         key = json.dumps(named, sort_keys=True, default=str)
-        reader = self._readers.pop(key, None)
-        if reader is None:
+        if key not in self._readers:
             # A parser looks up the family's special tokens, and raises RuntimeError if the vocabulary lacks them.
             try:
                 holds_types = self.name in (OPENAI, *_LLAMA, *_FORMATS) and not self._is_of_texts
-                reader = _Reader(self._kind, self._tokenizer, named, holds_types)
+                self._readers[key] = _Reader(self._kind, self._tokenizer, named, holds_types)
             except (RuntimeError, ValueError) as error:
                 what = "the tools" if named else "the tokenizer"
                 raise GrpoError(f"--tool-call-parser {self.name} does not fit {what}: {error}") from error
-        self._readers[key] = reader
-        if len(self._readers) > _MOST_READERS:
-            del self._readers[next(iter(self._readers))]  # the one that was not used for the longest time
-        return reader
+        return self._readers[key]
 
     def _calls_of(self, part: _Part, reader: _Reader) -> list[_Call]:
         if part.broken or (part.body is not None and _fault_of_json(part.body)):

@@ -39,7 +39,7 @@ class Costs(Protocol):
 class _Episode:
     """An episode. ``chunks`` has a number for each chunk of its first prompt."""
 
-    order: tuple[bool, int]  # of whose turns pass first: urgent ones, then the oldest, which have the smallest ids
+    order: tuple[bool, int]  # urgent episodes pass first, then the oldest: the smallest ids
     chunks: Sequence[int]
     own: int = 0  # tokens in the engine's cache beyond the chunks
     before: int = 0  # the same at the end of the turn before; at first, of the prompt and what was begun
@@ -51,7 +51,7 @@ class _Episode:
 
 
 class WorkingSet:
-    """``engine`` for episodes, each of the requests with one id, of which the engine has one at a time; `end` ends it.
+    """``engine`` for episodes. An episode is the requests with one id, one after the other; `end` ends it.
 
     All requests pass without ``costs``, and where the engine keeps no tokens (`GeneratingEngine.cache_tokens`). All
     ranks of a replica decide alike. With ``resumes``, a resumed run decides as one that goes on.

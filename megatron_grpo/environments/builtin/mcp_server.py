@@ -154,7 +154,7 @@ class _Server:
 
 
 async def _answers(session: Any) -> bool:
-    """Return whether the server answers a ping, which the protocol asks of every server."""
+    """Return whether the server answers a ping; the protocol demands that of every server."""
     try:
         await asyncio.wait_for(session.send_ping(), _ANSWER_LIMIT)
     except Exception:  # the errors of a lost connection are those of the transport

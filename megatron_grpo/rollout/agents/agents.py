@@ -102,6 +102,7 @@ class _Asked(NamedTuple):
     most: int  # tokens of the answer
     run: _Run
     branches: bool  # whether another call has continued the same one before
+    stop: list[str]  # words
 
     def give_back(self) -> None:
         """Give the run the tokens of the call back: nobody reads the answer, and the program can ask again."""
@@ -329,7 +330,7 @@ class Agents(Conversing):
         run.calls += 1
         run.refused = ""  # the program went on
         number = run.request.id * _CALLS + run.calls
-        self._calls[number] = _Asked(call, prompt, most, run, branches)
+        self._calls[number] = _Asked(call, prompt, most, run, branches, stop)
         shown = [*(prompt.parent.images_so_far if prompt.parent is not None else ()), *prompt.images]
         added = [image for image in dict.fromkeys(shown) if image not in run.numbers]
         run.numbers.update(zip(added, itertools.count(len(run.numbers))))
@@ -455,7 +456,7 @@ class Agents(Conversing):
         """Record an answer and send it."""
         assert self._endpoint is not None
         asked = self._calls.pop(completion.id)
-        call, prompt, most, run, _ = asked
+        call, prompt, most, run, _, words = asked
         ids = completion.token_ids
         if call.run != run.program:
             self._endpoint.refuse(call, "this run has ended", "not_found", 404)
@@ -464,7 +465,7 @@ class Agents(Conversing):
             asked.give_back()
             return
         run.sampled -= most - len(ids)
-        stop = self._stop_words(call.body) if completion.finish_reason == "stop" else []
+        stop = words if completion.finish_reason == "stop" else []
         raw, said = self._read_turn(
             ids,
             [*(prompt.parent.ids if prompt.parent is not None else ()), *prompt.ids],
