@@ -409,8 +409,11 @@ class Trainer:
 
     def position(self) -> Position:
         """Return the present position, for a checkpoint."""
-        state = {"tokens": self.tokens, "bad_updates": self.bad_updates.state_dict()}
-        state |= {"updates_per_rollout": self.args.updates_per_rollout}
+        state = {
+            "tokens": self.tokens,
+            "bad_updates": self.bad_updates.state_dict(),
+            "updates_per_rollout": self.args.updates_per_rollout,
+        }
         if self.warm_up is not None:
             state["sft"] = self.warm_up.state()
         if self.mixture is not None:

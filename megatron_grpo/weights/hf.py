@@ -178,9 +178,8 @@ def load_hf(model_chunks: Sequence[nn.Module], args: Namespace, hf_dir: str | Pa
     local = model_weights.local_weights(model_chunks, weights)
     model_weights.owning_stages(weights, {weight.name for weight, _ in local})
     source = open_weights(hf_dir, args.model_family, args.mtp_num_layers)
-    there, description = on_rank_0(
-        _stored, source, args, weights
-    )  # it opens all files; other ranks those that they read
+    # Rank 0 opens all files, other ranks those that they read.
+    there, description = on_rank_0(_stored, source, args, weights)
     if (own := _description(source.dir)) != description:
         names = ", ".join(name for name in own if own[name] != description[name])
         raise GrpoError(
